@@ -1,0 +1,49 @@
+# Everything here works in a clean clone: each target makes the environment it needs first.
+PYTHON ?= python3
+# Another package index for torch, for example one that holds CPU-only builds: make test TORCH_INDEX=URL
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-full check format bench-proxy train clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+env: $(STAMP) ## make .venv with pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,nixl]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved
+	$(BIN)/python -m deploy.demo
+
+test: $(STAMP) ## every check and every test, in the form that CI runs
+	$(MAKE) check
+	$(BIN)/pytest -m 'not full'
+
+test-full: $(STAMP) ## the whole equality matrix (500 prompts a cell)
+	$(BIN)/pytest -m 'full or not full' --timeout 7200
+
+check: $(STAMP) ## lint, format and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## format the code and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
+	$(BIN)/python -m tests.bench.proxy_cost
+
+train: $(STAMP) ## train the bundled model from scratch
+	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
