@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reader in this process, and serving peers in processes of their own, for every backend."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.pools import pattern
+from transfer.engine import (
+    BACKENDS,
+    EngineOptions,
+    Peer,
+    Status,
+    Transfer,
+    TransferEngine,
+    Usability,
+    open_engine,
+    usable,
+)
+from transfer.tokens import mint, new_secret
+
+POOL_BYTES = 16 << 20
+DEADLINE_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ServingPeer:
+    """The other process."""
+
+    def __init__(self, backend: str, fault: str | None = None) -> None:
+        self.secret = new_secret()
+        command = [
+            sys.executable,
+            "-m",
+            "tests.contract.serving_peer",
+            backend,
+            str(POOL_BYTES),
+            self.secret.hex(),
+        ]
+        self.process = subprocess.Popen(
+            command + ([fault] if fault else []), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while line and not line.startswith(b"{"):
+            line = self.process.stdout.readline()
+        assert line, "the serving peer ended before it was ready"
+        described = json.loads(line)
+        self.engine = bytes.fromhex(described["engine"])
+        self.region = bytes.fromhex(described["region"])
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill_now(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        self.kill_now()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Reader:
+    """An engine in this process with a pool of its own."""
+
+    def __init__(self, backend: str) -> None:
+        self.pool = np.zeros(POOL_BYTES, dtype=np.uint8)
+        self.engine: TransferEngine = open_engine(
+            backend,
+            EngineOptions(
+                name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4
+            ),
+        )
+        self.region = self.engine.register(torch.from_numpy(self.pool))
+
+    def connect(self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = 10.0) -> Peer:
+        """Connect and wait for it. Raises what the backend raises."""
+        connection = self.engine.connect(
+            peer.engine, [peer.region], mint(peer.secret) if token is None else token, timeout_s
+        )
+        self.wait(connection.poll)
+        return connection
+
+    def read(self, peer: Peer, spans: list[tuple[int, int, int]], timeout_s: float = 10.0) -> Transfer:
+        return self.engine.read(peer, np.array(spans, dtype=np.int64).reshape(-1, 3), timeout_s)
+
+    def finish(self, transfer: Transfer) -> Status:
+        """Progress until the transfer has ended."""
+        self.wait(lambda: transfer.poll() is not Status.PENDING)
+        return transfer.poll()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "the backend kept us waiting past every deadline"
+            self.engine.progress()
+            time.sleep(0.0005)
+
+
+@pytest.fixture(scope="session")
+def served_bytes() -> np.ndarray:
+    return pattern(POOL_BYTES)
+
+
+@pytest.fixture(scope="session")
+def usability() -> dict[str, Usability]:
+    return {name: usable(name) for name in BACKENDS}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request: pytest.FixtureRequest, usability: dict[str, Usability]) -> str:
+    name: str = request.param
+    if not usability[name].ok:
+        pytest.skip(f"{name} does not work here: {usability[name].reason}")
+    return name
+
+
+@pytest.fixture
+def reader(backend: str) -> Iterator[Reader]:
+    made = Reader(backend)
+    yield made
+    made.engine.close()
+
+
+@pytest.fixture
+def start_peer(backend: str) -> Iterator[Callable[..., ServingPeer]]:
+    started: list[ServingPeer] = []
+
+    def start(fault: str | None = None) -> ServingPeer:
+        started.append(ServingPeer(backend, fault))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.close()

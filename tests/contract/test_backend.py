@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every transfer backend promises, with the peer in another process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.contract.conftest import POOL_BYTES, Reader, ServingPeer
+from transfer.engine import EngineOptions, PeerUnreachable, Status, open_engine
+from transfer.tokens import mint, new_secret
+
+StartPeer = Callable[..., ServingPeer]
+
+
+def scattered(block_bytes: int, count: int, seed: int = 7) -> list[tuple[int, int, int]]:
+    """Random distinct blocks on both sides."""
+    random = np.random.default_rng(seed)
+    places = POOL_BYTES // block_bytes
+    local = random.permutation(places)[:count] * block_bytes
+    remote = random.permutation(places)[:count] * block_bytes
+    return [(int(a), int(b), block_bytes) for a, b in zip(local, remote, strict=True)]
+
+
+def expected(spans: list[tuple[int, int, int]], served: np.ndarray) -> np.ndarray:
+    pool = np.zeros(POOL_BYTES, dtype=np.uint8)
+    for local, remote, nbytes in spans:
+        pool[local : local + nbytes] = served[remote : remote + nbytes]
+    return pool
+
+
+@pytest.mark.parametrize(("block_bytes", "count"), [(64, 1), (4096, 700), (65536, 100), (1 << 20, 9)])
+def test_scattered_spans_arrive_byte_for_byte_and_nothing_else_is_touched(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray, block_bytes: int, count: int
+) -> None:
+    """R12: every public method of a backend is exercised, single and batch."""
+    peer = reader.connect(start_peer())
+    spans = scattered(block_bytes, count)
+    transfer = reader.read(peer, spans)
+    assert reader.finish(transfer) is Status.DONE
+    assert transfer.quiescent
+    assert (transfer.nbytes, transfer.descriptors) == (block_bytes * count, count)
+    assert np.array_equal(reader.pool, expected(spans, served_bytes))
+
+
+def test_many_reads_over_one_connection_do_not_mix(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """L10: answers belong to requests by number, not by whoever waits first."""
+    peer = reader.connect(start_peer())
+    spans = scattered(4096, 1024)
+    transfers = [reader.read(peer, spans[first : first + 16]) for first in range(0, 1024, 16)]
+    assert {reader.finish(transfer) for transfer in transfers} == {Status.DONE}
+    assert np.array_equal(reader.pool, expected(spans, served_bytes))
+
+
+def test_a_peer_killed_before_the_read_fails_it_and_leaves_it_quiescent(
+    reader: Reader, start_peer: StartPeer
+) -> None:
+    """X12: a failed transfer is reported, never parked."""
+    other = start_peer()
+    peer = reader.connect(other)
+    other.kill_now()
+    transfer = reader.read(peer, scattered(1 << 20, 16), timeout_s=5.0)
+    assert reader.finish(transfer) is Status.FAILED
+    assert transfer.reason == "peer_lost"
+    reader.wait(lambda: transfer.quiescent)
+
+
+def test_a_peer_killed_during_reads_ends_every_one_of_them(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """X11: a read counts as done only when all of it arrived, so those that say so are whole."""
+    other = start_peer()
+    peer = reader.connect(other)
+    killer = threading.Timer(0.02, other.kill_now)
+    killer.start()
+    batches = []
+    spans = scattered(65536, 256)
+    while killer.is_alive():
+        transfer = reader.read(peer, spans, timeout_s=5.0)
+        batches.append(transfer)
+        reader.finish(transfer)
+    killer.join()
+    last = reader.read(peer, spans, timeout_s=5.0)
+    assert reader.finish(last) is Status.FAILED
+    for transfer in batches:
+        reader.wait(lambda transfer=transfer: transfer.quiescent)
+        assert transfer.poll() in (Status.DONE, Status.FAILED)
+    if batches[0].poll() is Status.DONE:
+        assert np.array_equal(reader.pool, expected(spans, served_bytes))
+
+
+def test_a_stopped_peer_runs_into_the_deadline_or_is_not_needed(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """The deadline is ours: NIXL has none. Shared-memory reads (cma) do not need the owner to run at all."""
+    other = start_peer()
+    peer = reader.connect(other)
+    other.stop()
+    spans = scattered(1 << 20, 15)
+    begun = time.monotonic()
+    transfer = reader.read(peer, spans, timeout_s=0.5)
+    status = reader.finish(transfer)
+    assert time.monotonic() - begun < 2.0
+    if status is Status.DONE:
+        assert np.array_equal(reader.pool, expected(spans, served_bytes))
+    else:
+        assert transfer.reason == "deadline"
+    other.resume()
+    reader.wait(lambda: transfer.quiescent)
+
+
+def test_a_cancelled_read_writes_nothing_after_it_is_quiescent(reader: Reader, start_peer: StartPeer) -> None:
+    """L15: the destination is given back only when nothing can land in it any more (I3)."""
+    other = start_peer()
+    peer = reader.connect(other)
+    other.stop()
+    transfer = reader.read(peer, scattered(1 << 20, 15), timeout_s=5.0)
+    transfer.cancel()
+    assert transfer.poll() in (Status.FAILED, Status.DONE)
+    other.resume()
+    reader.wait(lambda: transfer.quiescent)
+    reader.pool[:] = 0
+    follow_up = reader.read(peer, [(0, 0, 64)])
+    assert reader.finish(follow_up) is Status.DONE
+    assert not reader.pool[64:].any()
+
+
+def test_a_peer_that_died_before_we_connect_is_unreachable(reader: Reader, start_peer: StartPeer) -> None:
+    other = start_peer()
+    other.kill_now()
+    begun = time.monotonic()
+    with pytest.raises(PeerUnreachable):
+        reader.connect(other, timeout_s=2.0)
+    assert time.monotonic() - begun < 4.0
+
+
+def test_a_stopped_peer_is_unreachable_within_the_deadline(reader: Reader, start_peer: StartPeer) -> None:
+    """X13: connecting has a deadline and holds nobody else up."""
+    other = start_peer()
+    other.stop()
+    begun = time.monotonic()
+    with pytest.raises(PeerUnreachable):
+        reader.connect(other, timeout_s=1.0)
+    assert time.monotonic() - begun < 3.0
+
+
+def test_a_stopped_peer_does_not_delay_reads_from_another(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """X13, L11: one dead peer does not block the others."""
+    stopped, healthy = start_peer(), start_peer()
+    stopped.stop()
+    pending = reader.engine.connect(stopped.engine, [stopped.region], mint(stopped.secret), 5.0)
+    peer = reader.connect(healthy)
+    spans = scattered(65536, 64)
+    begun = time.monotonic()
+    transfer = reader.read(peer, spans)
+    assert reader.finish(transfer) is Status.DONE
+    assert time.monotonic() - begun < 2.0
+    assert not pending.poll()
+    pending.close()
+
+
+def test_a_description_that_makes_no_sense_is_unreachable(reader: Reader) -> None:
+    with pytest.raises(PeerUnreachable):
+        reader.engine.connect(b"nonsense", [b"nonsense"], b"", 1.0)
+
+
+def test_a_closed_peer_can_be_met_again(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    other = start_peer()
+    for _ in range(3):
+        peer = reader.connect(other)
+        spans = scattered(4096, 8)
+        assert reader.finish(reader.read(peer, spans)) is Status.DONE
+        peer.close()
+        reader.engine.progress()
+    assert np.array_equal(reader.pool, expected(spans, served_bytes))
+
+
+def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: str) -> None:
+    """R7: opening and closing again and again leaks nothing."""
+    options = EngineOptions(name="leak", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
+    open_engine(backend, options).close()  # libraries keep what they open on first use
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        open_engine(backend, options).close()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("backend", ["tcp"], indirect=True)
+def test_a_reader_without_a_token_of_this_agent_is_refused(reader: Reader, start_peer: StartPeer) -> None:
+    """X22: nobody reads who was not admitted on the control channel."""
+    other = start_peer()
+    with pytest.raises(PeerUnreachable):
+        reader.connect(other, token=mint(new_secret()))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import zmq
+
+from transfer import messages as wire
+from transfer.control import Caller, ControlClient, ControlServer
+
+HEAD = {"seq": 1, "incarnation": "i"}
+
+
+class Server:
+    """A control server that answers every drop, unless it is told to be silent."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.server = ControlServer(self.requested)
+        self.port = self.server.start(self.context, "127.0.0.1", 0)
+        self.silent = False
+        self.requests: list[wire.Request] = []
+
+    def requested(self, caller: Caller, request: wire.Request) -> None:
+        self.requests.append(request)
+        if not self.silent:
+            self.server.answer(caller, wire.Dropped(seq=caller.seq, incarnation="i", transfer_id="t"))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    yield made
+    made.server.close()
+    made.context.term()
+
+
+Connect = Callable[..., ControlClient]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    clients: list[ControlClient] = []
+
+    def start(port: int, on_broken: Callable[[], None] = lambda: None) -> ControlClient:
+        client = ControlClient("127.0.0.1", port, on_broken)
+        client.start(context)
+        clients.append(client)
+        return client
+
+    yield start
+    for client in clients:
+        client.close()
+    context.term()
+
+
+async def ask(client: ControlClient, timeout_s: float = 5.0) -> wire.Answer | None:
+    answer: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
+    request = wire.Drop(seq=client.next_seq(), incarnation="i", transfer_id="t")
+    client.request(request, timeout_s, answer.set_result)
+    return await answer
+
+
+async def test_every_request_gets_the_answer_with_its_number(server: Server, connect: Connect) -> None:
+    client = connect(server.port)
+    answers = await asyncio.gather(*(ask(client) for _ in range(200)))
+    assert sorted(answer.seq for answer in answers if answer is not None) == list(range(1, 201))
+
+
+async def test_no_answer_is_reported_by_the_deadline(server: Server, connect: Connect) -> None:
+    """R11, X13: a wait always ends."""
+    server.silent = True
+    assert await ask(connect(server.port), timeout_s=0.1) is None
+
+
+async def test_garbage_is_counted_and_the_listener_goes_on(server: Server, connect: Connect) -> None:
+    """X3, X16: bytes, wrong types and extra parts, and raw TCP from a stranger."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(f"tcp://127.0.0.1:{server.port}")
+        for frame in (b"", b"\xc1", os.urandom(500), wire.encode(wire.Pending(**HEAD, transfer_id="t"))):
+            stranger.send(frame)
+        stranger.send_multipart([b"two", b"parts"])
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(os.urandom(200))
+    assert await ask(connect(server.port)) is not None
+    assert server.server.bad_frames == 5
+
+
+async def test_a_frame_over_the_limit_costs_its_sender_the_connection(
+    server: Server, connect: Connect
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(f"tcp://127.0.0.1:{server.port}")
+        stranger.send(bytes(wire.MAX_FRAME_BYTES + 1))
+        assert await ask(connect(server.port)) is not None
+    assert server.requests and server.server.bad_frames == 0
+
+
+async def test_an_answer_to_someone_who_left_is_passed_over(server: Server, connect: Connect) -> None:
+    """X25: nothing queues up for a peer that is gone."""
+    server.server.answer(Caller(b"nobody", 1), wire.Dropped(**HEAD, transfer_id="t"))
+    assert await ask(connect(server.port)) is not None
+
+
+async def test_a_lost_connection_is_reported_once_and_at_once(connect: Connect) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ControlServer(lambda caller, request: None)
+    port = server.start(context, "127.0.0.1", 0)
+    broken = asyncio.Event()
+    reports: list[None] = []
+
+    def report() -> None:
+        reports.append(None)
+        broken.set()
+
+    client = connect(port, report)
+    assert await ask(client, timeout_s=0.2) is None
+    server.close()
+    context.term()
+    async with asyncio.timeout(2.0):
+        await broken.wait()
+    assert len(reports) == 1
+
+
+async def test_a_refused_connection_is_reported_at_once(connect: Connect) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    broken = asyncio.Event()
+    connect(port, broken.set)
+    async with asyncio.timeout(2.0):
+        await broken.wait()
+
+
+async def test_closing_tells_those_who_wait(server: Server, connect: Connect) -> None:
+    server.silent = True
+    client = connect(server.port)
+    waiting = asyncio.ensure_future(ask(client, timeout_s=30.0))
+    await asyncio.sleep(0)
+    client.close()
+    async with asyncio.timeout(1.0):
+        assert await waiting is None
+    assert await ask(client) is None

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two transfer planes that move real blocks, and every way in which that can end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+import torch
+
+from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
+from transfer.connector import (
+    DuplicateTransfer,
+    LeaseEnded,
+    PullDone,
+    PullFailed,
+    PullQuiescent,
+    SchedulerConnector,
+)
+from transfer.engine import PeerUnreachable, usable
+from transfer.ids import new_transfer_id
+from transfer.layout import KVGeometry
+
+THEIRS = [3, 4, 5, 9, 1]
+OURS = [20, 21, 22, 7, 30]
+TOKENS = 18
+
+needs_nixl = pytest.mark.skipif(not usable("nixl").ok, reason=usable("nixl").reason)
+BACKENDS = ["tcp", pytest.param("nixl", marks=needs_nixl)]
+
+
+@pytest.mark.parametrize("transfer", BACKENDS)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 2), (1, 2), (2, 1), (4, 1), (1, 4)])
+async def test_blocks_arrive_byte_for_byte_at_every_tp_ratio(
+    transfer: str, prefill_tp: int, decode_tp: int
+) -> None:
+    async with (
+        Agent(tp_size=prefill_tp, transfer=transfer, seed=1) as prefill,
+        Agent(tp_size=decode_tp, transfer=transfer, seed=2) as decode,
+    ):
+        before = decode.heads(0).clone()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        done = await decode.event(PullDone)
+        ended = await prefill.event(LeaseEnded)
+        assert (done.transfer_id, done.backend) == (transfer_id, transfer)
+        assert done.nbytes == len(OURS) * 4 * GEOMETRY.head_block_bytes
+        assert (ended.transfer_id, ended.cause) == (transfer_id, "released")
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+        assert decode.heads(0).equal(before)
+        assert prefill.plane.stats().leased == 0
+
+
+async def test_blocks_that_are_cached_are_not_pulled() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        before = decode.heads(OURS[1]).clone()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 2, 10.0)
+        done = await decode.event(PullDone)
+        assert done.nbytes == 3 * 4 * GEOMETRY.head_block_bytes
+        assert_same_kv(prefill, THEIRS[2:], decode, OURS[2:])
+        assert decode.heads(OURS[1]).equal(before)
+
+
+async def test_a_full_prefix_hit_pulls_nothing_and_releases() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, len(OURS), 10.0)
+        assert (await decode.event(PullDone)).nbytes == 0
+        assert (await prefill.event(LeaseEnded)).cause == "released"
+
+
+async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_computed() -> None:
+    """A3: an early open is staged, and settled when the prefill registers."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = new_transfer_id()
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(0.1)
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.advance(transfer_id, 2)
+        await asyncio.sleep(0.1)
+        assert_same_kv(prefill, THEIRS[:2], decode, OURS[:2])
+        assert not decode.plane.take_events()
+        prefill.plane.ready(transfer_id)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
+    """R30, X15: whoever comes first shakes hands; nobody waits for a handshake of his own."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        ids = [prefill.lend([block], 4) for block in range(12)]
+        for place, transfer_id in enumerate(ids):
+            decode.plane.pull(transfer_id, prefill.remote(4), [place + 15], 0, 10.0)
+        done = {(await decode.event(PullDone)).transfer_id for _ in ids}
+        assert done == set(ids)
+        assert_same_kv(prefill, list(range(12)), decode, list(range(15, 27)))
+        assert (prefill.plane.stats().handshakes, decode.plane.stats().handshakes) == (1, 1)
+
+
+async def test_a_lease_that_nobody_renews_expires_by_itself() -> None:
+    """X7: no reader, no request, and the blocks come back all the same."""
+    async with Agent(lease_s=0.3) as prefill:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        assert prefill.plane.stats().leased == 1
+        ended = await prefill.event(LeaseEnded, timeout_s=1.3)
+        assert (ended.transfer_id, ended.cause) == (transfer_id, "expired")
+
+
+async def test_a_held_lease_outlives_its_period_and_ends_when_the_hold_does() -> None:
+    async with Agent(lease_s=0.6, seed=1) as prefill, Agent(lease_s=0.6, seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
+        with pytest.raises(TimeoutError):
+            await prefill.event(LeaseEnded, timeout_s=1.5)
+        decode.plane.cancel(transfer_id)
+        assert (await prefill.event(LeaseEnded)).cause == "dropped"
+        assert not decode.plane.take_events()
+
+
+async def test_a_hold_becomes_a_pull() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
+        with pytest.raises(DuplicateTransfer):
+            decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        with pytest.raises(DuplicateTransfer):
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+
+
+async def test_a_lease_never_outlives_its_request() -> None:
+    async with Agent(lease_s=5.0, seed=1) as prefill, Agent(lease_s=5.0, renew_s=0.1, seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS, timeout_s=0.5)
+        decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
+        assert (await prefill.event(LeaseEnded, timeout_s=2.0)).cause == "expired"
+
+
+async def test_an_early_lease_end_reaches_the_reader_as_the_reason() -> None:
+    async with Agent(lease_s=0.2, seed=1) as prefill, Agent(seed=2) as decode:
+        expired = prefill.lend(THEIRS, TOKENS)
+        await prefill.event(LeaseEnded)
+        decode.plane.pull(expired, prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.quiescent) == ("lease_expired", True)
+
+
+async def test_a_dropped_lease_is_gone_and_dropping_again_changes_nothing() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        assert prefill.plane.drop(transfer_id)
+        assert not prefill.plane.drop(transfer_id)
+        assert [event.cause for event in prefill.plane.take_events()] == ["dropped"]
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "lease_dropped"
+
+
+async def test_a_drop_that_overtakes_its_prefill_ends_the_lease_at_registration() -> None:
+    async with Agent() as prefill:
+        transfer_id = new_transfer_id()
+        assert not prefill.plane.drop(transfer_id)
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        assert (await prefill.event(LeaseEnded)).cause == "dropped"
+        assert prefill.plane.stats().leased == 0
+
+
+async def test_a_failed_prefill_fails_the_waiting_reader_and_says_nothing_to_its_own_scheduler() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = new_transfer_id()
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.advance(transfer_id, 1)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(0.1)
+        prefill.plane.fail(transfer_id)
+        assert (await decode.event(PullFailed)).reason == "lease_failed"
+        assert not prefill.plane.take_events()
+
+
+async def test_no_end_of_a_lease_is_told_after_the_scheduler_took_the_blocks_back() -> None:
+    """I2: an event that was already queued would free the blocks a second time."""
+    async with Agent() as prefill:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        prefill.plane.drop(transfer_id)
+        prefill.plane.fail(transfer_id)
+        assert not prefill.plane.take_events()
+
+
+async def test_a_transfer_id_is_never_registered_twice() -> None:
+    async with Agent() as prefill:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        with pytest.raises(DuplicateTransfer):
+            prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.drop(transfer_id)
+        with pytest.raises(DuplicateTransfer):
+            prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+
+
+async def test_the_second_reader_of_a_lease_is_turned_away() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as first, Agent(seed=3) as second:
+        transfer_id = new_transfer_id()
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.advance(transfer_id, 1)
+        first.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(0.1)
+        second.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await second.event(PullFailed)).reason == "lease_finished"
+        prefill.plane.ready(transfer_id)
+        await first.event(PullDone)
+
+
+async def test_a_reader_that_dies_costs_one_lease_period() -> None:
+    """I2. The reader's plane is torn down with its pull half way."""
+    async with Agent(lease_s=0.5, seed=1, tcp_fault="stall:after=64") as prefill:
+        async with Agent(lease_s=0.5, seed=2) as decode:
+            transfer_id = prefill.lend(THEIRS, TOKENS)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            with pytest.raises(TimeoutError):
+                await prefill.event(LeaseEnded, timeout_s=1.2)
+        assert (await prefill.event(LeaseEnded, timeout_s=1.5)).cause == "expired"
+
+
+async def test_another_incarnation_at_the_same_address_is_not_taken_for_the_old_one() -> None:
+    """X23: nothing known about the dead agent is used for the one in its place."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        old = prefill.remote(TOKENS, engine_id="0123456789abcdef")
+        decode.plane.pull(transfer_id, old, OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert failed.reason == "incarnation"
+        assert prefill.config.incarnation in failed.detail
+
+
+async def test_a_restarted_producer_is_met_anew() -> None:
+    """X23, R30: its old link is dropped, and a pull from the new life works at once."""
+    async with Agent(seed=2) as decode:
+        async with Agent(seed=1) as prefill:
+            port = prefill.plane.control_port
+            transfer_id = prefill.lend(THEIRS, TOKENS)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            await decode.event(PullDone)
+            stale = prefill.lend(THEIRS, TOKENS)
+            remembered = prefill.remote(TOKENS)
+        async with Agent(seed=3, control_port=port) as reborn:
+            decode.plane.pull(stale, remembered, OURS, 0, 10.0)
+            fresh = reborn.lend(THEIRS, TOKENS)
+            decode.plane.pull(fresh, reborn.remote(TOKENS), OURS, 0, 10.0)
+            assert (await decode.event(PullFailed)).reason in ("incarnation", "unreachable")
+            assert (await decode.event(PullDone)).transfer_id == fresh
+            assert_same_kv(reborn, THEIRS, decode, OURS)
+
+
+async def test_nobody_at_the_address_fails_at_once() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            remote = prefill.remote(TOKENS, port=unused.getsockname()[1])
+        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        failed = await decode.event(PullFailed, timeout_s=1.0)
+        assert (failed.reason, failed.quiescent) == ("unreachable", True)
+
+
+async def test_an_address_that_makes_no_sense_fails_the_pull_and_nothing_else() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS, host="no such host"), OURS, 0, 2.0)
+        assert (await decode.event(PullFailed)).reason in ("unreachable", "deadline")
+
+
+async def test_a_listener_that_never_answers_runs_into_the_deadline() -> None:
+    """X13: a handshake has a deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+            remote = prefill.remote(TOKENS, port=silent.getsockname()[1])
+            decode.plane.pull(new_transfer_id(), remote, OURS, 0, 0.5)
+            assert (await decode.event(PullFailed, timeout_s=2.0)).reason == "deadline"
+
+
+def other_geometry(**changes: object) -> KVGeometry:
+    values = {name: getattr(GEOMETRY, name) for name in KVGeometry.__struct_fields__}
+    return KVGeometry(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"),
+    [
+        ("block_size", 4, 8),
+        ("num_layers", 3, 2),
+        ("rope", "default:10000", "default:500000"),
+        ("head_dim", 8, 16),
+    ],
+)
+async def test_another_layout_is_refused_with_both_values(field: str, ours: object, theirs: object) -> None:
+    """L21: nothing is written before both sides know that they mean the same bytes."""
+    async with (
+        Agent(seed=1, geometry=other_geometry(**{field: theirs})) as prefill,
+        Agent(seed=2) as decode,
+    ):
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert failed.reason == "refused"
+        assert field in failed.detail
+        assert str(ours) in failed.detail
+        assert str(theirs) in failed.detail
+
+
+async def test_other_weights_are_refused() -> None:
+    async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.detail) == ("refused", "weights: theirs other, ours w")
+
+
+@needs_nixl
+async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
+    async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).detail == "transfers: theirs nixl, ours tcp"
+
+
+@needs_nixl
+async def test_auto_takes_the_best_backend_that_both_have() -> None:
+    async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="auto") as decode:
+        assert decode.plane.transfers == ("nixl", "tcp")
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).backend == "nixl"
+    async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="tcp") as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).backend == "tcp"
+
+
+@pytest.mark.parametrize("fault", ["drop:after=100", "truncate:after=100", "stall:after=100"])
+@pytest.mark.parametrize("decode_tp", [1, 2])
+async def test_a_broken_stream_fails_the_pull_frees_the_lease_and_the_next_pull_works(
+    fault: str, decode_tp: int
+) -> None:
+    """X11, X12: a transfer is done only if all of it arrived, and a broken one never parks its request."""
+    async with (
+        Agent(seed=1, tcp_fault=f"{fault},count=1") as prefill,
+        Agent(seed=2, tp_size=decode_tp) as decode,
+    ):
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 1.0)
+        failed = await decode.event(PullFailed)
+        assert failed.reason in ("read_failed", "deadline")
+        if not failed.quiescent:
+            await decode.event(PullQuiescent)
+        assert decode.plane.stats().quarantined == 0
+        ended = await prefill.event(LeaseEnded)
+        assert ended.cause in ("released", "dropped")
+        again = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(again, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_flipped_bits_arrive_flipped_so_that_a_comparison_can_fail() -> None:
+    """The control test's tool: damage in flight goes through, and the producer's pool stays whole."""
+    block = 4 * GEOMETRY.head_block_bytes
+    async with Agent(seed=1, tcp_fault=f"flip:start=0,end={block}") as prefill, Agent(seed=2) as decode:
+        whole = prefill.heads(THEIRS[0]).clone()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert prefill.heads(THEIRS[0]).equal(whole)
+        assert (decode.heads(OURS[0]) != whole).all()
+        assert_same_kv(prefill, THEIRS[1:], decode, OURS[1:])
+
+
+async def test_a_cancelled_pull_ends_in_one_failure_and_gives_the_producer_its_blocks_back() -> None:
+    async with Agent(seed=1, tcp_fault="stall:after=64") as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(0.2)
+        decode.plane.cancel(transfer_id)
+        decode.plane.cancel(transfer_id)
+        failed = await decode.event(PullFailed)
+        assert failed.reason == "cancelled"
+        if not failed.quiescent:
+            await decode.event(PullQuiescent)
+        assert (await prefill.event(LeaseEnded)).cause == "released"
+        assert not decode.plane.take_events()
+        assert decode.plane.stats().pull_failures == {"cancelled": 1}
+
+
+async def test_a_mismatch_of_lengths_is_an_error_not_a_shorter_copy() -> None:
+    """X24: the lists of blocks are compared, never zipped to the shorter."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS[:3], 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "mismatch"
+
+
+async def test_other_token_ids_fail_the_pull() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "another hash")
+        assert (await decode.event(PullFailed)).reason == "mismatch"
+
+
+async def test_a_rank_that_never_reports_is_named() -> None:
+    agent = Agent(tp_size=2)
+    agent.workers[0].start()
+    plane = SchedulerConnector(agent.config, agent.woken.set)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\]"):
+        await plane.start(0.5)
+    await plane.close()
+    for worker in agent.workers:
+        worker.close()
+    agent.directory.cleanup()
+
+
+@needs_nixl
+async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(peer: object) -> bool:
+        raise PeerUnreachable("no path")
+
+    monkeypatch.setattr("transfer.backends.nixl.NixlPeer.poll", unreachable)
+    async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="auto") as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).backend == "tcp"
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_a_plane_can_be_closed_after_its_ranks() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        for worker in decode.workers:
+            worker.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transfer", BACKENDS)
+async def test_blocks_move_between_pools_on_a_gpu(transfer: str) -> None:
+    """The tcp backend stages through pinned host memory; NIXL registers VRAM."""
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    async with (
+        Agent(seed=1, transfer=transfer, device="cuda") as prefill,
+        Agent(seed=2, transfer=transfer, device="cuda", tp_size=2) as decode,
+    ):
+        before = decode.heads(0).clone()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).nbytes == len(OURS) * 4 * GEOMETRY.head_block_bytes
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+        assert decode.heads(0).equal(before)

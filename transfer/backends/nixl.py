@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nixl backend: one-sided reads through NIXL's UCX plugin (shared memory, RDMA, or TCP).
+
+Its progress thread stays off, as it keeps a core busy; so both ends must be polled, the target too.
+Releasing a handle does not stop a transfer (reference/measured.md §3), so a handle is kept until NIXL
+reports DONE or ERR: only then, or once the whole agent is gone, is the destination quiescent. NIXL has no
+deadline of its own.
+
+NIXL does not authenticate readers: whoever has an agent's metadata can read its registered memory.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+
+from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
+from transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_PROOF_BYTES = 32
+
+
+class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs: NIXL's own metadata, and where a copy of `proof` can be read as a first test."""
+
+    metadata: bytes
+    proof: bytes
+    proof_address: int
+
+
+class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pool lies in its owner's address space. `kind` is NIXL's memory type."""
+
+    address: int
+    nbytes: int
+    device: int
+    kind: str
+
+
+class NixlRegion:
+    """A pool that peers may read."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        on_host = pool.device.type == "cpu"
+        self.address = PoolAddress(
+            address=pool.data_ptr(),
+            nbytes=pool.numel() * pool.element_size(),
+            device=0 if on_host else pool.get_device(),
+            kind="DRAM" if on_host else "VRAM",
+        )
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self.address)
+
+
+class NixlTransfer:
+    """One read; see `transfer.engine.Transfer`."""
+
+    def __init__(self, api: _Api, nbytes: int, descriptors: int, deadline: float) -> None:
+        self.reason: str | None = None
+        self.quiescent = False
+        self.nbytes = nbytes
+        self.descriptors = descriptors
+        self._api = api
+        self._deadline = deadline
+        self._status = Status.PENDING
+        self._handle: Any = None
+
+    def post(self, local: Any, remote: Any, agent: str) -> None:
+        """Begin. A failure to do so is a failed transfer like any other."""
+        try:
+            self._handle = self._api.agent.initialize_xfer("READ", local, remote, agent)
+            state = self._api.agent.transfer(self._handle)
+        except self._api.errors as error:
+            self._end(Status.FAILED, _reason(error))
+            return
+        self._take(state)
+
+    def poll(self) -> Status:
+        return self._status
+
+    def cancel(self) -> None:
+        self._fail("cancelled")
+
+    def progress(self, now: float) -> None:
+        """Ask NIXL how far it is; after a failure of ours, until the bytes have stopped coming."""
+        if self.quiescent:
+            return
+        try:
+            state = self._api.agent.check_xfer_state(self._handle)
+        except self._api.errors as error:
+            self._end(Status.FAILED, _reason(error))
+            return
+        self._take(state)
+        if not self.quiescent and self._deadline <= now:
+            self._fail("deadline")
+
+    def abandon(self) -> None:
+        """The agent is about to be destroyed, and nothing is written after that."""
+        self._fail("peer_lost")
+        self.quiescent = True
+        self._handle = None
+
+    def _take(self, state: str) -> None:
+        if state == "DONE":
+            self._end(Status.DONE, None)
+        elif state == "ERR":
+            self._end(Status.FAILED, "peer_lost")
+
+    def _fail(self, reason: str) -> None:
+        if self._status is Status.PENDING:
+            self._status = Status.FAILED
+            self.reason = reason
+
+    def _end(self, status: Status, reason: str | None) -> None:
+        """NIXL is through with the transfer; what we decided earlier stands."""
+        if self._status is Status.PENDING:
+            self._status = status
+            self.reason = reason
+        self.quiescent = True
+        if self._handle is not None:
+            self._release()
+
+    def _release(self) -> None:
+        handle, self._handle = self._handle, None
+        try:
+            self._api.agent.release_xfer_handle(handle)
+        except self._api.errors:
+            # The wrapper queues a handle it cannot free yet and frees it with the agent.
+            del handle
+
+
+class NixlPeer:
+    """One producer rank; see `transfer.engine.Peer`. Its proof is read first, so it is known to answer."""
+
+    def __init__(
+        self, engine: NixlEngine, name: str, pool: PoolAddress, address: AgentAddress, timeout_s: float
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.transfers: list[NixlTransfer] = []
+        self.closed = False
+        self.landing = np.zeros(_PROOF_BYTES, dtype=np.uint8)
+        self.registration = engine.register_host(self.landing)
+        self._proof = address.proof
+        self._first = engine.read_proof(self, address.proof_address, timeout_s)
+
+    def poll(self) -> bool:
+        if self.closed:
+            raise PeerUnreachable("nixl: closed")
+        status = self._first.poll()
+        if status is Status.FAILED:
+            raise PeerUnreachable(f"nixl: first read failed: {self._first.reason}")
+        if status is Status.DONE and self.landing.tobytes() != self._proof:
+            raise PeerUnreachable("nixl: the peer is not the one that was described")
+        return status is Status.DONE
+
+    def close(self) -> None:
+        self.closed = True
+        for transfer in self.transfers:
+            transfer.cancel()
+
+
+class NixlEngine:
+    """See `transfer.engine.TransferEngine`."""
+
+    name = "nixl"
+
+    def __init__(self, api: _Api) -> None:
+        self._api = api
+        self._peers: list[NixlPeer] = []
+        self._region: NixlRegion | None = None
+        self._proof = np.frombuffer(secrets.token_bytes(_PROOF_BYTES), dtype=np.uint8).copy()
+        self.register_host(self._proof)
+
+    def admit(self, secret: bytes) -> None:
+        """NIXL has no way to check a token."""
+
+    def register(self, pool: torch.Tensor) -> Region:
+        region = NixlRegion(pool)
+        address = region.address
+        row = (address.address, address.nbytes, address.device, "")
+        self._api.agent.register_memory([row], address.kind)
+        self._region = region
+        return region
+
+    def describe(self) -> bytes:
+        address = AgentAddress(
+            metadata=self._api.agent.get_agent_metadata(),
+            proof=self._proof.tobytes(),
+            proof_address=self._proof.ctypes.data,
+        )
+        return msgspec.msgpack.encode(address)
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=AgentAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+            name = self._api.agent.add_remote_agent(address.metadata)
+        except self._api.connect_errors as error:
+            raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
+        client = NixlPeer(self, name, pool, address, timeout_s)
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> NixlTransfer:
+        client = cast(NixlPeer, peer)
+        ours = self._pool()
+        theirs = client.pool
+        local = _descriptors(spans[:, 0] + ours.address, spans[:, 2], ours.device)
+        remote = _descriptors(spans[:, 1] + theirs.address, spans[:, 2], theirs.device)
+        return self._post(client, (local, ours.kind), (remote, theirs.kind), timeout_s)
+
+    def register_host(self, buffer: _Bytes) -> Any:
+        """Make a buffer in host memory known to NIXL; returns what takes it back."""
+        return self._api.agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
+
+    def read_proof(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
+        """Begin to read a peer's proof into its landing."""
+        local = np.array([(peer.landing.ctypes.data, _PROOF_BYTES, 0)], dtype=np.int64)
+        remote = np.array([(address, _PROOF_BYTES, 0)], dtype=np.int64)
+        return self._post(peer, (local, "DRAM"), (remote, "DRAM"), timeout_s)
+
+    def progress(self) -> None:
+        self._api.agent.get_new_notifs()  # what drives the worker, for the peers that read from us too
+        now = time.monotonic()
+        for peer in self._peers:
+            for transfer in peer.transfers:
+                transfer.progress(now)
+            peer.transfers = [transfer for transfer in peer.transfers if not transfer.quiescent]
+        self._forget_closed()
+
+    def fileno(self) -> int | None:
+        return None
+
+    def next_deadline(self) -> float | None:
+        """It is polled anyhow while it has work."""
+        return None
+
+    def close(self) -> None:
+        transfers = [transfer for peer in self._peers for transfer in peer.transfers]
+        self._peers.clear()
+        self._api.close()
+        for transfer in transfers:
+            transfer.abandon()
+
+    def _post(
+        self, peer: NixlPeer, local: tuple[Any, str], remote: tuple[Any, str], timeout_s: float
+    ) -> NixlTransfer:
+        nbytes = int(local[0][:, 1].sum())
+        transfer = NixlTransfer(self._api, nbytes, len(local[0]), time.monotonic() + timeout_s)
+        ours = self._api.agent.get_xfer_descs(local[0], local[1])
+        theirs = self._api.agent.get_xfer_descs(remote[0], remote[1])
+        transfer.post(ours, theirs, peer.name)
+        if not transfer.quiescent:
+            peer.transfers.append(transfer)
+        return transfer
+
+    def _forget_closed(self) -> None:
+        """Disconnect from closed peers, but not while a transfer of theirs is still in flight."""
+        gone = [peer for peer in self._peers if peer.closed and not peer.transfers]
+        if not gone:
+            return
+        self._peers = [peer for peer in self._peers if peer not in gone]
+        for peer in gone:
+            self._api.agent.deregister_memory(peer.registration)
+        in_use = {peer.name for peer in self._peers}
+        for name in {peer.name for peer in gone} - in_use:
+            self._api.remove(name)
+
+    def _pool(self) -> PoolAddress:
+        if self._region is None:
+            raise AssertionError("no pool is registered")
+        return self._region.address
+
+
+class _Api:
+    """NIXL's agent object and the exceptions that it raises."""
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        try:
+            import nixl._bindings as bindings
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise BackendUnavailable(f"nixl: {error}") from error
+        errors = [getattr(bindings, each) for each in dir(bindings) if each.endswith("Error")]
+        self.errors: tuple[type[Exception], ...] = tuple(errors)
+        self.open_errors: tuple[type[Exception], ...] = (RuntimeError, *self.errors)
+        self.connect_errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, IndexError, *self.errors)
+        try:
+            self.agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        except self.open_errors as error:
+            raise BackendUnavailable(f"nixl: {error or type(error).__name__}") from error
+        if "UCX" not in self.agent.backends:
+            raise BackendUnavailable("nixl: its UCX plugin is missing")
+
+    def remove(self, name: str) -> None:
+        """Disconnect from a remote agent; one that is gone already is fine."""
+        try:
+            self.agent.remove_remote_agent(name)
+        except self.errors:
+            return
+
+    def close(self) -> None:
+        """Destroy the agent."""
+        self.agent = None
+
+
+def open_backend(options: EngineOptions) -> NixlEngine:
+    """Make an agent. Raises `BackendUnavailable` with the reason if NIXL does not run here."""
+    if _is_loopback(options.bind_host):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen on every address of the host
+    return NixlEngine(_Api(options.name))
+
+
+def probe() -> str | None:
+    """Why NIXL does not run in this process, or None if it does."""
+    try:
+        _Api("kvferry-probe").close()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _descriptors(addresses: _Ints, lengths: _Ints, device: int) -> _Ints:
+    """NIXL's rows of address, length and device."""
+    return np.column_stack([addresses, lengths, np.full_like(lengths, device)])
+
+
+def _reason(error: Exception) -> str:
+    return "peer_lost" if "Disconnect" in type(error).__name__ else "refused"

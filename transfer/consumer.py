@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's half of an engine's transfer plane: pulls, driven by links, rank reports and timers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+
+from transfer import messages as wire
+from transfer.aggregate import Outcome
+from transfer.events import PullDone, PullFailed, PullQuiescent
+from transfer.ids import TransferId
+from transfer.layout import plan_spans
+from transfer.lease import DuplicateTransfer, Grant
+from transfer.link import Link, LinkState
+from transfer.plane import PlaneConfig, Remote
+from transfer.pull import CancelRead as CancelReadEffect
+from transfer.pull import Connect, Effect, Emit, Pull, PullState, Read, SendDrop, SendOpen, SendRelease
+from transfer.rank_messages import CancelRead, pack_spans
+from transfer.rank_messages import Read as ReadCommand
+from transfer.ranks import RankGroup
+
+_OPEN_WAIT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One pull or hold. `deadline` is when it is given up (`time.monotonic`), and `timer` does it."""
+
+    pull: Pull
+    remote: Remote
+    link: Link | None
+    deadline: float
+    timer: asyncio.TimerHandle
+
+
+class Consumer:
+    """Pulls prompts' blocks from producers. Every method returns at once."""
+
+    def __init__(
+        self,
+        config: PlaneConfig,
+        ranks: RankGroup,
+        emit: Callable[[PullDone | PullFailed | PullQuiescent], None],
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._emit = emit
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._entries: dict[TransferId, _Entry] = {}
+        self._links: dict[str, Link] = {}
+        """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
+        self._numbers = itertools.count(1)
+        self._by_number: dict[int, Link] = {}
+        self._renewal: asyncio.TimerHandle | None = None
+        self.failures: Counter[str] = Counter()
+        self.handshakes = 0
+        self.pulls = 0
+        self.nbytes = 0
+        self.descriptors = 0
+        self.seconds = 0.0
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Begin to take pulls."""
+        self._context = context
+
+    def close(self) -> None:
+        """Let go of every producer. Pulls end without an event."""
+        for entry in self._entries.values():
+            entry.timer.cancel()
+        self._entries.clear()
+        if self._renewal is not None:
+            self._renewal.cancel()
+        for link in list(self._by_number.values()):
+            link.close()
+        self._by_number.clear()
+        self._links.clear()
+
+    @property
+    def quarantined(self) -> int:
+        """Failed transfers whose destination may still be written to."""
+        return sum(not entry.pull.live for entry in self._entries.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError on an inconsistency."""
+        for transfer_id, entry in self._entries.items():
+            assert not entry.pull.over, f"{transfer_id} is over but kept"
+        for engine_id, link in self._links.items():
+            assert link.state is not LinkState.LOST, f"link to {engine_id} is lost but kept"
+        used = {entry.link.number for entry in self._entries.values() if entry.link is not None}
+        usable = {link.number for link in self._links.values()}
+        assert self._by_number.keys() <= used | usable, "a retired link that nothing uses"
+
+    # The scheduler's calls; see `SchedulerConnector`.
+
+    def hold(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> None:
+        self._check_new(transfer_id)
+        entry = self._add(transfer_id, remote, timeout_s)
+        entry.link = self._link(remote)
+        if entry.link is not None:
+            entry.link.renew([transfer_id], self._renewed)
+        self._schedule_renewal()
+
+    def pull(
+        self,
+        transfer_id: TransferId,
+        remote: Remote,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str | None,
+    ) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is None or entry.pull.state is not PullState.HELD:
+            self._check_new(transfer_id)
+            entry = self._add(transfer_id, remote, timeout_s)
+        else:
+            self._set_deadline(entry, timeout_s)
+        self.pulls += 1
+        self._schedule_renewal()
+        self._perform(entry, entry.pull.start(time.monotonic(), block_ids, first_block, ids_hash))
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is not None:
+            self._perform(entry, entry.pull.fail("cancelled"))
+
+    # What the ranks report.
+
+    def link_connected(self, number: int, outcome: Outcome) -> None:
+        link = self._by_number.get(number)
+        if link is not None:
+            link.connected(outcome)
+
+    def read_ended(self, transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is None:
+            return
+        if not outcome.ok and entry.pull.live and entry.link is not None:
+            # Whatever broke the read may have broken the connections between the ranks.
+            self._retire(entry.link)
+        self._perform(entry, entry.pull.read_ended(seq, outcome))
+
+    def read_quiescent(self, transfer_id: TransferId, seq: int) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is not None:
+            self._perform(entry, entry.pull.read_quiescent(seq))
+
+    # Links.
+
+    def _link(self, remote: Remote) -> Link | None:
+        """The link to a producer, made now if there is none; None if its address makes no sense."""
+        link = self._links.get(remote.engine_id)
+        if link is not None:
+            return link
+        if self._context is None:
+            raise AssertionError("not started")
+        number = next(self._numbers)
+        link = Link(
+            number, remote, self._config, self._ranks, on_ready=self._link_ready, on_lost=self._link_lost
+        )
+        try:
+            link.start(self._context)
+        except (zmq.ZMQError, UnicodeError) as error:
+            _log.warning("cannot dial %s:%s: %s", remote.host, remote.port, error)
+            link.close()
+            return None
+        self._links[remote.engine_id] = link
+        self._by_number[number] = link
+        return link
+
+    def _link_ready(self, link: Link) -> None:
+        self.handshakes += 1
+        for other in list(self._links.values()):
+            if other.address == link.address and other is not link:
+                other.lose("incarnation", f"{link.address} is {link.engine_id} now")
+        for entry in self._users(link):
+            self._perform(entry, entry.pull.connected(link.transfer))
+
+    def _link_lost(self, link: Link, reason: str, detail: str) -> None:
+        self._forget(link)
+        for entry in self._users(link):
+            entry.link = None
+            if (
+                entry.pull.state is not PullState.HELD
+            ):  # a hold meets the producer anew when it becomes a pull
+                self._perform(entry, entry.pull.lost(reason, detail))
+
+    def _retire(self, link: Link) -> None:
+        """Use the link for no further transfer."""
+        if self._links.get(link.engine_id) is link:
+            del self._links[link.engine_id]
+
+    def _forget(self, link: Link) -> None:
+        self._retire(link)
+        self._by_number.pop(link.number, None)
+
+    def _users(self, link: Link) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.link is link]
+
+    # One transfer.
+
+    def _check_new(self, transfer_id: TransferId) -> None:
+        if transfer_id in self._entries:
+            raise DuplicateTransfer(transfer_id)
+
+    def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
+        pull = Pull(transfer_id, remote.num_tokens)
+        entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timer)
+        self._entries[transfer_id] = entry
+        return entry
+
+    def _set_deadline(self, entry: _Entry, timeout_s: float) -> None:
+        entry.timer.cancel()
+        entry.deadline = time.monotonic() + timeout_s
+        entry.timer = asyncio.get_running_loop().call_later(
+            timeout_s, self._over_time, entry.pull.transfer_id
+        )
+
+    def _over_time(self, transfer_id: TransferId) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is None:
+            return
+        if entry.pull.reading and entry.link is not None:
+            self._retire(entry.link)  # its ranks' connections may be stuck
+        self._perform(entry, entry.pull.fail("deadline"))
+
+    def _perform(self, entry: _Entry, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Connect():
+                    self._connect(entry)
+                case SendOpen():
+                    self._open(entry, effect)
+                case Read():
+                    self._read(entry, effect)
+                case CancelReadEffect():
+                    self._ranks.broadcast(CancelRead(transfer_id=entry.pull.transfer_id, seq=effect.seq))
+                case SendRelease():
+                    self._release(entry, effect)
+                case SendDrop():
+                    if entry.link is not None:
+                        entry.link.drop(entry.pull.transfer_id)
+                case Emit():
+                    self._tell(entry, effect)
+        if entry.pull.over:
+            self._remove(entry)
+
+    def _connect(self, entry: _Entry) -> None:
+        if entry.link is None:
+            entry.link = self._link(entry.remote)
+        if entry.link is None:
+            address = f"{entry.remote.host}:{entry.remote.port}"
+            self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {address}"))
+        elif entry.link.state is LinkState.READY:
+            self._perform(entry, entry.pull.connected(entry.link.transfer))
+
+    def _open(self, entry: _Entry, effect: SendOpen) -> None:
+        if entry.link is not None:
+            left = max(entry.deadline - time.monotonic(), 0.0)
+            entry.link.open(
+                entry.pull.transfer_id, effect.have, min(_OPEN_WAIT_S, left), partial(self._answered, entry)
+            )
+
+    def _release(self, entry: _Entry, effect: SendRelease) -> None:
+        if entry.link is not None:
+            entry.link.release(entry.pull.transfer_id, effect.read_ok, partial(self._answered, entry))
+
+    def _answered(self, entry: _Entry, answer: wire.Answer | None) -> None:
+        """The producer answered a request about this transfer, or did not."""
+        pull = entry.pull
+        match answer:
+            case None:
+                effects = pull.unanswered()
+            case wire.Opened():
+                effects = self._opened(entry, answer)
+            case wire.Pending():
+                effects = pull.pending()
+            case wire.Gone():
+                effects = pull.gone(answer.reason)
+            case wire.Released():
+                effects = pull.released(time.monotonic(), answer.valid)
+            case _:
+                effects = pull.fail("refused", f"answered by {type(answer).__name__}")
+        self._perform(entry, effects)
+
+    def _opened(self, entry: _Entry, answer: wire.Opened) -> list[Effect]:
+        link = entry.link
+        if link is None:
+            return []
+        if answer.block_ids and max(answer.block_ids) >= link.num_blocks:
+            return entry.pull.fail("mismatch", f"block {max(answer.block_ids)} of {link.num_blocks}")
+        grant = Grant(
+            ready=answer.state == "ready",
+            first_block=answer.first_block,
+            block_ids=answer.block_ids,
+            num_tokens=answer.num_tokens,
+            ids_hash=answer.ids_hash,
+        )
+        return entry.pull.opened(time.monotonic(), grant)
+
+    def _read(self, entry: _Entry, effect: Read) -> None:
+        link = entry.link
+        if link is None:
+            raise AssertionError(f"{entry.pull!r} reads without a link")
+        transfer_id = entry.pull.transfer_id
+        commands = []
+        for rank in range(self._config.tp_size):
+            plan = plan_spans(
+                self._config.geometry,
+                tp_size=self._config.tp_size,
+                rank=rank,
+                remote_tp_size=link.tp_size,
+                local_blocks=effect.local_blocks,
+                remote_blocks=effect.remote_blocks,
+            )
+            command = ReadCommand(
+                link=link.number,
+                transfer_id=transfer_id,
+                seq=effect.seq,
+                spans={remote_rank: pack_spans(table) for remote_rank, table in plan.items()},
+                timeout_s=max(entry.deadline - time.monotonic(), 0.0),
+            )
+            commands.append(command)
+        self._ranks.read(transfer_id, effect.seq, commands)
+
+    def _tell(self, entry: _Entry, effect: Emit) -> None:
+        event = effect.event
+        if isinstance(event, PullDone):
+            self.nbytes += event.nbytes
+            self.descriptors += event.descriptors
+            self.seconds += event.pull_s
+        elif isinstance(event, PullFailed):
+            self.failures[event.reason] += 1
+            _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)
+        entry.timer.cancel()
+        self._emit(event)
+
+    def _remove(self, entry: _Entry) -> None:
+        entry.timer.cancel()
+        if self._entries.get(entry.pull.transfer_id) is not entry:
+            return
+        del self._entries[entry.pull.transfer_id]
+        link, entry.link = entry.link, None
+        if link is not None and self._links.get(link.engine_id) is not link and not self._users(link):
+            self._by_number.pop(link.number, None)  # retired, and this was its last transfer
+            link.close()
+
+    # Renewals.
+
+    def _schedule_renewal(self) -> None:
+        if self._renewal is None:
+            self._renewal = asyncio.get_running_loop().call_later(
+                self._config.renewal_interval_s, self._renew
+            )
+
+    def _renew(self) -> None:
+        """Renew everything that is still wanted, one request per producer."""
+        self._renewal = None
+        wanted: dict[int, list[str]] = {}
+        for transfer_id, entry in self._entries.items():
+            if entry.pull.live:
+                if entry.link is None and entry.pull.state is PullState.HELD:
+                    entry.link = self._link(entry.remote)
+                if entry.link is not None:
+                    wanted.setdefault(entry.link.number, []).append(transfer_id)
+        for number, transfer_ids in wanted.items():
+            self._by_number[number].renew(transfer_ids, self._renewed)
+        if self._entries:
+            self._schedule_renewal()
+
+    def _renewed(self, answer: wire.Answer | None) -> None:
+        if not isinstance(answer, wire.Renewed):
+            return  # the next renewal is not far, and `release` decides in the end
+        for transfer_id in wire.transfer_ids(answer.gone):
+            entry = self._entries.get(transfer_id)
+            if entry is not None:
+                self._perform(entry, entry.pull.gone("gone"))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface that every KV transfer backend has, and how one is opened (design §8).
+
+Everything here is called from one thread, the rank's transfer thread, and nothing blocks: connecting, reading
+and serving advance in `progress`, and `poll` tells how far they came.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol, cast
+
+from transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"nixl": "transfer.backends.nixl", "tcp": "transfer.backends.tcp"},
+)
+"""Backend name to module, best first."""
+
+
+class TransferError(Exception):
+    """Base of what a backend raises."""
+
+
+class BackendUnavailable(TransferError):
+    """This backend cannot run in this process; the message says why."""
+
+
+class PeerUnreachable(TransferError):
+    """The peer did not answer, refused us, or is not who it was described to be."""
+
+
+class Status(enum.Enum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Region(Protocol):
+    """A pool that peers may read."""
+
+    def describe(self) -> bytes:
+        """What a peer needs in order to address this pool."""
+
+
+class Peer(Protocol):
+    """Another agent's engine, as seen by the one that reads from it."""
+
+    def poll(self) -> bool:
+        """True once reads may be posted. Raises `PeerUnreachable` when it failed or the deadline passed."""
+
+    def close(self) -> None:
+        """Let go of the peer. Reads in flight fail; whether they are quiescent is theirs to say."""
+
+
+class Transfer(Protocol):
+    """One read in flight.
+
+    Attributes:
+        reason: Why it failed, one stable word: `cancelled`, `deadline`, `peer_lost`, `refused`, `truncated`.
+        quiescent: No byte of the destination will be written any more. Always true once DONE; after FAILED it
+            may turn true only later, and the destination must stay untouched until then.
+    """
+
+    reason: str | None
+    quiescent: bool
+    nbytes: int
+    descriptors: int
+
+    def poll(self) -> Status:
+        """How far it came. Never leaves DONE or FAILED again."""
+
+    def cancel(self) -> None:
+        """Fail it, unless it has ended. What is in flight may still land until `quiescent`."""
+
+
+class TransferEngine(Protocol):
+    """One backend in one rank."""
+
+    name: str
+
+    def admit(self, secret: bytes) -> None:
+        """Serve peers that hold a token minted under this secret. Backends that cannot check ignore it."""
+
+    def register(self, pool: torch.Tensor) -> Region:
+        """Make one contiguous pool readable. Once per engine, before `describe`."""
+
+    def describe(self) -> bytes:
+        """What a peer needs in order to connect."""
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        """Begin to connect. Raises `PeerUnreachable` for a description that makes no sense."""
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:
+        """Begin to copy from the peer's pool into ours. The peer must have polled true."""
+
+    def progress(self) -> None:
+        """Move everything on as far as it goes without waiting."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that turns readable when `progress` has work; None: it has to be polled."""
+
+    def next_deadline(self) -> float | None:
+        """When `progress` is due at the latest even if the descriptor stays silent (`time.monotonic`)."""
+
+    def close(self) -> None:
+        """End everything. Afterwards nothing writes into our pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a backend is opened with. `name` is unique per rank and life; `fault` is for tests (tcp only)."""
+
+    name: str
+    bind_host: str
+    advertise_host: str
+    item_bytes: int
+    fault: str | None = None
+
+
+def open_engine(name: str, options: EngineOptions) -> TransferEngine:
+    """Open a backend. Raises ValueError for an unknown name, `BackendUnavailable` with the reason."""
+    engine: TransferEngine = _module(name).open_backend(options)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Usability:
+    """Whether a backend works on this machine, and why it does not."""
+
+    ok: bool
+    reason: str
+
+
+def usable(name: str) -> Usability:
+    """Try a backend in this process. Raises ValueError for an unknown name."""
+    reason = _module(name).probe()
+    return Usability(reason is None, reason or "")
+
+
+def candidates(transfer: str) -> tuple[str, ...]:
+    """The backends that a `--transfer` value stands for, best first. Raises ValueError for an unknown one."""
+    if transfer == "auto":
+        return tuple(BACKENDS)
+    if transfer not in BACKENDS:
+        raise ValueError(f"unknown transfer backend {transfer!r}; known: auto, {', '.join(BACKENDS)}")
+    return (transfer,)
+
+
+def _module(name: str) -> _BackendModule:
+    if name not in BACKENDS:
+        raise ValueError(f"unknown transfer backend {name!r}; known: {', '.join(BACKENDS)}")
+    return cast("_BackendModule", importlib.import_module(BACKENDS[name]))
+
+
+class _BackendModule(Protocol):
+    def open_backend(self, options: EngineOptions) -> TransferEngine: ...
+
+    def probe(self) -> str | None: ...

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the transfer plane tells the scheduler, and what it counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transfer.lease import EndCause
+
+
+class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """Producer: the lease is over and its blocks may be freed from now on."""
+
+    transfer_id: str
+    cause: EndCause
+
+
+class PullDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Consumer: the prompt's KV is here and proven right; decoding may start.
+
+    `wait_s` is from `pull` to the first read, `pull_s` from there to the proof.
+    """
+
+    transfer_id: str
+    backend: str
+    nbytes: int
+    descriptors: int
+    wait_s: float
+    pull_s: float
+
+
+class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """Consumer: nothing that was read may be used.
+
+    Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
+    `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
+    invalid, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log.
+    """
+
+    transfer_id: str
+    reason: str
+    quiescent: bool
+    detail: str = ""
+
+
+class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):
+    """Consumer: the blocks of a failed pull are no longer written to."""
+
+    transfer_id: str
+
+
+PlaneEvent = LeaseEnded | PullDone | PullFailed | PullQuiescent
+
+
+class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since start, except `leased` and `quarantined`, which are as of now (in transfers)."""
+
+    leased: int
+    quarantined: int
+    leases_ended: dict[str, int]
+    pulls: int
+    pull_bytes: int
+    pull_descriptors: int
+    pull_seconds: float
+    pull_failures: dict[str, int]
+    handshakes: int
+    bad_frames: int

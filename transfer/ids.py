@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ids of the transfer plane, and the one place that makes them (design §3)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import NewType
+
+TransferId = NewType("TransferId", str)
+"""One attempt to hand a prompt's KV over: 128 random bits in hex, never reused."""
+
+Incarnation = NewType("Incarnation", str)
+"""One life of an agent: 64 random bits in hex. Another value at the same address is another agent."""
+
+
+def new_transfer_id() -> TransferId:
+    """Mint a transfer id."""
+    return TransferId(secrets.token_hex(16))
+
+
+def new_incarnation() -> Incarnation:
+    """Mint an incarnation."""
+    return Incarnation(secrets.token_hex(8))

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer's side of a transfer: who may read which of our blocks, and until when (design §6, I1, I2).
+
+Pure and synchronous: the clock is the argument `now` (seconds, monotonic), every call commits before it
+returns, and what is to be said or freed is returned as effects. Once a lease has ended nothing revives
+it, so a reader that is told `valid` knows that the blocks were its own from `ready` until that moment.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from transfer.ids import Incarnation, TransferId
+
+MAX_STAGED = 1024
+MAX_ENDED = 8192
+
+EndCause = Literal["released", "expired", "dropped"]
+Refusal = Literal["unknown", "expired", "dropped", "finished", "failed"]
+
+
+class LeaseState(enum.Enum):
+    STAGED = "staged"
+    """A reader asked before the prefill was registered."""
+    FILLING = "filling"
+    """Registered; the prompt is being computed and its first blocks may be readable."""
+    READY = "ready"
+    """The whole prompt is readable and the lease clock runs."""
+    RELEASED = "released"
+    EXPIRED = "expired"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+_TABLE: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
+    {
+        LeaseState.STAGED: frozenset({LeaseState.FILLING, LeaseState.EXPIRED, LeaseState.DROPPED}),
+        LeaseState.FILLING: frozenset(
+            {LeaseState.READY, LeaseState.EXPIRED, LeaseState.DROPPED, LeaseState.FAILED}
+        ),
+        LeaseState.READY: frozenset(
+            {LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.DROPPED, LeaseState.FAILED}
+        ),
+    }
+)
+
+_REFUSALS: Mapping[LeaseState, Refusal] = MappingProxyType(
+    {
+        LeaseState.RELEASED: "finished",
+        LeaseState.EXPIRED: "expired",
+        LeaseState.DROPPED: "dropped",
+        LeaseState.FAILED: "failed",
+    }
+)
+
+_CAUSES: Mapping[LeaseState, EndCause] = MappingProxyType(
+    {
+        LeaseState.RELEASED: "released",
+        LeaseState.EXPIRED: "expired",
+        LeaseState.DROPPED: "dropped",
+    }
+)
+
+
+class DuplicateTransfer(ValueError):
+    """The transfer id is in use, or has been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Answer to an `open`: readable blocks from number `first_block` of the prompt on."""
+
+    ready: bool
+    first_block: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    ids_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Answer to an `open`: nothing new in the time it was ready to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Answer to an `open`: there is no lease for this reader."""
+
+    reason: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Effect: answer the `open` that `waiter` stands for."""
+
+    waiter: Any
+    transfer_id: TransferId
+    answer: Grant | NotYet | Denied
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Effect: a registered lease ended; the scheduler may have its blocks back."""
+
+    transfer_id: TransferId
+    cause: EndCause
+
+
+Effect = Reply | Freed
+
+
+@dataclass(slots=True)
+class _ParkedOpen:
+    waiter: Any
+    have: int
+    until: float
+
+
+@dataclass(slots=True)
+class _Lease:
+    """One live lease. `deadline` is when it ends unless renewed, `limit` when it ends in any case."""
+
+    transfer_id: TransferId
+    state: LeaseState
+    deadline: float
+    limit: float
+    block_ids: tuple[int, ...] = ()
+    readable: int = 0
+    num_tokens: int = 0
+    ids_hash: str = ""
+    reader: Incarnation | None = None
+    parked: _ParkedOpen | None = None
+
+    def transition(self, to: LeaseState) -> None:
+        if to not in _TABLE[self.state]:
+            raise AssertionError(f"lease {self.transfer_id}: {self.state.value} → {to.value}")
+        self.state = to
+
+    def grant(self, have: int) -> Grant | None:
+        """What a reader that has `have` blocks can be told now, if anything is new to it."""
+        ready = self.state is LeaseState.READY
+        if not ready and not (self.state is LeaseState.FILLING and self.readable > have):
+            return None
+        return Grant(ready, have, self.block_ids[have : self.readable], self.num_tokens, self.ids_hash)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What is remembered of an ended lease. A drop that came before its prefill was never `registered`."""
+
+    state: LeaseState
+    reader: Incarnation | None
+    valid: bool
+    registered: bool
+
+
+class LeaseTable:
+    """Every lease of one producer, and a bounded memory of those that ended."""
+
+    def __init__(self, lease_s: float, *, max_staged: int = MAX_STAGED, max_ended: int = MAX_ENDED) -> None:
+        self._lease_s = lease_s
+        self._max_staged = max_staged
+        self._max_ended = max_ended
+        self._live: dict[TransferId, _Lease] = {}
+        self._ended: OrderedDict[TransferId, _Verdict] = OrderedDict()
+        self._num_staged = 0
+
+    @property
+    def leased(self) -> int:
+        """Leases that pin blocks now."""
+        return len(self._live) - self._num_staged
+
+    @property
+    def open_count(self) -> int:
+        """Leases that a reader may still come for, staged ones included."""
+        return len(self._live)
+
+    def is_registered(self, transfer_id: TransferId) -> bool:
+        """The transfer has a lease that pins blocks."""
+        lease = self._live.get(transfer_id)
+        return lease is not None and lease.state is not LeaseState.STAGED
+
+    # The scheduler's calls.
+
+    def register(
+        self,
+        now: float,
+        transfer_id: TransferId,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        ids_hash: str,
+        timeout_s: float,
+    ) -> list[Effect]:
+        """Begin a lease over a prompt's blocks, none of them readable yet. Raises `DuplicateTransfer`.
+
+        A transfer that was dropped before this call ends at once.
+        """
+        lease = self._live.get(transfer_id)
+        verdict = self._ended.get(transfer_id)
+        if (lease and lease.state is not LeaseState.STAGED) or (verdict and verdict.registered):
+            raise DuplicateTransfer(transfer_id)
+        limit = now + timeout_s
+        if lease is None:
+            lease = _Lease(transfer_id, LeaseState.FILLING, limit, limit)
+            self._live[transfer_id] = lease
+        else:
+            lease.transition(LeaseState.FILLING)
+            self._num_staged -= 1
+            lease.deadline = lease.limit = limit
+        lease.block_ids = tuple(block_ids)
+        lease.num_tokens = num_tokens
+        lease.ids_hash = ids_hash
+        if verdict is not None:
+            del self._ended[transfer_id]
+            return self._end(lease, LeaseState.DROPPED)
+        return []
+
+    def advance(self, now: float, transfer_id: TransferId, readable: int) -> list[Effect]:
+        """The first `readable` blocks are computed on every rank. Ignored once the lease has ended."""
+        lease = self._alive(now, transfer_id)
+        if lease is None or lease.state is not LeaseState.FILLING:
+            return []
+        if not lease.readable <= readable <= len(lease.block_ids):
+            raise ValueError(f"{transfer_id}: {readable} readable of {len(lease.block_ids)} blocks")
+        lease.readable = readable
+        return self._answer_parked(lease)
+
+    def ready(self, now: float, transfer_id: TransferId) -> list[Effect]:
+        """The whole prompt is computed on every rank; the lease clock starts. Ignored once it has ended."""
+        lease = self._alive(now, transfer_id)
+        if lease is None:
+            return []
+        lease.transition(LeaseState.READY)
+        lease.readable = len(lease.block_ids)
+        lease.deadline = self._extended(now, lease)
+        return self._answer_parked(lease)
+
+    def fail(self, transfer_id: TransferId) -> list[Effect]:
+        """The prefill was aborted or preempted: no reader gets the blocks. Never returns `Freed`."""
+        lease = self._live.get(transfer_id)
+        if lease is None or lease.state is LeaseState.STAGED:
+            return []
+        return self._end(lease, LeaseState.FAILED)
+
+    # A reader's calls.
+
+    def open(
+        self,
+        now: float,
+        transfer_id: TransferId,
+        consumer: Incarnation,
+        have: int,
+        wait_s: float,
+        waiter: Any,
+    ) -> list[Effect]:
+        """Ask for blocks after the first `have`; the first consumer to ask becomes the only reader.
+
+        Counts as a renewal. Comes to exactly one `Reply` for `waiter`, now or at the latest `wait_s` from
+        now.
+        """
+        effects = self.expire(now)
+        lease = self._live.get(transfer_id) or self._stage(now, transfer_id, consumer)
+        if lease is None:
+            answer = self._refusal(transfer_id)
+            return [*effects, Reply(waiter, transfer_id, answer)]
+        if lease.reader not in (None, consumer):
+            return [*effects, Reply(waiter, transfer_id, Denied("finished"))]
+        lease.reader = consumer
+        self._renew(now, lease)
+        effects += self._supersede(lease)
+        grant = lease.grant(have)
+        if grant is not None:
+            return [*effects, Reply(waiter, transfer_id, grant)]
+        if wait_s <= 0:
+            return [*effects, Reply(waiter, transfer_id, NotYet())]
+        lease.parked = _ParkedOpen(waiter, have, now + wait_s)
+        return effects
+
+    def renew(
+        self, now: float, consumer: Incarnation, transfer_ids: Sequence[TransferId]
+    ) -> tuple[list[TransferId], list[TransferId], list[Effect]]:
+        """Keep leases for another `lease_s`. Returns those alive, those gone, and effects.
+
+        A transfer that is not known yet is neither: its prefill may still be on its way.
+        """
+        effects = self.expire(now)
+        alive, gone = [], []
+        for transfer_id in transfer_ids:
+            lease = self._live.get(transfer_id)
+            if lease is not None and lease.reader in (None, consumer):
+                self._renew(now, lease)
+                alive.append(transfer_id)
+            elif lease is not None or transfer_id in self._ended:
+                gone.append(transfer_id)
+        return alive, gone, effects
+
+    def release(
+        self, now: float, transfer_id: TransferId, consumer: Incarnation, read_ok: bool
+    ) -> tuple[bool, list[Effect]]:
+        """The reader is done. Returns whether what it read is proven right; the same answer when repeated.
+
+        Proven means: this reader, all its reads done, and the lease alive from `ready` until now.
+        """
+        effects = self.expire(now)
+        lease = self._live.get(transfer_id)
+        if lease is None:
+            verdict = self._ended.get(transfer_id)
+            return verdict is not None and verdict.reader == consumer and verdict.valid, effects
+        if lease.reader != consumer:
+            return False, effects
+        if lease.state is not LeaseState.READY:
+            return False, effects + self._end(lease, LeaseState.DROPPED)
+        return read_ok, effects + self._end(lease, LeaseState.RELEASED, valid=read_ok)
+
+    def drop(self, now: float, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
+        """Nobody wants the blocks any more. Returns whether a lease ended by this call; idempotent.
+
+        An unknown transfer is remembered, so that a prefill that registers late ends at once.
+        """
+        effects = self.expire(now)
+        lease = self._live.get(transfer_id)
+        if lease is None:
+            if transfer_id not in self._ended:
+                self._remember(transfer_id, _Verdict(LeaseState.DROPPED, None, False, registered=False))
+            return False, effects
+        return True, effects + self._end(lease, LeaseState.DROPPED)
+
+    # Time.
+
+    def expire(self, now: float) -> list[Effect]:
+        """End every lease whose time is over, and answer every `open` that has waited long enough."""
+        effects: list[Effect] = []
+        for lease in list(self._live.values()):
+            if lease.deadline <= now:
+                effects += self._end(lease, LeaseState.EXPIRED)
+            elif lease.parked is not None and lease.parked.until <= now:
+                effects += self._supersede(lease)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next."""
+        times = [lease.deadline for lease in self._live.values()]
+        times += [lease.parked.until for lease in self._live.values() if lease.parked]
+        return min(times, default=None)
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AssertionError on an inconsistency."""
+        staged = sum(lease.state is LeaseState.STAGED for lease in self._live.values())
+        assert staged == self._num_staged <= self._max_staged, "staged count"
+        assert len(self._ended) <= self._max_ended, "memory of ended leases"
+        assert not self._live.keys() & self._ended.keys(), "live and ended at once"
+        for lease in self._live.values():
+            assert lease.state in _TABLE, f"{lease.transfer_id} is over but live"
+            assert 0 <= lease.readable <= len(lease.block_ids), f"{lease.transfer_id} readable"
+            assert lease.deadline <= lease.limit, f"{lease.transfer_id} outlives its request"
+            ready = lease.state is LeaseState.READY
+            assert not ready or lease.readable == len(lease.block_ids), f"{lease.transfer_id} ready"
+
+    def _alive(self, now: float, transfer_id: TransferId) -> _Lease | None:
+        """The registered lease, unless its time is over; `expire` will then end it."""
+        lease = self._live.get(transfer_id)
+        if lease is None or lease.state is LeaseState.STAGED or lease.deadline <= now:
+            return None
+        return lease
+
+    def _extended(self, now: float, lease: _Lease) -> float:
+        return min(now + self._lease_s, lease.limit)
+
+    def _renew(self, now: float, lease: _Lease) -> None:
+        if lease.state is not LeaseState.FILLING:  # while it fills, only the request's own deadline counts
+            lease.deadline = max(lease.deadline, self._extended(now, lease))
+
+    def _stage(self, now: float, transfer_id: TransferId, consumer: Incarnation) -> _Lease | None:
+        if transfer_id in self._ended or self._num_staged >= self._max_staged:
+            return None
+        lease = _Lease(transfer_id, LeaseState.STAGED, now + self._lease_s, float("inf"), reader=consumer)
+        self._live[transfer_id] = lease
+        self._num_staged += 1
+        return lease
+
+    def _refusal(self, transfer_id: TransferId) -> Denied | NotYet:
+        verdict = self._ended.get(transfer_id)
+        # Not ended and yet not staged: the bounded map is full, and asking again is all that is left.
+        return NotYet() if verdict is None else Denied(_REFUSALS[verdict.state])
+
+    def _answer_parked(self, lease: _Lease) -> list[Effect]:
+        if lease.parked is None:
+            return []
+        grant = lease.grant(lease.parked.have)
+        if grant is None:
+            return []
+        waiter, lease.parked = lease.parked.waiter, None
+        return [Reply(waiter, lease.transfer_id, grant)]
+
+    def _supersede(self, lease: _Lease) -> list[Effect]:
+        """Answer the parked `open` with nothing new: its wait is over, or the reader asked again."""
+        if lease.parked is None:
+            return []
+        waiter, lease.parked = lease.parked.waiter, None
+        return [Reply(waiter, lease.transfer_id, NotYet())]
+
+    def _end(self, lease: _Lease, to: LeaseState, *, valid: bool = False) -> list[Effect]:
+        staged = lease.state is LeaseState.STAGED
+        lease.transition(to)
+        del self._live[lease.transfer_id]
+        self._num_staged -= staged
+        registered = not staged
+        # A staged open that ran out says nothing about the prefill, which may still come.
+        if registered or to is LeaseState.DROPPED:
+            self._remember(lease.transfer_id, _Verdict(to, lease.reader, valid, registered))
+        effects: list[Effect] = []
+        if lease.parked is not None:
+            reason: Refusal = "unknown" if staged and to is LeaseState.EXPIRED else _REFUSALS[to]
+            effects.append(Reply(lease.parked.waiter, lease.transfer_id, Denied(reason)))
+        if registered and to in _CAUSES:
+            effects.append(Freed(lease.transfer_id, _CAUSES[to]))
+        return effects
+
+    def _remember(self, transfer_id: TransferId, verdict: _Verdict) -> None:
+        self._ended[transfer_id] = verdict
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our side of one pair of agents: a control connection, and our ranks' connections to the producer's.
+
+There is one link per producer, however many transfers want it at first contact (R30). It is never
+repaired: once it is lost, or a read over it broke, the next transfer makes a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import zmq
+
+from transfer import messages as wire
+from transfer.aggregate import Outcome
+from transfer.control import ControlClient
+from transfer.plane import PlaneConfig, Remote
+from transfer.rank_messages import CloseLink, Connect
+from transfer.ranks import RankGroup
+
+HANDSHAKE_S = 5.0
+ANSWER_S = 2.0
+"""How long the producer may take to answer, on top of what a request lets it wait."""
+
+_log = logging.getLogger(__name__)
+
+
+class LinkState(enum.Enum):
+    GREETING = "greeting"
+    """`hello` is out."""
+    CONNECTING = "connecting"
+    """The producer agreed; our ranks are connecting to its ranks."""
+    READY = "ready"
+    LOST = "lost"
+
+
+_TABLE: Mapping[LinkState, frozenset[LinkState]] = MappingProxyType(
+    {
+        LinkState.GREETING: frozenset({LinkState.CONNECTING, LinkState.LOST}),
+        LinkState.CONNECTING: frozenset({LinkState.READY, LinkState.GREETING, LinkState.LOST}),
+        LinkState.READY: frozenset({LinkState.LOST}),
+        LinkState.LOST: frozenset(),
+    }
+)
+
+
+class Link:
+    """One producer as seen by a consumer.
+
+    `on_ready` is called once if the handshake succeeds; `on_lost` once with a stable reason and a detail,
+    unless `close` came first.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        remote: Remote,
+        config: PlaneConfig,
+        ranks: RankGroup,
+        *,
+        on_ready: Callable[[Link], None],
+        on_lost: Callable[[Link, str, str], None],
+    ) -> None:
+        self.number = number
+        self.engine_id = remote.engine_id
+        self.address = (remote.host, remote.port)
+        self.state = LinkState.GREETING
+        self.transfer = ""
+        self.tp_size = 0
+        self.num_blocks = 0
+        self._config = config
+        self._ranks = ranks
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._client = ControlClient(remote.host, remote.port, self._broken)
+        self._offer: tuple[str, ...] = ranks.transfers
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Link {self.number} to {self.engine_id} at {self.address} {self.state.value}>"
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Begin the handshake. Raises `zmq.ZMQError` for an address that makes no sense."""
+        self._client.start(context)
+        self._deadline = asyncio.get_running_loop().call_later(
+            HANDSHAKE_S, self.lose, "unreachable", "no handshake within the deadline"
+        )
+        self._greet()
+
+    def close(self) -> None:
+        """Let go of the producer; requests that wait are told that no answer comes. Idempotent."""
+        if self.state is LinkState.LOST:
+            return
+        self._transition(LinkState.LOST)
+        self._stop_deadline()
+        self._ranks.broadcast(CloseLink(link=self.number))
+        self._client.close()
+
+    def lose(self, reason: str, detail: str) -> None:
+        """Give the producer up, and say why."""
+        if self.state is LinkState.LOST:
+            return
+        _log.info("lost %r: %s: %s", self, reason, detail)
+        self.close()
+        self._on_lost(self, reason, detail)
+
+    # Requests. Each calls `on_answer` once: with the answer, or None if there is none.
+
+    def open(
+        self, transfer_id: str, have: int, wait_s: float, on_answer: Callable[[wire.Answer | None], None]
+    ) -> None:
+        request = wire.Open(
+            seq=self._client.next_seq(),
+            incarnation=self.engine_id,
+            transfer_id=transfer_id,
+            consumer=self._config.incarnation,
+            have=have,
+            wait_s=wait_s,
+        )
+        self._request(request, wait_s + ANSWER_S, on_answer)
+
+    def renew(self, transfer_ids: Sequence[str], on_answer: Callable[[wire.Answer | None], None]) -> None:
+        for first in range(0, len(transfer_ids), wire.MAX_IDS):
+            request = wire.Renew(
+                seq=self._client.next_seq(),
+                incarnation=self.engine_id,
+                consumer=self._config.incarnation,
+                transfer_ids=tuple(transfer_ids[first : first + wire.MAX_IDS]),
+            )
+            self._request(request, ANSWER_S, on_answer)
+
+    def release(
+        self, transfer_id: str, read_ok: bool, on_answer: Callable[[wire.Answer | None], None]
+    ) -> None:
+        request = wire.Release(
+            seq=self._client.next_seq(),
+            incarnation=self.engine_id,
+            transfer_id=transfer_id,
+            consumer=self._config.incarnation,
+            read_ok=read_ok,
+        )
+        self._request(request, ANSWER_S, on_answer)
+
+    def drop(self, transfer_id: str) -> None:
+        self._request(
+            wire.Drop(seq=self._client.next_seq(), incarnation=self.engine_id, transfer_id=transfer_id),
+            ANSWER_S,
+            _ignore,
+        )
+
+    def connected(self, outcome: Outcome) -> None:
+        """Every rank of ours has tried to connect."""
+        if self.state is not LinkState.CONNECTING:
+            return
+        if outcome.ok:
+            self._transition(LinkState.READY)
+            self._stop_deadline()
+            self._on_ready(self)
+            return
+        _log.warning("%r: %s does not work between us: %s", self, self.transfer, outcome.reason)
+        self._offer = tuple(name for name in self._offer if name != self.transfer)
+        if self._offer:
+            self._transition(LinkState.GREETING)
+            self._greet()
+        else:
+            self.lose("unreachable", outcome.reason)
+
+    def _greet(self) -> None:
+        config = self._config
+        ranks = tuple(
+            {name: self._ranks.descriptions(name)[rank] for name in self._offer}
+            for rank in range(config.tp_size)
+        )
+        hello = wire.Hello(
+            seq=self._client.next_seq(),
+            incarnation=self.engine_id,
+            consumer=config.incarnation,
+            geometry=config.geometry,
+            layout=config.geometry.fingerprint(),
+            weights=config.weights,
+            transfers=self._offer,
+            host_id=config.host_id,
+            ranks=ranks,
+        )
+        self._request(hello, HANDSHAKE_S, self._greeted)
+
+    def _greeted(self, answer: wire.Answer | None) -> None:
+        if self.state is not LinkState.GREETING:
+            return
+        match answer:
+            case wire.HelloOk():
+                self._agreed(answer)
+            case wire.Refused():
+                self.lose("refused", f"{answer.field}: theirs {answer.ours}, ours {answer.theirs}")
+            case None:
+                self.lose("unreachable", "no answer to hello")
+            case _:
+                self.lose("refused", f"hello answered by {type(answer).__name__}")
+
+    def _agreed(self, answer: wire.HelloOk) -> None:
+        try:
+            self._config.geometry.local_heads(len(answer.ranks), 0)
+        except ValueError as error:
+            self.lose("refused", str(error))
+            return
+        if answer.transfer not in self._offer:
+            self.lose("refused", f"transfer {answer.transfer} was not offered")
+            return
+        self.transfer = answer.transfer
+        self.tp_size = len(answer.ranks)
+        self.num_blocks = answer.num_blocks
+        self._transition(LinkState.CONNECTING)
+        self._ranks.connect(
+            Connect(
+                link=self.number,
+                transfer=answer.transfer,
+                ranks=answer.ranks,
+                token=answer.token,
+                timeout_s=HANDSHAKE_S / 2,
+            )
+        )
+
+    def _request(
+        self, request: wire.Request, timeout_s: float, on_answer: Callable[[wire.Answer | None], None]
+    ) -> None:
+        def answered(answer: wire.Answer | None) -> None:
+            if isinstance(answer, wire.Refused) and answer.field == "incarnation":
+                self.lose("incarnation", f"{self.address} is {answer.ours} now, not {answer.theirs}")
+            else:
+                on_answer(answer)
+
+        self._client.request(request, timeout_s, answered)
+
+    def _broken(self) -> None:
+        self.lose("unreachable", "the control connection failed")
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _transition(self, to: LinkState) -> None:
+        if to not in _TABLE[self.state]:
+            raise AssertionError(f"{self!r} → {to.value}")
+        self.state = to
+
+
+def _ignore(answer: wire.Answer | None) -> None:
+    """Nobody waits for this answer."""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frames of the control channel between two engine processes (design §6).
+
+Packed and unpacked by `msgpack` with strict limits, typed by `msgspec.convert`, nowhere else. Every frame
+carries the protocol version, a `seq` that the answer echoes, and the producer's incarnation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+import msgspec
+from msgspec import Meta
+
+from transfer.ids import TransferId
+from transfer.layout import KVGeometry
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 1 << 20
+MAX_IDS = 4096
+"""Transfers named in one `renew`."""
+
+_Id = Annotated[str, Meta(min_length=1, max_length=128)]
+_Word = Annotated[str, Meta(max_length=256)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Seconds = Annotated[float, Meta(ge=0, le=3600)]
+_Blob = Annotated[bytes, Meta(max_length=1 << 16)]
+_Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
+_Blocks = Annotated[tuple[_Count, ...], Meta(max_length=1 << 17)]
+
+GoneReason = Literal["unknown", "expired", "dropped", "finished", "failed"]
+
+
+class BadFrame(ValueError):
+    """A control frame that is not one of the messages below."""
+
+
+class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    v: Literal[1] = 1
+    seq: _Count
+    incarnation: _Id
+    """The producer's: whom the request is for, and who answers."""
+
+
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's engine and its pools, as its backend describes them."""
+
+    engine: _Blob
+    regions: Annotated[tuple[_Blob, ...], Meta(max_length=64)]
+
+
+class Hello(_Frame, frozen=True, tag="hello"):
+    """First contact of two agents. `transfers` are those to choose from, the consumer's best first."""
+
+    consumer: _Id
+    geometry: KVGeometry
+    layout: _Word
+    weights: _Word
+    transfers: Annotated[tuple[_Word, ...], Meta(max_length=16)]
+    host_id: _Word
+    ranks: Annotated[tuple[dict[_Word, EngineDescription], ...], Meta(max_length=1024)]
+
+
+class HelloOk(_Frame, frozen=True, tag="hello_ok"):
+    """The chosen transfer, and what the consumer's ranks need in order to connect with it."""
+
+    transfer: _Word
+    num_blocks: _Count
+    ranks: Annotated[tuple[EngineDescription, ...], Meta(min_length=1, max_length=1024)]
+    token: _Blob
+
+
+class Refused(_Frame, frozen=True, tag="refused"):
+    """No, and why: `ours` is the producer's value of the field, `theirs` the consumer's."""
+
+    field: _Word
+    ours: _Word
+    theirs: _Word
+
+
+class Open(_Frame, frozen=True, tag="open"):
+    """Ask for the blocks after the first `have`; the answer may take `wait_s`."""
+
+    transfer_id: _Id
+    consumer: _Id
+    have: _Count
+    wait_s: _Seconds
+
+
+class Opened(_Frame, frozen=True, tag="opened"):
+    """Readable blocks, from number `first_block` of the prompt on. `ready`: those are all."""
+
+    transfer_id: _Id
+    state: Literal["filling", "ready"]
+    first_block: _Count
+    block_ids: _Blocks
+    num_tokens: _Count
+    lease_s: _Seconds
+    ids_hash: _Word
+
+
+class Pending(_Frame, frozen=True, tag="pending"):
+    """Nothing new within `wait_s`; ask again."""
+
+    transfer_id: _Id
+
+
+class Gone(_Frame, frozen=True, tag="gone"):
+    """There is no lease for this reader."""
+
+    transfer_id: _Id
+    reason: GoneReason
+
+
+class Renew(_Frame, frozen=True, tag="renew"):
+    """The consumer still wants these."""
+
+    consumer: _Id
+    transfer_ids: _Ids
+
+
+class Renewed(_Frame, frozen=True, tag="renewed"):
+    alive: _Ids
+    gone: _Ids
+
+
+class Release(_Frame, frozen=True, tag="release"):
+    """The consumer is done with the blocks. `read_ok`: all of its reads reported done."""
+
+    transfer_id: _Id
+    consumer: _Id
+    read_ok: bool
+
+
+class Released(_Frame, frozen=True, tag="released"):
+    """`valid`: the lease held from `ready` until now, so what was read before the question is right."""
+
+    transfer_id: _Id
+    valid: bool
+
+
+class Drop(_Frame, frozen=True, tag="drop"):
+    """The consumer no longer wants the blocks."""
+
+    transfer_id: _Id
+
+
+class Dropped(_Frame, frozen=True, tag="dropped"):
+    transfer_id: _Id
+
+
+Request = Hello | Open | Renew | Release | Drop
+Answer = HelloOk | Refused | Opened | Pending | Gone | Renewed | Released | Dropped
+_F = TypeVar("_F")
+
+
+def encode(frame: Request | Answer) -> bytes:
+    """Pack one message. Raises `BadFrame` if it is too large to be taken at the other end."""
+    packed: bytes = msgpack.packb(msgspec.to_builtins(frame, builtin_types=(bytes,)), use_bin_type=True)
+    if len(packed) > MAX_FRAME_BYTES:
+        raise BadFrame(f"{type(frame).__name__} of {len(packed)} bytes exceeds {MAX_FRAME_BYTES}")
+    return packed
+
+
+def decode_request(frame: bytes) -> Request:
+    """Type one frame sent by a consumer. Raises `BadFrame`, and nothing else, whatever the bytes are."""
+    request: Request = _decode(frame, Request)
+    return request
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Type one frame sent by a producer. Raises `BadFrame`, and nothing else, whatever the bytes are."""
+    answer: Answer = _decode(frame, Answer)
+    return answer
+
+
+def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
+    """The ids of a frame as ids of this package."""
+    return [TransferId(each) for each in ids]
+
+
+def _decode(frame: bytes, types: Any) -> Any:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    try:
+        body = msgpack.unpackb(
+            frame,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=4096,
+            max_bin_len=1 << 16,
+            max_array_len=1 << 17,
+            max_map_len=64,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise BadFrame(f"not msgpack: {error}") from error
+    try:
+        return msgspec.convert(body, types, builtin_types=(bytes,))
+    except (ValueError, RecursionError) as error:
+        raise BadFrame(str(error)) from error

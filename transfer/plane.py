@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine-side parts of one agent's transfer plane are told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from transfer.layout import KVGeometry
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt's KV lies: the producer's control channel and what it pinned."""
+
+    engine_id: str
+    """The producer's incarnation."""
+    host: str
+    port: int
+    num_tokens: int
+    tp_size: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneConfig:
+    """Settings of one agent's transfer plane.
+
+    Args:
+        control_port: Port of the control channel; 0 lets the OS choose.
+        transfer: Backend that the ranks were told to open, or auto.
+        lease_s: Seconds that a reader may stay silent.
+        renew_s: Seconds between renewals; by default at most 3, and under a third of the lease.
+        weights: Identity of the weights; KV of other weights is of no use.
+        host_id: Identity of the host, for backends that work within one only.
+        rank_address: ZMQ address on which this agent's ranks report.
+    """
+
+    incarnation: str
+    bind_host: str
+    control_port: int
+    advertise_host: str
+    transfer: str
+    lease_s: float
+    renew_s: float | None = None
+    tp_size: int
+    geometry: KVGeometry
+    num_blocks: int
+    weights: str
+    host_id: str
+    rank_address: str
+
+    @property
+    def renewal_interval_s(self) -> float:
+        return self.renew_s if self.renew_s is not None else min(3.0, self.lease_s / 3.3)

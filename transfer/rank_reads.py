@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's transfer thread has under way: links to producers, and reads from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from transfer import rank_messages as wire
+from transfer.engine import Peer, PeerUnreachable, Status, Transfer, TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """A producer: its ranks as peers of one engine. `connecting` until the outcome has been reported."""
+
+    engine: TransferEngine
+    peers: list[Peer]
+    connecting: bool = True
+
+
+@dataclass(slots=True)
+class _Read:
+    """One rank's part of one read. `reported` once its end was; it stays here until it is quiescent."""
+
+    engine: TransferEngine
+    transfers: list[Transfer]
+    reported: bool = False
+
+
+class RankLinks:
+    """Carries out commands on the rank's engines and reports how they ended. Single-threaded."""
+
+    def __init__(
+        self, rank: int, engines: Mapping[str, TransferEngine], report: Callable[[wire.Report], None]
+    ) -> None:
+        self._rank = rank
+        self._engines = engines
+        self._report = report
+        self._links: dict[int, _Link] = {}
+        self._reads: dict[tuple[str, int], _Read] = {}
+        self._serving = False
+
+    @property
+    def polling(self) -> bool:
+        """A backend that has to be polled has, or may get, something to do."""
+        if self._serving and any(engine.fileno() is None for engine in self._engines.values()):
+            return True
+        connecting = [link.engine for link in self._links.values() if link.connecting]
+        reading = [read.engine for read in self._reads.values()]
+        return any(engine.fileno() is None for engine in connecting + reading)
+
+    def handle(self, command: wire.Command) -> None:
+        """Carry out one command of the engine process."""
+        match command:
+            case wire.Welcome():
+                for engine in self._engines.values():
+                    engine.admit(command.secret)
+            case wire.Serve():
+                self._serving = command.on
+            case wire.Connect():
+                self._connect(command)
+            case wire.CloseLink():
+                self._close_link(command.link)
+            case wire.Read():
+                self._read(command)
+            case wire.CancelRead():
+                read = self._reads.get((command.transfer_id, command.seq))
+                for transfer in read.transfers if read else ():
+                    transfer.cancel()
+
+    def collect(self) -> None:
+        """Report every link and read that has come to an end since the last call."""
+        for number, link in list(self._links.items()):
+            if link.connecting:
+                self._collect_link(number, link)
+        for key, read in list(self._reads.items()):
+            self._collect_read(key, read)
+
+    def _connect(self, command: wire.Connect) -> None:
+        engine = self._engines[command.transfer]
+        link = _Link(engine, [])
+        self._links[command.link] = link
+        try:
+            for rank in command.ranks:
+                link.peers.append(engine.connect(rank.engine, rank.regions, command.token, command.timeout_s))
+        except PeerUnreachable as error:
+            self._connected(command.link, str(error))
+
+    def _collect_link(self, number: int, link: _Link) -> None:
+        try:
+            ready = [peer.poll() for peer in link.peers]
+        except PeerUnreachable as error:
+            self._connected(number, str(error))
+            return
+        if all(ready):
+            self._connected(number, None)
+
+    def _connected(self, number: int, error: str | None) -> None:
+        link = self._links[number]
+        link.connecting = False
+        if error is not None:
+            self._close_link(number)
+        self._report(wire.Connected(rank=self._rank, link=number, transfer=link.engine.name, error=error))
+
+    def _close_link(self, number: int) -> None:
+        link = self._links.pop(number, None)
+        for peer in link.peers if link else ():
+            peer.close()
+
+    def _read(self, command: wire.Read) -> None:
+        link = self._links.get(command.link)
+        if link is None:
+            self._ended(command.transfer_id, command.seq, ok=False, reason="peer_lost")
+            return
+        transfers = [
+            link.engine.read(link.peers[rank], wire.unpack_spans(spans), command.timeout_s)
+            for rank, spans in command.spans.items()
+        ]
+        self._reads[command.transfer_id, command.seq] = _Read(link.engine, transfers)
+
+    def _collect_read(self, key: tuple[str, int], read: _Read) -> None:
+        statuses = [transfer.poll() for transfer in read.transfers]
+        if not read.reported:
+            if Status.FAILED in statuses:
+                self._report_failure(key, read)
+            elif Status.PENDING not in statuses:
+                self._report_success(key, read)
+        elif all(transfer.quiescent for transfer in read.transfers):
+            del self._reads[key]
+            self._report(wire.ReadQuiescent(rank=self._rank, transfer_id=key[0], seq=key[1]))
+
+    def _report_success(self, key: tuple[str, int], read: _Read) -> None:
+        del self._reads[key]
+        nbytes = sum(transfer.nbytes for transfer in read.transfers)
+        descriptors = sum(transfer.descriptors for transfer in read.transfers)
+        self._ended(*key, ok=True, nbytes=nbytes, descriptors=descriptors)
+
+    def _report_failure(self, key: tuple[str, int], read: _Read) -> None:
+        reason = next(transfer.reason for transfer in read.transfers if transfer.poll() is Status.FAILED)
+        for transfer in read.transfers:
+            transfer.cancel()
+        quiescent = all(transfer.quiescent for transfer in read.transfers)
+        _log.info("read %s/%d failed: %s%s", *key, reason, "" if quiescent else ", not quiescent yet")
+        if quiescent:
+            del self._reads[key]
+        read.reported = True
+        self._ended(*key, ok=False, reason=reason or "failed", quiescent=quiescent)
+
+    def _ended(
+        self,
+        transfer_id: str,
+        seq: int,
+        *,
+        ok: bool,
+        reason: str = "",
+        quiescent: bool = True,
+        nbytes: int = 0,
+        descriptors: int = 0,
+    ) -> None:
+        self._report(
+            wire.ReadEnded(
+                rank=self._rank,
+                transfer_id=transfer_id,
+                seq=seq,
+                ok=ok,
+                reason=reason,
+                quiescent=quiescent,
+                nbytes=nbytes,
+                descriptors=descriptors,
+            )
+        )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process's end of the channel to its own ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from transfer import rank_messages as wire
+from transfer.aggregate import Aggregator, Outcome, RankReport
+from transfer.channel import Channel, ChannelFull, limit_socket
+from transfer.engine import BACKENDS
+from transfer.ids import TransferId
+from transfer.messages import EngineDescription
+from transfer.tokens import new_secret
+from transfer.worker_connector import rank_identity
+
+_QUEUE = 16384
+_MAX_FRAME = 64 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConnected:
+    """Every rank has tried to connect a link."""
+
+    link: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Every rank's part of a read is over."""
+
+    transfer_id: TransferId
+    seq: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReadQuiescent:
+    """A read that ended before it was quiescent has become so on every rank."""
+
+    transfer_id: TransferId
+    seq: int
+
+
+RankEvent = LinkConnected | ReadEnded | ReadQuiescent
+
+
+class RankGroup:
+    """Every TP rank of this agent, as one: commands go to all, and one event comes back (I6)."""
+
+    def __init__(self, tp_size: int, incarnation: str, on_event: Callable[[RankEvent], None]) -> None:
+        self._tp_size = tp_size
+        self._incarnation = incarnation
+        self._on_event = on_event
+        self._hellos: dict[int, wire.RankHello] = {}
+        self._complete = asyncio.Event()
+        self._channel: Channel | None = None
+        self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
+        self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
+        self.secret = new_secret()
+
+    async def start(self, context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float) -> None:
+        """Bind, and wait until every rank has reported. Raises TimeoutError naming those that have not."""
+        socket = context.socket(zmq.ROUTER)
+        limit_socket(socket, queue=_QUEUE, max_frame=_MAX_FRAME)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._channel = Channel(socket, self._received)
+        socket.bind(address)
+        self._channel.start()
+        try:
+            await asyncio.wait_for(self._complete.wait(), timeout_s)
+        except TimeoutError as error:
+            missing = sorted(set(range(self._tp_size)) - self._hellos.keys())
+            raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
+
+    @property
+    def transfers(self) -> tuple[str, ...]:
+        """Backends that every rank has opened, best first."""
+        return tuple(
+            name for name in BACKENDS if all(name in hello.engines for hello in self._hellos.values())
+        )
+
+    def descriptions(self, transfer: str) -> tuple[EngineDescription, ...]:
+        """How peers address our ranks with one backend, in order of rank."""
+        return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
+
+    def connect(self, command: wire.Connect) -> None:
+        """Connect every rank; comes to one `LinkConnected`."""
+        self._links.expect((command.link, command.transfer))
+        self.broadcast(command)
+
+    def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
+        """Give each rank its part of a read, in order of rank; comes to one `ReadEnded`."""
+        self._reads.expect((transfer_id, seq))
+        for rank, command in enumerate(commands):
+            self._send(rank, command)
+
+    def broadcast(self, command: wire.Command) -> None:
+        """Command every rank."""
+        for rank in range(self._tp_size):
+            self._send(rank, command)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if more ranks have reported than there are."""
+        assert len(self._hellos) <= self._tp_size, "too many ranks"
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _send(self, rank: int, command: wire.Command) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.send([rank_identity(rank), wire.encode(command)])
+        except ChannelFull as error:
+            # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
+            _log.error("rank %d does not take commands: %s", rank, error)
+
+    def _received(self, frames: list[bytes]) -> None:
+        report = wire.decode_report(frames[-1])
+        match report:
+            case wire.RankHello():
+                self._welcome(report)
+            case wire.Connected():
+                self._connected(report)
+            case wire.ReadEnded():
+                self._read_ended(report)
+            case wire.ReadQuiescent():
+                key = (TransferId(report.transfer_id), report.seq)
+                if self._reads.quiescent(key, report.rank):
+                    self._on_event(ReadQuiescent(*key))
+
+    def _welcome(self, hello: wire.RankHello) -> None:
+        if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
+            _log.error("a stranger reported as rank %d of %s", hello.rank, hello.incarnation)
+            return
+        self._hellos[hello.rank] = hello
+        self._send(hello.rank, wire.Welcome(secret=self.secret))
+        if len(self._hellos) == self._tp_size:
+            self._complete.set()
+
+    def _connected(self, report: wire.Connected) -> None:
+        rank_report = RankReport(ok=report.error is None, reason=report.error or "")
+        outcome = self._links.report((report.link, report.transfer), report.rank, rank_report)
+        if outcome is not None:
+            self._on_event(LinkConnected(report.link, outcome))
+
+    def _read_ended(self, report: wire.ReadEnded) -> None:
+        key = (TransferId(report.transfer_id), report.seq)
+        rank_report = RankReport(
+            ok=report.ok,
+            reason=report.reason,
+            quiescent=report.quiescent,
+            nbytes=report.nbytes,
+            descriptors=report.descriptors,
+        )
+        outcome = self._reads.report(key, report.rank, rank_report)
+        if outcome is not None:
+            self._on_event(ReadEnded(*key, outcome))
+        elif not report.ok:
+            # The whole has failed already; the other ranks need not go on.
+            self.broadcast(wire.CancelRead(transfer_id=report.transfer_id, seq=report.seq))

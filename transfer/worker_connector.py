@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of the transfer plane that one rank sees: a thread that owns this rank's backends.
+
+The thread takes commands from the engine process and reports back; the rank's own work never waits for it. It
+sleeps on descriptors, and polls, at most every millisecond, only while a backend without one has work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+
+from transfer import rank_messages as wire
+from transfer.engine import BackendUnavailable, EngineOptions, TransferEngine, candidates, open_engine
+from transfer.layout import KVGeometry
+from transfer.messages import EngineDescription
+from transfer.rank_reads import RankLinks
+
+if TYPE_CHECKING:
+    import torch
+
+_OPEN_S = 60.0
+_CLOSE_S = 5.0
+_POLL_MS = 1
+_SWITCH_S = 0.0005
+"""Longest that the rank's own Python may keep the interpreter from this thread (5 ms by default)."""
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerConnector:
+    """This rank's part of the transfer plane.
+
+    Args:
+        address: Where the engine process's SchedulerConnector listens for its ranks.
+        pool: This rank's contiguous KV pool, `geometry.pool_shape`, allocated and touched.
+        transfer: A backend's name, or auto for every one that works here.
+        tcp_fault: Damage that the tcp backend does to what it sends (tests).
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        rank: int,
+        tp_size: int,
+        geometry: KVGeometry,
+        pool: torch.Tensor,
+        transfer: str,
+        incarnation: str,
+        bind_host: str,
+        advertise_host: str,
+        tcp_fault: str | None = None,
+    ) -> None:
+        heads = len(geometry.local_heads(tp_size, rank))
+        if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], heads):
+            raise ValueError(f"pool of shape {tuple(pool.shape)} does not fit {geometry} with {heads} heads")
+        self._address = address
+        self._rank = rank
+        self._pool = pool
+        self._names = candidates(transfer)
+        self._explicit = transfer != "auto"
+        self._incarnation = incarnation
+        self._options = EngineOptions(
+            name=f"{incarnation}-{rank}-{secrets.token_hex(4)}",
+            bind_host=bind_host,
+            advertise_host=advertise_host,
+            item_bytes=geometry.item_bytes,
+            fault=tcp_fault,
+        )
+        self._opened = threading.Event()
+        self._error: Exception | None = None
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Open the backends and report to the engine process. Raises `BackendUnavailable` with the reason, or
+        ValueError for a fault that makes no sense.
+        """
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self._thread.start()
+        if not self._opened.wait(_OPEN_S):
+            raise BackendUnavailable(f"transfer backends did not open within {_OPEN_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread and everything it owns; afterwards nothing writes into the pool. Idempotent."""
+        self._stop.close()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the transfer thread did not end within {_CLOSE_S:.0f} s")
+        self._stopped.close()
+
+    def _run(self) -> None:
+        try:
+            engines = self._open_engines()
+        except (BackendUnavailable, ValueError) as error:
+            self._error = error
+            return
+        finally:
+            self._opened.set()
+        stopped = False
+        try:
+            self._serve(engines)
+            stopped = True
+        finally:
+            if not stopped:
+                # A rank without its transfer thread would strand every pull; agents share one fate (I8).
+                _log.critical("the transfer thread broke", exc_info=sys.exc_info())
+                os._exit(1)
+
+    def _open_engines(self) -> dict[str, tuple[TransferEngine, EngineDescription]]:
+        engines: dict[str, tuple[TransferEngine, EngineDescription]] = {}
+        for name in self._names:
+            try:
+                engine = open_engine(name, self._options)
+            except BackendUnavailable as error:
+                if self._explicit:
+                    raise
+                _log.info("transfer backend left out: %s", error)
+                continue
+            region = engine.register(self._pool)
+            description = EngineDescription(engine=engine.describe(), regions=(region.describe(),))
+            engines[name] = (engine, description)
+        if not engines:
+            raise BackendUnavailable("no transfer backend works here")
+        return engines
+
+    def _serve(self, opened: dict[str, tuple[TransferEngine, EngineDescription]]) -> None:
+        engines = {name: engine for name, (engine, _) in opened.items()}
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        channel = context.socket(zmq.DEALER)
+        channel.setsockopt(zmq.IDENTITY, rank_identity(self._rank))
+        channel.setsockopt(zmq.LINGER, 0)
+        channel.setsockopt(zmq.RECONNECT_IVL, 10)  # we may be up before the engine process listens
+        channel.connect(self._address)
+        links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
+        hello = wire.RankHello(
+            rank=self._rank,
+            incarnation=self._incarnation,
+            engines={name: description for name, (_, description) in opened.items()},
+        )
+        try:
+            channel.send(wire.encode(hello))
+            self._loop(channel, links, list(engines.values()))
+        finally:
+            for engine in engines.values():
+                engine.close()
+            channel.close()
+            context.term()
+
+    def _loop(self, channel: zmq.Socket[bytes], links: RankLinks, engines: list[TransferEngine]) -> None:
+        poller = zmq.Poller()
+        poller.register(channel, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
+        for engine in engines:
+            descriptor = engine.fileno()
+            if descriptor is not None:
+                poller.register(descriptor, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(_wait_ms(links, engines)))
+            if self._stopped.fileno() in ready:
+                return
+            if channel in ready:
+                _take_commands(channel, links)
+            for engine in engines:
+                engine.progress()
+            links.collect()
+
+
+def rank_identity(rank: int) -> bytes:
+    """The ZMQ identity under which a rank reports."""
+    return b"rank-%d" % rank
+
+
+def _take_commands(channel: zmq.Socket[bytes], links: RankLinks) -> None:
+    while channel.poll(0):
+        links.handle(wire.decode_command(channel.recv()))
+
+
+def _wait_ms(links: RankLinks, engines: list[TransferEngine]) -> int | None:
+    """How long the thread may sleep on its descriptors; None: until one of them is ready."""
+    if links.polling:
+        return _POLL_MS
+    deadlines = [each for each in (engine.next_deadline() for engine in engines) if each is not None]
+    finite = [each for each in deadlines if each != float("inf")]
+    if not finite:
+        return None
+    return max(0, int((min(finite) - time.monotonic()) * 1000) + 1)
