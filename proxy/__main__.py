@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m proxy` and `kvferry proxy`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from proxy.config import ProxyConfig, parse_config
+from proxy.server import running_proxy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the proxy until SIGTERM or SIGINT. Returns the exit status; 2 for a wrong command line."""
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
+    )
+    try:
+        uvloop.run(_serve(config))
+    except OSError as error:
+        print(f"kvferry proxy: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: ProxyConfig) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    async with running_proxy(config) as proxy:
+        # Launchers read this line: with port 0 only the proxy knows where it listens.
+        where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
+        print(json.dumps({"listening": where}), flush=True)
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

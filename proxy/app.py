@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's HTTP routes. Each reads a request, asks another room, and writes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
+
+from proxy import metrics, sse
+from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
+from proxy.exchange import Answer, Exchange, Services
+from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
+from proxy.openai_api import parse_request
+from proxy.pages import models_page, nodes_page, readiness
+from proxy.record import CLIENT_LEFT, Record
+from proxy.reply import EventStream
+
+
+def create_app(services: Services) -> Quart:
+    """The application; `services` must stay open for as long as it serves."""
+    app = Quart("proxy")
+    app.config["MAX_CONTENT_LENGTH"] = services.config.max_body_bytes
+    app.config["BODY_TIMEOUT"] = services.config.body_timeout_s
+    # Quart would cut every stream after 60 s; the exchange has deadlines of its own.
+    app.config["RESPONSE_TIMEOUT"] = None
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        return await _serve("completions", services)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        return await _serve("chat/completions", services)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(models_page(_snapshot(services)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        report = readiness(_snapshot(services))
+        return _json(report, 200 if report["ready"] else 503)
+
+    @app.get("/nodes")
+    async def nodes() -> Response:
+        return _json(nodes_page(_snapshot(services), services.slots, _now()))
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
+
+    @app.errorhandler(HTTPException)
+    async def refuse(error: HTTPException) -> Response:
+        return _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+
+    return app
+
+
+async def _serve(endpoint: Endpoint, services: Services) -> Response:
+    """One completion request. The record ends here, or in the `EventStream` that is returned."""
+    services.open_requests.join()
+    request_id = _request_id()
+    record = Record(endpoint, request_id, services.metrics)
+    try:
+        return await _respond(endpoint, request_id, record, services)
+    except ProxyError as error:
+        record.end(error.status, error.code)
+        return _failure(error, request_id)
+    except asyncio.CancelledError:
+        record.end(CLIENT_LEFT, "client_left")
+        raise
+
+
+async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, services: Services) -> Response:
+    asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
+    record.tell_request(asked)
+    ids = new_identity(endpoint, request_id, asked.seed, request.headers.get("traceparent"))
+    exchange = Exchange(services, asked, ids, record)
+    if not asked.stream:
+        answer = await exchange.answer()
+        record.end(200)
+        return _whole(answer, request_id)
+    events = exchange.events()
+    # Awaited before the response is made, so that a failure up to here keeps its status.
+    first = await anext(events)
+    body = EventStream(first, events, record, exchange.deadline)
+    response = Response(body, content_type=sse.CONTENT_TYPE, headers={"X-Request-Id": request_id})
+    response.headers["Cache-Control"] = "no-cache"
+    response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+    return response
+
+
+async def _body(limit: int) -> bytes:
+    """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
+    try:
+        return await request.get_data(cache=False, as_text=False, parse_form_data=False)
+    except RequestEntityTooLarge as error:
+        raise BodyTooLarge(f"the body exceeds {limit} bytes") from error
+    except RequestTimeout as error:
+        raise BodyTooSlow("the body did not arrive in time") from error
+
+
+def _whole(answer: Answer, request_id: RequestId) -> Response:
+    response = Response(answer.body, content_type=answer.content_type, headers={"X-Request-Id": request_id})
+    if answer.server_timing is not None:
+        response.headers["Server-Timing"] = answer.server_timing
+    return response
+
+
+def _failure(error: ProxyError, request_id: RequestId) -> Response:
+    headers = {**error.headers, "X-Request-Id": request_id}
+    return Response(error.body(), error.status, headers, content_type="application/json")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, content_type="application/json")
+
+
+def _request_id() -> RequestId:
+    return request_id_from(request.headers.get("X-Request-Id"))
+
+
+def _snapshot(services: Services) -> Any:
+    return services.registry.snapshot(_now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

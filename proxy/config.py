@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy is told at start: parsed and checked once, here; the rest of the proxy only reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from proxy.flags import parse_flags
+from proxy.wire import DEFAULT_DISCOVERY_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyConfig:
+    """Settings of one proxy.
+
+    Args:
+        host: Address that the HTTP server and discovery bind.
+        port: HTTP port; 0 lets the OS choose.
+        discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
+        max_body_bytes: Largest request body accepted.
+        body_timeout_s: Deadline for a client to send its body, in seconds.
+        connect_timeout_s: Deadline for connecting to an agent, in seconds.
+        first_byte_timeout_s: Deadline for a prefill's answer or a stream's first event, in seconds.
+        idle_timeout_s: Longest silence within a stream, in seconds.
+        total_timeout_s: Deadline for a whole request, in seconds.
+        retries: Times that a request is given to another pair when an agent is lost before its first event.
+        max_connections: Most connections open to all agents together.
+        keepalive_s: Seconds that an unused connection to an agent stays open.
+        drain_s: Seconds that running requests get to finish when the proxy is told to stop.
+        log_level: Least severe log line written.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 10001
+    discovery_port: int = DEFAULT_DISCOVERY_PORT
+    max_body_bytes: int = 8 * 1024 * 1024
+    body_timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+    first_byte_timeout_s: float = 300.0
+    idle_timeout_s: float = 120.0
+    total_timeout_s: float = 1800.0
+    retries: int = 1
+    max_connections: int = 4096
+    keepalive_s: float = 30.0
+    drain_s: float = 5.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("port", "discovery_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
+        for name in ("max_body_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for field in fields(self):
+            if field.name.endswith("_s") and not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        if self.retries < 0:
+            raise ValueError(f"retries must not be negative, got {self.retries}")
+
+
+def parse_config(argv: Sequence[str]) -> ProxyConfig:
+    """Read the command line (and the file that `--config` names).
+
+    Raises:
+        SystemExit: with status 2 and a message that names the unknown flag or key, or the wrong value;
+            with status 0 after `--help`.
+    """
+    return parse_flags(
+        ProxyConfig,
+        argv,
+        prog="kvferry proxy",
+        description="Takes OpenAI requests through a pair of prefill and decode agents.",
+    )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native dialect (design §5): how a client's request becomes legs, and a prefill's answer becomes events.
+
+Pure functions: ids and the clock's reading come in as arguments, and nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from proxy import sse
+from proxy.errors import BadAnswer
+from proxy.ids import Identity, TransferId
+from proxy.openai_api import ClientRequest
+
+NULL = msgspec.Raw(b"null")
+DROP_PATH = "/kv/drop"
+
+
+def path(request: ClientRequest) -> str:
+    """The path that every leg of the request is posted to."""
+    return f"/v1/{request.endpoint}"
+
+
+def headers(ids: Identity) -> dict[str, str]:
+    """The headers of every leg: all agents log one request id and answer under one answer id."""
+    made = {
+        "Content-Type": "application/json",
+        "X-Request-Id": ids.request_id,
+        "X-Kvferry-Answer-Id": ids.answer_id,
+        "X-Kvferry-Created": str(ids.created),
+    }
+    if ids.traceparent is not None:
+        made["traceparent"] = ids.traceparent
+    return made
+
+
+def alone_body(request: ClientRequest, ids: Identity) -> bytes:
+    """The client's request for one agent that serves all of it."""
+    return msgspec.json.encode({**request.body, "seed": ids.seed})
+
+
+def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> bytes:
+    """The prefill leg: the client's own sampling settings and `n`, one token each, the KV to be kept."""
+    body = {
+        name: value
+        for name, value in request.body.items()
+        if name not in ("stream_options", "max_completion_tokens")
+    }
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "client_max_tokens": request.max_tokens,
+    }
+    body |= {"stream": False, "max_tokens": 1, "seed": ids.seed, "kv_transfer_params": params}
+    return msgspec.json.encode(body)
+
+
+def decode_body(request: ClientRequest, ids: Identity, params: msgspec.Raw) -> bytes:
+    """The decode leg: the client's own request, and where the KV lies."""
+    return msgspec.json.encode({**request.body, "seed": ids.seed, "kv_transfer_params": params})
+
+
+def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
+    """Tells the prefill agent that nobody will read this transfer's KV."""
+    return msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Token 1 of one choice. `text` is what may be shown so far; `margin` is None for an infinite one."""
+
+    id: int
+    text: str
+    logprobs: msgspec.Raw = NULL
+    finish_reason: Literal["stop", "length"] | None = None
+    margin: float | None = None
+
+
+class _Params(msgspec.Struct, frozen=True, kw_only=True):
+    do_remote_prefill: Literal[True]
+    transfer_id: str
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    first_tokens: tuple[FirstToken, ...]
+
+
+class _ChatMessage(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished choice in a whole answer of either endpoint."""
+
+    index: int
+    text: str = ""
+    message: _ChatMessage = _ChatMessage()
+    logprobs: msgspec.Raw = NULL
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] = ()
+    margins: tuple[float | None, ...] = ()
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    choices: tuple[_Choice, ...]
+    usage: msgspec.Raw = NULL
+    kvferry_timing: msgspec.Raw = NULL
+    kv_transfer_params: msgspec.Raw = NULL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAnswer:
+    """What came of a prefill leg: either first tokens and where their KV lies, or a whole answer.
+
+    `raw` is the answer as it came. `params` go to the decode leg verbatim; None means that every choice has
+    ended and nothing is pinned.
+    """
+
+    raw: bytes
+    params: msgspec.Raw | None
+    first_tokens: tuple[FirstToken, ...]
+    whole: _Answer
+
+    @property
+    def first_ids(self) -> tuple[int, ...]:
+        """Token 1 of every choice, to compare a retried prefill with the one that the client has seen."""
+        return tuple(token.id for token in self.first_tokens)
+
+
+def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> PrefillAnswer:
+    """Parse the prefill leg's answer. Raises `BadAnswer` when it is not of this dialect or attempt."""
+    try:
+        whole = msgspec.json.decode(raw, type=_Answer)
+        if bytes(whole.kv_transfer_params) == b"null":
+            params = None
+        else:
+            params = msgspec.json.decode(whole.kv_transfer_params, type=_Params)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswer(f"the prefill agent's answer cannot be read: {error}") from error
+    tokens = () if params is None else params.first_tokens
+    answered = len(whole.choices) if params is None else len(tokens)
+    if answered != request.n:
+        raise BadAnswer(f"the prefill agent answered {answered} choices where {request.n} were asked for")
+    if params is not None and params.transfer_id != transfer_id:
+        raise BadAnswer("the prefill agent answered for another transfer")
+    return PrefillAnswer(
+        raw=raw,
+        params=None if params is None else whole.kv_transfer_params,
+        first_tokens=tokens,
+        whole=whole,
+    )
+
+
+def first_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer) -> bytes:
+    """What a streaming client gets as soon as the prefill has answered: one event per choice."""
+    return b"".join(sse.event(_chunk(request, ids, [choice])) for choice in _opening_choices(request, answer))
+
+
+def closing_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer) -> bytes:
+    """The rest of a stream whose prefill was the whole answer: usage if asked for, and `[DONE]`."""
+    last = _chunk(request, ids, [])
+    if request.include_usage:
+        last["usage"] = answer.whole.usage
+    if bytes(answer.whole.kvferry_timing) != b"null":
+        last["kvferry_timing"] = answer.whole.kvferry_timing
+    has_news = "kvferry_timing" in last or request.include_usage
+    return (sse.event(last) if has_news else b"") + sse.DONE
+
+
+def _opening_choices(request: ClientRequest, answer: PrefillAnswer) -> Iterator[dict[str, Any]]:
+    if answer.params is None:
+        for choice in answer.whole.choices:
+            text = (choice.message.content or "") if request.chat else choice.text
+            made = _choice(request, choice.index, text, choice.logprobs, choice.finish_reason)
+            if request.return_token_ids:
+                made["token_ids"] = choice.token_ids
+                if choice.margins:
+                    made["margins"] = choice.margins
+            yield made
+    for index, token in enumerate(answer.first_tokens):
+        made = _choice(request, index, token.text, token.logprobs, token.finish_reason)
+        if request.return_token_ids:
+            made["token_ids"] = [token.id]
+            if bytes(token.logprobs) != b"null":
+                made["margins"] = [token.margin]
+        yield made
+
+
+def _choice(
+    request: ClientRequest, index: int, text: str, logprobs: msgspec.Raw, finish_reason: str | None
+) -> dict[str, Any]:
+    shown = {"delta": {"role": "assistant", "content": text}} if request.chat else {"text": text}
+    return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _chunk(request: ClientRequest, ids: Identity, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    chunk: dict[str, Any] = {
+        "id": ids.answer_id,
+        "object": "chat.completion.chunk" if request.chat else "text_completion",
+        "created": ids.created,
+        "model": request.model,
+        "choices": choices,
+    }
+    if request.include_usage:
+        chunk["usage"] = None
+    return chunk

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells prefill agents that a transfer's KV will not be read, so that they need not wait for its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from proxy.dialects import native
+from proxy.errors import ProxyError
+from proxy.ids import TransferId
+from proxy.metrics import Metrics
+from proxy.upstream import Upstream
+from proxy.wire import Register
+
+logger = logging.getLogger(__name__)
+
+DROP_TIMEOUT_S = 5.0
+MAX_PENDING = 1024
+
+
+class Drops:
+    """Owns the drops on their way, so that a cancelled request need not stay to see its own through.
+
+    A drop that fails is only counted: the lease ends by itself.
+    """
+
+    def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._pending: set[asyncio.Task[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Drops that have not been answered yet."""
+        return len(self._pending)
+
+    def drop(self, agent: Register, transfer_id: TransferId) -> None:
+        """Send a drop in the background. Returns at once; past `MAX_PENDING` it is left to the lease."""
+        if len(self._pending) >= MAX_PENDING:
+            self._metrics.drops.labels("overflow").inc()
+            return
+        task = asyncio.get_running_loop().create_task(self._send(agent, transfer_id))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    async def settle(self) -> None:
+        """Wait until every drop was answered or gave up (each has a deadline); connections must stay open."""
+        while self._pending:
+            await asyncio.wait(self._pending)
+
+    async def _send(self, agent: Register, transfer_id: TransferId) -> None:
+        by = asyncio.get_running_loop().time() + DROP_TIMEOUT_S
+        body = native.drop_body(transfer_id, agent.incarnation)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._upstream.post(
+                agent, native.DROP_PATH, body, headers, headers_by=by, by=by
+            ) as answer:
+                await answer.body()
+        except ProxyError as error:
+            logger.info("transfer %s was not dropped: %s", transfer_id, error)
+            self._metrics.drops.labels("failed").inc()
+        else:
+            self._metrics.drops.labels("delivered").inc()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that can go wrong with a request, as the client is told it (OpenAI's error shape)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from proxy.wire import Incarnation
+
+RETRY_AFTER_S = 1
+
+
+class ProxyError(Exception):
+    """A request that ends without an answer. Subclasses fix the status and a stable code."""
+
+    status: int = 500
+    kind: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the HTTP answer, beside its content type."""
+        return {}
+
+    def body(self) -> bytes:
+        """The JSON body `{"error": {...}}`; also the payload of the error event in a stream."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class InvalidRequest(ProxyError):
+    """The client's body cannot be served as it stands."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_request"
+
+
+class ModelNotFound(ProxyError):
+    """No agent serves the model that was asked for."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class NotFound(ProxyError):
+    """No such path or method."""
+
+    kind = "invalid_request_error"
+    code = "not_found"
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BodyTooSlow(ProxyError):
+    """The client did not send its body in time."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "body_timeout"
+
+
+class BodyTooLarge(ProxyError):
+    """The request's body is over the limit."""
+
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
+
+
+class NoAgent(ProxyError):
+    """The model is known, but no pair of agents can serve it now."""
+
+    status = 503
+    code = "no_agent"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)}
+
+
+class AgentLost(ProxyError):
+    """An agent broke off before its leg's first event: nothing was seen of it, so another may be asked."""
+
+    status = 502
+    code = "agent_lost"
+
+    def __init__(self, message: str, agent: Incarnation, *, refused: bool = False, status: int = 502) -> None:
+        super().__init__(message)
+        self.agent = agent
+        self.refused = refused
+        self.status = status if status in (503, 504) else 502
+
+
+class StreamBroken(ProxyError):
+    """An agent broke off in mid-answer."""
+
+    status = 502
+    code = "stream_broken"
+
+
+class BadAnswer(ProxyError):
+    """An agent answered, but not in its dialect."""
+
+    status = 502
+    code = "bad_agent_answer"
+
+
+class AnswerDiverged(ProxyError):
+    """A retried prefill drew another first token than the one that the client already has."""
+
+    status = 502
+    code = "answer_diverged"
+
+
+class AgentTimeout(ProxyError):
+    """A deadline passed while waiting for an agent."""
+
+    status = 504
+    code = "agent_timeout"
+
+
+class AgentRefused(ProxyError):
+    """An agent answered 4xx: its verdict on the client's request is passed through as it is."""
+
+    kind = "invalid_request_error"
+    code = "agent_refused"
+
+    def __init__(self, status: int, content_type: str, raw: bytes, retry_after: str | None) -> None:
+        super().__init__(f"the agent answered HTTP {status}")
+        self.status = status
+        self.content_type = content_type
+        self.raw = raw
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": self.retry_after}
+
+    def body(self) -> bytes:
+        """The agent's own error object, or one of ours around a body that is none."""
+        return (
+            msgspec.json.encode({"error": parsed}) if (parsed := error_object(self.raw)) else super().body()
+        )
+
+
+def error_object(raw: bytes) -> dict[str, object] | None:
+    """The `error` member of a JSON error body, or None if it has none."""
+    try:
+        body = msgspec.json.decode(raw, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    error = body.get("error")
+    return error if isinstance(error, dict) else None

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request through a pair of agents: route, prefill, first token, decode; deadlines, drop and retry.
+
+The life of a streamed request, as `Exchange.events` tells it:
+
+1. **Route.** The policy picks a pair; the attempt takes a slot at both agents and a fresh transfer id.
+2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
+   go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
+3. **First token.** The client gets it now: it need not wait for the KV to move.
+4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`.
+
+However an attempt ends, `_end` runs exactly once: the slots go back, and KV that is still pinned is dropped.
+A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
+of that leg closes and its agent stops; there is nothing else to cancel.
+
+An agent that is lost before its leg's first event has done nothing that the client can have seen, so the
+request goes to another pair (`AgentLost` → `_plan_retry`). The seed stays the same, so the same tokens are
+drawn again, and a first token that the client already has is checked, not repeated. Every other failure is
+final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+
+from proxy import sse
+from proxy.config import ProxyConfig
+from proxy.dialects import native
+from proxy.drops import Drops
+from proxy.errors import (
+    AgentLost,
+    AgentRefused,
+    AnswerDiverged,
+    BadAnswer,
+    ModelNotFound,
+    NoAgent,
+    StreamBroken,
+)
+from proxy.ids import Identity, TransferId, new_transfer_id
+from proxy.metrics import Metrics
+from proxy.open_requests import OpenRequests
+from proxy.openai_api import ClientRequest, check_context
+from proxy.policy import NOBODY, NoPair, Pair, RoundRobin
+from proxy.record import Phase, Record
+from proxy.registry import Registry
+from proxy.slots import Slots
+from proxy.upstream import AgentAnswer, Upstream
+from proxy.wire import Incarnation, Register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every exchange of one proxy works with."""
+
+    config: ProxyConfig
+    registry: Registry
+    policy: RoundRobin
+    slots: Slots
+    upstream: Upstream
+    drops: Drops
+    open_requests: OpenRequests
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer that is not streamed, as the agent gave it."""
+
+    content_type: str
+    body: bytes
+    server_timing: str | None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try with one pair. `pinned`: the prefill agent may hold KV that nobody has read yet."""
+
+    pair: Pair
+    transfer_id: TransferId
+    pinned: bool = False
+
+
+class Exchange:
+    """Serves one client request. Call either `answer` or `events`, once."""
+
+    def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: Record) -> None:
+        self._services = services
+        self._request = request
+        self._ids = ids
+        self._record = record
+        self._retries_left = services.config.retries
+        self._avoid = NOBODY
+        self._deadline = _now() + services.config.total_timeout_s
+
+    @property
+    def deadline(self) -> float:
+        """When the whole exchange must be over, on the event loop's clock."""
+        return self._deadline
+
+    async def answer(self) -> Answer:
+        """The answer of a request that does not stream. Raises `ProxyError`."""
+        while True:
+            attempt = self._begin()
+            try:
+                return await self._answer_from(attempt)
+            except AgentLost as lost:
+                self._plan_retry(attempt, lost)
+            finally:
+                self._end(attempt)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer, `[DONE]` included; each item is one or more whole events.
+
+        Raises `ProxyError`: before the first item it can still become an HTTP status, later an error event.
+        """
+        request, ids = self._request, self._ids
+        shown: tuple[int, ...] | None = None
+        while True:
+            # An agent alone would begin again with token 1, which the client may have by now.
+            attempt = self._begin(apart=shown is not None)
+            try:
+                if attempt.pair.alone:
+                    agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
+                else:
+                    prefill = await self._prefill(attempt)
+                    if shown is None:
+                        shown = prefill.first_ids
+                        yield native.first_events(request, ids, prefill)
+                    elif shown != prefill.first_ids:
+                        raise AnswerDiverged("the retried prefill drew another first token")
+                    if prefill.params is None:
+                        yield native.closing_events(request, ids, prefill)
+                        return
+                    agent, body = attempt.pair.decode.info, native.decode_body(request, ids, prefill.params)
+                async with aclosing(self._relay(agent, body)) as relayed:
+                    async for events in relayed:
+                        yield events
+                attempt.pinned = False
+                return
+            except AgentLost as lost:
+                self._plan_retry(attempt, lost)
+            finally:
+                self._end(attempt)
+
+    def _begin(self, *, apart: bool = False) -> Attempt:
+        """Route: choose a pair and take its slots. Raises `NoAgent`, `ModelNotFound` or `InvalidRequest`."""
+        services, model = self._services, self._request.model
+        snapshot = services.registry.snapshot(_now())
+        if self._request.max_tokens == 1:
+            pair = services.policy.choose_alone(snapshot, model, self._avoid)
+        else:
+            pair = services.policy.choose(snapshot, model, self._avoid, apart=apart)
+        if pair is NoPair.UNKNOWN_MODEL:
+            raise ModelNotFound(f"{pair.value}: {model!r}", param="model")
+        if isinstance(pair, NoPair):
+            raise NoAgent(f"{pair.value}: {model!r}")
+        check_context(self._request, min(node.info.max_model_len for node in pair.nodes))
+        services.slots.take(pair)
+        attempt = Attempt(pair, new_transfer_id())
+        self._record.tell_attempt(pair, attempt.transfer_id)
+        return attempt
+
+    def _end(self, attempt: Attempt) -> None:
+        """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
+        self._services.slots.give_back(attempt.pair)
+        if attempt.pinned:
+            self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
+
+    def _plan_retry(self, attempt: Attempt, lost: AgentLost) -> None:
+        """Prepare for another attempt, or raise `lost` if there were enough."""
+        services = self._services
+        if lost.refused:
+            services.registry.connection_refused(lost.agent, _now())
+        if not self._retries_left:
+            raise lost
+        self._retries_left -= 1
+        self._avoid |= {lost.agent}
+        leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
+        services.metrics.retries.labels(leg).inc()
+        self._record.enter(Phase.ROUTE)
+
+    async def _answer_from(self, attempt: Attempt) -> Answer:
+        """One attempt at an answer that is not streamed."""
+        request, ids = self._request, self._ids
+        if attempt.pair.alone:
+            return await self._fetch(attempt.pair.prefill.info, native.alone_body(request, ids))
+        prefill = await self._prefill(attempt)
+        if prefill.params is None:
+            return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
+        body = native.decode_body(request, ids, prefill.params)
+        answer = await self._fetch(attempt.pair.decode.info, body)
+        attempt.pinned = False
+        return answer
+
+    async def _prefill(self, attempt: Attempt) -> native.PrefillAnswer:
+        """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
+        self._record.enter(Phase.PREFILL)
+        agent = attempt.pair.prefill.info
+        body = native.prefill_body(self._request, self._ids, attempt.transfer_id)
+        attempt.pinned = True
+        try:
+            # Its answer is short and comes at once, so the deadline for its first byte is that for its last.
+            soon = self._first_byte_deadline()
+            async with self._post(agent, body, headers_by=soon, by=soon) as answer:
+                raw = await answer.body()
+        except AgentRefused:
+            attempt.pinned = False
+            raise
+        except AgentLost as lost:
+            attempt.pinned = not lost.refused
+            raise
+        prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
+        attempt.pinned = prefill.params is not None
+        return prefill
+
+    async def _fetch(self, agent: Register, body: bytes) -> Answer:
+        """The last leg of a request that is not streamed: its answer comes all at once, at the very end."""
+        self._record.enter(Phase.DECODE_WAIT)
+        async with self._post(agent, body, headers_by=self._deadline, by=self._deadline) as answer:
+            return Answer(
+                content_type=answer.content_type,
+                body=await answer.body(),
+                server_timing=answer.headers.get("Server-Timing"),
+            )
+
+    async def _relay(self, agent: Register, body: bytes) -> AsyncGenerator[bytes, None]:
+        """The last leg of a streamed request: whole events as they come, up to `[DONE]`.
+
+        Raises `AgentLost` before the first event and `StreamBroken` after it.
+        """
+        self._record.enter(Phase.DECODE_WAIT)
+        scanner = sse.Scanner()
+        try:
+            soon = self._first_byte_deadline()
+            async with self._post(agent, body, headers_by=soon, by=self._deadline) as answer:
+                if not answer.content_type.startswith(sse.CONTENT_TYPE):
+                    raise BadAnswer(
+                        f"{agent.address} answered {answer.content_type} where a stream was asked for"
+                    )
+                async with aclosing(answer.chunks()) as chunks:
+                    async for chunk in chunks:
+                        events = scanner.feed(chunk)
+                        if not events:
+                            continue
+                        if self._record.phase is not Phase.DECODE:
+                            self._record.enter(Phase.DECODE)
+                        yield events
+                        if scanner.done:
+                            break
+                if not scanner.done:
+                    raise AgentLost(
+                        f"{agent.address} ended its stream without [DONE]", Incarnation(agent.incarnation)
+                    )
+                await answer.finish()
+        except AgentLost as lost:
+            if self._record.phase is Phase.DECODE:
+                raise StreamBroken(lost.message) from lost
+            raise
+
+    def _post(
+        self, agent: Register, body: bytes, *, headers_by: float, by: float
+    ) -> AbstractAsyncContextManager[AgentAnswer]:
+        return self._services.upstream.post(
+            agent,
+            native.path(self._request),
+            body,
+            native.headers(self._ids),
+            headers_by=headers_by,
+            by=by,
+        )
+
+    def _first_byte_deadline(self) -> float:
+        return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

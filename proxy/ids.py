@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ids that the proxy mints, and the one place where it does so (design §3)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Literal, NewType
+
+RequestId = NewType("RequestId", str)
+AnswerId = NewType("AnswerId", str)
+TransferId = NewType("TransferId", str)
+
+Endpoint = Literal["completions", "chat/completions"]
+
+MAX_REQUEST_ID_CHARS = 128
+_ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions": "chatcmpl-"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who one request is, the same on every leg and on every attempt.
+
+    `created` is in Unix seconds. `seed` draws the answer's noise, so a retry draws the same tokens (I4).
+    """
+
+    request_id: RequestId
+    answer_id: AnswerId
+    created: int
+    seed: int
+    traceparent: str | None = None
+
+
+def new_transfer_id() -> TransferId:
+    """128 random bits; one per attempt, never reused."""
+    return TransferId(secrets.token_hex(16))
+
+
+def new_seed() -> int:
+    """A seed for a client that gave none (0 … 2^63-1)."""
+    return secrets.randbits(63)
+
+
+def request_id_from(header: str | None) -> RequestId:
+    """The client's `X-Request-Id` if it is short and printable, else a new one."""
+    if header and len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable():
+        return RequestId(header)
+    return RequestId(secrets.token_hex(16))
+
+
+def new_identity(
+    endpoint: Endpoint, request_id: RequestId, seed: int | None, traceparent: str | None
+) -> Identity:
+    """Mint what the client's request did not bring along."""
+    return Identity(
+        request_id=request_id,
+        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + secrets.token_hex(16)),
+        created=int(time.time()),
+        seed=new_seed() if seed is None else seed,
+        traceparent=traceparent,
+    )

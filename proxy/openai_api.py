@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' bodies, checked once at the edge. What the proxy does not know passes through untouched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from proxy.errors import InvalidRequest
+from proxy.ids import Endpoint
+
+MAX_CHOICES = 128
+
+Count = Annotated[int, Meta(ge=1)]
+TokenId = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+
+
+class _Sampling(msgspec.Struct, kw_only=True):
+    """The fields that both endpoints share; only their types and ranges matter here."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Seed | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class _Completion(_Sampling, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+
+
+class _Chat(_Sampling, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """A checked request. `body` is the client's own, whole; the other fields are what the proxy reads of it.
+
+    `max_tokens` is the client's limit on output tokens, None for what the context holds. `prompt_tokens` is
+    known only when the prompt came as token ids.
+    """
+
+    endpoint: Endpoint
+    body: dict[str, Any]
+    model: str
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    n: int
+    max_tokens: int | None
+    seed: int | None
+    prompt_tokens: int | None
+
+    @property
+    def chat(self) -> bool:
+        return self.endpoint == "chat/completions"
+
+
+def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
+    """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""
+    body = _parse_json(raw)
+    fields = _convert(body, _Chat if endpoint == "chat/completions" else _Completion)
+    if body.pop("kv_transfer_params", None) is not None:
+        raise InvalidRequest("kv_transfer_params is made by the proxy", param="kv_transfer_params")
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
+    return ClientRequest(
+        endpoint=endpoint,
+        body=body,
+        model=fields.model,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        return_token_ids=bool(fields.return_token_ids),
+        n=fields.n or 1,
+        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        seed=fields.seed,
+        prompt_tokens=_prompt_tokens(fields.prompt) if isinstance(fields, _Completion) else None,
+    )
+
+
+def check_context(request: ClientRequest, max_model_len: int) -> None:
+    """Refuse what no agent of the model has room for. Raises `InvalidRequest`."""
+    wanted = request.max_tokens or 1
+    if request.prompt_tokens is not None and request.prompt_tokens + wanted > max_model_len:
+        raise InvalidRequest(
+            f"the context holds {max_model_len} tokens; the prompt has {request.prompt_tokens} "
+            f"and at least {wanted} are to follow",
+            param="prompt",
+        )
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+def _convert(body: dict[str, Any], kind: type[_Completion] | type[_Chat]) -> _Completion | _Chat:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        param = _field_at_fault(str(error))
+        raise InvalidRequest(f"{param}: {error}" if param else str(error), param=param) from error
+
+
+def _field_at_fault(message: str) -> str | None:
+    """The field that msgspec's message is about: ``... - at `$.n` `` or ``... required field `model` ``."""
+    if "`$." in message:
+        return message.rsplit("`$.", 1)[1].split("`", 1)[0]
+    if "required field `" in message:
+        return message.split("required field `", 1)[1].split("`", 1)[0]
+    return None
+
+
+def _prompt_tokens(prompt: str | list[Any]) -> int | None:
+    """How many tokens a prompt of token ids has, None for text. Raises `InvalidRequest` on other shapes."""
+    if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
+        prompt = prompt[0]
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if isinstance(prompt, str):
+        return None
+    try:
+        return len(msgspec.convert(prompt, list[TokenId]))
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"prompt: {error}", param="prompt") from error

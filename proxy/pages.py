@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `/v1/models`, `/ready` and `/nodes` show of a snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, refused_pairs
+from proxy.policy import can_serve
+from proxy.registry import Node, NodeState, Snapshot
+from proxy.slots import Slots
+
+
+def models_page(snapshot: Snapshot) -> dict[str, Any]:
+    """OpenAI's list of the models that a ready agent serves, with the longest context among its agents."""
+    lengths: dict[str, int] = {}
+    for node in snapshot.nodes:
+        if node.state is NodeState.READY and node.info.dialect in SUPPORTED_DIALECTS:
+            model = node.info.model
+            lengths[model] = max(lengths.get(model, 0), node.info.max_model_len)
+    data = [
+        {"id": model, "object": "model", "created": 0, "owned_by": "kvferry", "max_model_len": length}
+        for model, length in sorted(lengths.items())
+    ]
+    return {"object": "list", "data": data}
+
+
+def readiness(snapshot: Snapshot) -> dict[str, Any]:
+    """Whether a pair can serve any model, and for each model that cannot be served, why."""
+    models = sorted({node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED_DIALECTS})
+    reasons = {model: can_serve(snapshot, model) for model in models}
+    waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
+    return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
+
+
+def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
+    """Every known agent, and every pair of them that cannot be used, with the reason."""
+    refused = [
+        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.why.value}
+        for pair in refused_pairs(snapshot)
+    ]
+    return {"nodes": [_node(node, slots, now) for node in snapshot.nodes], "refused_pairings": refused}
+
+
+def _node(node: Node, slots: Slots, now: float) -> dict[str, Any]:
+    info = node.info
+    paired = info.dialect in SUPPORTED_DIALECTS
+    return {
+        "address": info.address,
+        "role": info.role,
+        "state": node.state.value,
+        "dialect": info.dialect,
+        "model": info.model,
+        "incarnation": info.incarnation,
+        "control": info.control,
+        "tp_size": info.tp_size,
+        "transfers": list(info.transfers),
+        "version": info.version,
+        "load": {
+            "running": info.load.running,
+            "waiting": info.load.waiting,
+            "kv_blocks_free": info.load.kv_blocks_free,
+            "kv_blocks_total": info.load.kv_blocks_total,
+            "kv_blocks_leased": info.load.kv_blocks_leased,
+        },
+        "in_flight": slots.in_flight(node.incarnation),
+        "last_ping_s": round(now - node.heard_at, 3),
+        "not_paired": None if paired else Mismatch.DIALECT.value,
+    }

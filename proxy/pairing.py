@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prefill agent's KV can be read by a decode agent, and if not, why."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from proxy.registry import Snapshot
+from proxy.wire import Register
+
+SUPPORTED_DIALECTS = frozenset({"native"})
+ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
+
+
+class Mismatch(enum.StrEnum):
+    """What keeps two agents apart; the words are shown to operators."""
+
+    DIALECT = "dialect not supported yet"
+    MODEL = "different models"
+    WEIGHTS = "different weights"
+    TOKENIZER = "different tokenizers"
+    LAYOUT = "different KV layouts"
+    MODE = "different transfer modes"
+    TRANSFER = "no transfer in common that works between them"
+
+
+class RefusedPair(NamedTuple):
+    prefill: Register
+    decode: Register
+    why: Mismatch
+
+
+def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
+    """The first reason why the two cannot serve a request together, or None. One agent pairs with itself."""
+    if not {prefill.dialect, decode.dialect} <= SUPPORTED_DIALECTS:
+        return Mismatch.DIALECT
+    if prefill.model != decode.model:
+        return Mismatch.MODEL
+    if prefill.incarnation == decode.incarnation:
+        return None
+    if prefill.weights != decode.weights:
+        return Mismatch.WEIGHTS
+    if prefill.tokenizer != decode.tokenizer:
+        return Mismatch.TOKENIZER
+    if prefill.layout != decode.layout:
+        return Mismatch.LAYOUT
+    if prefill.transfer_mode != decode.transfer_mode:
+        return Mismatch.MODE
+    if not common_transfers(prefill, decode):
+        return Mismatch.TRANSFER
+    return None
+
+
+def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
+    """The transfer backends that both list and that work between their hosts."""
+    both = frozenset(prefill.transfers) & frozenset(decode.transfers)
+    return both if prefill.host_id == decode.host_id else both - ONE_HOST_TRANSFERS
+
+
+def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
+    """Every prefill and decode agent that are up but cannot be paired. Quadratic: not for routing."""
+    for prefill in snapshot.nodes:
+        for decode in snapshot.nodes:
+            if prefill.serves("prefill") and decode.serves("decode"):
+                why = mismatch(prefill.info, decode.info)
+                if why is not None:
+                    yield RefusedPair(prefill.info, decode.info, why)

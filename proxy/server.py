@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy as a running process: its sockets, its tasks, and the order in which they end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import uvicorn
+
+from proxy.app import create_app
+from proxy.config import ProxyConfig
+from proxy.discovery import Discovery
+from proxy.drops import Drops
+from proxy.exchange import Services
+from proxy.metrics import Metrics
+from proxy.open_requests import OpenRequests
+from proxy.policy import RoundRobin
+from proxy.registry import Registry
+from proxy.slots import Slots
+from proxy.upstream import Upstream
+
+BACKLOG = 2048
+CLIENT_KEEPALIVE_S = 75
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without hands on the process's signals: those belong to `main`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signal handlers as they are."""
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProxy:
+    """A proxy that serves, and where."""
+
+    services: Services
+    host: str
+    port: int
+    discovery_port: int
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+@asynccontextmanager
+async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
+    """Serve for as long as the context is open.
+
+    Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
+    those that it had to cut, and closes everything. Raises `OSError` when a port is taken.
+    """
+    clock = asyncio.get_running_loop().time
+    registry = Registry()
+    metrics = Metrics(lambda: registry.snapshot(clock()))
+    async with Upstream(config) as upstream:
+        drops = Drops(upstream, metrics)
+        services = Services(
+            config=config,
+            registry=registry,
+            policy=RoundRobin(),
+            slots=Slots(),
+            upstream=upstream,
+            drops=drops,
+            open_requests=OpenRequests(),
+            metrics=metrics,
+        )
+        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
+        try:
+            discovery_port = discovery.bind(config.host, config.discovery_port)
+            with _listening_socket(config.host, config.port) as listener:
+                proxy = RunningProxy(services, config.host, listener.getsockname()[1], discovery_port)
+                async with asyncio.TaskGroup() as tasks:
+                    listening = tasks.create_task(discovery.run())
+                    server = HttpServer(_uvicorn_config(services))
+                    serving = tasks.create_task(server.serve(sockets=[listener]))
+                    try:
+                        yield proxy
+                    finally:
+                        server.should_exit = True
+                        await asyncio.wait([serving])
+                        await services.open_requests.cut()
+                        listening.cancel()
+        finally:
+            await drops.settle()
+            discovery.close()
+
+
+def _uvicorn_config(services: Services) -> uvicorn.Config:
+    return uvicorn.Config(
+        cast(Any, create_app(services)),
+        http="httptools",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=CLIENT_KEEPALIVE_S,
+        timeout_graceful_shutdown=math.ceil(services.config.drain_s),
+    )
+
+
+@contextmanager
+def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening TCP socket; IPv6 where the host is an IPv6 address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=BACKLOG) as listener:
+        yield listener

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events as bytes: where they end, without looking inside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from proxy.errors import BadAnswer
+
+CONTENT_TYPE = "text/event-stream"
+END_OF_EVENT = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+MAX_EVENT_BYTES = 8 * 1024 * 1024
+
+
+class Scanner:
+    """Cuts a byte stream at event boundaries, so that only whole events are passed on.
+
+    Bytes that end with an event, which is nearly always so, are passed on as they came, uncopied.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self.done = False
+        """Whether `[DONE]` has been passed on."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The whole events completed by `chunk` (maybe none), up to and including `[DONE]`.
+
+        Raises `BadAnswer` when an event exceeds `MAX_EVENT_BYTES`.
+        """
+        data = self._tail + chunk if self._tail else chunk
+        if data.endswith(END_OF_EVENT):
+            self._tail = b""
+        else:
+            cut = data.rfind(END_OF_EVENT)
+            cut = cut + len(END_OF_EVENT) if cut >= 0 else 0
+            data, self._tail = data[:cut], data[cut:]
+            if len(self._tail) > MAX_EVENT_BYTES:
+                raise BadAnswer(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
+        # JSON cannot hold a raw line break, so no text of an answer can look like this.
+        end = data.find(DONE)
+        if end < 0:
+            return data
+        self.done = True
+        return data[: end + len(DONE)]
+
+
+def event(payload: Any) -> bytes:
+    """One event around a JSON value, or around JSON bytes as they are."""
+    data = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
+    return b"data: " + data + END_OF_EVENT
+
+
+def count(events: bytes) -> int:
+    """How many events there are in whole events."""
+    return events.count(END_OF_EVENT)
+
+
+def holds_error(events: bytes) -> bool:
+    """Whether an event is an error. A JSON string cannot hold the bare quotes that are looked for."""
+    return b'data: {"error"' in events
+
+
+def has_text(events: bytes) -> bool:
+    """Whether any event carries text of an answer. Parses JSON, so it is for a stream's first events only."""
+    for data in events.split(END_OF_EVENT):
+        if data.startswith(b"data: {"):
+            try:
+                chunk = msgspec.json.decode(data[len(b"data: ") :], type=_Chunk)
+            except (msgspec.DecodeError, RecursionError):
+                continue
+            if any(choice.text or choice.delta.content for choice in chunk.choices):
+                return True
+    return False
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _Delta = _Delta()
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...] = ()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP towards the agents: pooled connections, deadlines on every wait, failures in the proxy's own words."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+
+import aiohttp
+
+from proxy.config import ProxyConfig
+from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
+from proxy.wire import Incarnation, Register
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_ERROR_BYTES = 1024 * 1024
+FINISH_GRACE_S = 1.0
+READ_BUFFER_BYTES = 64 * 1024
+# aiohttp warns about bytes of more than 1 MiB; a stream over the same bytes goes out in pieces.
+MAX_BODY_IN_ONE_PIECE = 512 * 1024
+
+
+class AgentAnswer:
+    """An agent's answer whose status is below 400. Read it once, by `body` or by `chunks`.
+
+    All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off.
+    """
+
+    def __init__(
+        self, response: aiohttp.ClientResponse, agent: Register, idle_s: float, deadline: float
+    ) -> None:
+        self._response = response
+        self._agent = agent
+        self._idle_s = idle_s
+        self._deadline = deadline
+
+    @property
+    def status(self) -> int:
+        return self._response.status
+
+    @property
+    def content_type(self) -> str:
+        """The media type with its parameters, as the agent sent it."""
+        return self._response.headers.get("Content-Type", "application/octet-stream")
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._response.headers
+
+    async def body(self) -> bytes:
+        """The whole body."""
+        with _translated(self._agent):
+            async with asyncio.timeout_at(self._deadline):
+                return await _read(self._response, MAX_ANSWER_BYTES)
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body's bytes as they come, until its end."""
+        content = self._response.content
+        with _translated(self._agent), _Watch(content, self._idle_s, self._deadline) as watch:
+            while True:
+                watch.reading()
+                chunk = await content.readany()
+                watch.read()
+                if not chunk:
+                    return
+                yield chunk
+
+    async def finish(self) -> None:
+        """Let an answer whose last event was read come to its end, so that its connection can be used again.
+
+        Waits `FINISH_GRACE_S` at most; the connection of an answer that goes on is closed with its context.
+        """
+        try:
+            async with asyncio.timeout(FINISH_GRACE_S):
+                while await self._response.content.readany():
+                    pass
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return
+
+
+class Upstream:
+    """The proxy's one pool of connections. An async context: leaving it closes every connection."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Upstream:
+        connector = aiohttp.TCPConnector(
+            limit=self._config.max_connections,
+            limit_per_host=0,  # the sum is bounded; one busy agent may use all of it
+            keepalive_timeout=self._config.keepalive_s,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            # Everything but connecting has a deadline of ours; aiohttp's own 300 s would cut long streams.
+            timeout=aiohttp.ClientTimeout(
+                total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=READ_BUFFER_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @asynccontextmanager
+    async def post(
+        self,
+        agent: Register,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        headers_by: float,
+        by: float,
+    ) -> AsyncIterator[AgentAnswer]:
+        """Send one leg and hand out its answer as soon as its headers are here.
+
+        Leaving the context before the answer was read to its end closes the connection, and so tells the
+        agent that nobody waits any more.
+
+        Args:
+            headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
+            by: Deadline for its end, likewise.
+
+        Raises:
+            AgentLost: connection refused or reset, an answer cut short, or a 5xx.
+            AgentTimeout: a deadline passed.
+            AgentRefused: a 4xx, with the agent's body.
+        """
+        with _translated(agent):
+            async with asyncio.timeout_at(headers_by):
+                response = await self._session.post(
+                    agent.address.rstrip("/") + path,
+                    data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
+                    headers=headers,
+                    allow_redirects=False,
+                )
+        try:
+            if response.status != 200:
+                with _translated(agent):
+                    async with asyncio.timeout_at(by):
+                        raw = await _read(response, MAX_ERROR_BYTES)
+                raise _verdict(response, raw, agent)
+            yield AgentAnswer(response, agent, self._config.idle_timeout_s, by)
+        finally:
+            # A body read to its end has given its connection back already; any other must not be reused.
+            response.close()
+
+
+class _Watch:
+    """Fails the pending read of a stream whose agent has fallen silent.
+
+    One timer per stream that looks at the clock now and then; `asyncio.timeout` around every read would cost
+    a tenth of what relaying an event costs. Time that passes while the client is slow does not count.
+    """
+
+    def __init__(self, content: aiohttp.StreamReader, idle_s: float, deadline: float) -> None:
+        self._content = content
+        self._idle_s = idle_s
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._waiting_since: float | None = None
+        self._timer: asyncio.TimerHandle
+
+    def __enter__(self) -> _Watch:
+        self._arm(self._loop.time())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    def reading(self) -> None:
+        """A read begins."""
+        self._waiting_since = self._loop.time()
+
+    def read(self) -> None:
+        """The read has ended."""
+        self._waiting_since = None
+
+    def _arm(self, since: float) -> None:
+        self._timer = self._loop.call_at(min(since + self._idle_s, self._deadline), self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._waiting_since is None else self._waiting_since
+        if now >= min(since + self._idle_s, self._deadline):
+            self._content.set_exception(TimeoutError())
+        else:
+            self._arm(since)
+
+
+@contextmanager
+def _translated(agent: Register) -> Iterator[None]:
+    """The only place that knows what aiohttp raises."""
+    lost = Incarnation(agent.incarnation)
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
+    except TimeoutError as error:
+        raise AgentTimeout(f"{agent.address} did not answer in time") from error
+    except aiohttp.ClientConnectorError as error:
+        refused = error.os_error.errno == errno.ECONNREFUSED
+        raise AgentLost(f"cannot connect to {agent.address}: {error}", lost, refused=refused) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise AgentLost(f"{agent.address} broke off: {type(error).__name__}", lost) from error
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while part := await response.content.readany():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise BadAnswer(f"an agent's answer exceeds {limit} bytes")
+    return b"".join(parts)
+
+
+def _verdict(
+    response: aiohttp.ClientResponse, raw: bytes, agent: Register
+) -> AgentRefused | AgentLost | BadAnswer:
+    """What an agent's status other than 200 means for the request."""
+    if 400 <= response.status < 500:
+        content_type = response.headers.get("Content-Type", "application/json")
+        return AgentRefused(response.status, content_type, raw, response.headers.get("Retry-After"))
+    if response.status >= 500:
+        said = (error_object(raw) or {}).get("message", "no reason given")
+        return AgentLost(
+            f"{agent.address} answered HTTP {response.status}: {said}",
+            Incarnation(agent.incarnation),
+            status=response.status,
+        )
+    return BadAnswer(f"{agent.address} answered HTTP {response.status}")

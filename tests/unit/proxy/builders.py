@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registrations and snapshots for tests of the pure rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxy.registry import Node, NodeState, Snapshot
+from proxy.wire import Load, Register, Role
+
+
+def load(running: int = 0) -> Load:
+    return Load(running=running, waiting=0, kv_blocks_free=1, kv_blocks_total=1, kv_blocks_leased=0)
+
+
+def registration(role: Role, port: int, **fields: Any) -> Register:
+    """A ready agent at `port`; its incarnation is made of the port unless given."""
+    values: dict[str, Any] = {
+        "role": role,
+        "incarnation": f"{port:016x}",
+        "index": 1,
+        "address": f"http://10.0.0.1:{port}",
+        "control": f"tcp://10.0.0.1:{port + 1000}",
+        "dialect": "native",
+        "model": "m",
+        "max_model_len": 100,
+        "tp_size": 1,
+        "dp_size": 1,
+        "transfers": ("tcp",),
+        "host_id": "h",
+        "layout": "l",
+        "weights": "w",
+        "tokenizer": "t",
+        "transfer_mode": "read",
+        "version": "0",
+        "state": "ready",
+        "steps": 0,
+        "load": load(),
+    }
+    return Register(**(values | fields))
+
+
+def snapshot(*infos: Register, state: NodeState = NodeState.READY) -> Snapshot:
+    nodes = tuple(Node(info, state, 0.0) for info in infos)
+    return Snapshot(nodes, frozenset(info.model for info in infos))

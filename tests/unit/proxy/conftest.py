@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proxy with stand-in agents, over real sockets, that must be left with nothing in flight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.config import ProxyConfig
+from proxy.record import Phase
+from proxy.server import RunningProxy, running_proxy
+from proxy.wire import Role
+from tests.standins.agents import StandInAgent
+
+FAST = {
+    "connect_timeout_s": 2.0,
+    "first_byte_timeout_s": 10.0,
+    "idle_timeout_s": 10.0,
+    "total_timeout_s": 20.0,
+    "drain_s": 1.0,
+}
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One streamed answer, read to its end."""
+
+    status: int
+    headers: Any
+    raw: bytes
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert self.raw.endswith(b"\n\n"), "a stream ends with a whole event"
+        *events, last = self.raw.removesuffix(b"\n\n").split(b"\n\n")
+        assert last == b"data: [DONE]"
+        self.events = [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return next((event["error"] for event in self.events if "error" in event), None)
+
+    def text(self, index: int = 0) -> str:
+        shown = ""
+        for event in self.events:
+            for choice in event.get("choices", []):
+                if choice["index"] == index:
+                    shown += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        return shown
+
+
+@dataclass(slots=True)
+class Stage:
+    """One proxy, and the agents that a test brings on."""
+
+    proxy: RunningProxy
+    http: aiohttp.ClientSession
+    agents: list[StandInAgent]
+    _stack: AsyncExitStack
+
+    @property
+    def discovery(self) -> str:
+        return f"127.0.0.1:{self.proxy.discovery_port}"
+
+    async def agent(self, role: Role, **kwargs: Any) -> StandInAgent:
+        """Start an agent and wait until the proxy has acked it."""
+        agent = StandInAgent(role, (self.discovery,), **kwargs)
+        await self._stack.enter_async_context(agent)
+        await agent.until(lambda: agent.acks)
+        self.agents.append(agent)
+        return agent
+
+    async def pair(self, **kwargs: Any) -> tuple[StandInAgent, StandInAgent]:
+        return await self.agent("prefill", **kwargs), await self.agent("decode", **kwargs)
+
+    def post(self, body: Any, path: str = "completions", **kwargs: Any) -> Any:
+        payload = {"json": body} if isinstance(body, dict) else {"data": body}
+        return self.http.post(f"{self.proxy.url}/v1/{path}", **payload, **kwargs)
+
+    async def ask(self, body: Any, path: str = "completions") -> tuple[int, dict[str, Any]]:
+        async with self.post(body, path) as response:
+            assert response.content_type == "application/json"
+            return response.status, await response.json()
+
+    async def stream(self, body: dict[str, Any], path: str = "completions") -> Streamed:
+        async with self.post({**body, "stream": True}, path) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return Streamed(response.status, response.headers, await response.read())
+
+    def metric(self, line: str) -> float:
+        """The value of one sample, named as in the exposition; 0 when it is not there."""
+        text = self.proxy.services.metrics.exposition().decode()
+        found = [row for row in text.splitlines() if row.startswith(f"{line} ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    async def assert_quiescent(self) -> None:
+        """Nothing is left of any request: no slot, no phase, no drop, no lease, no handler."""
+        services = self.proxy.services
+        await services.drops.settle()
+        for agent in self.agents:
+            await agent.until(lambda agent=agent: not agent.running)
+            assert not agent.leases, f"{agent.role} still holds {agent.leases}"
+        assert services.slots.idle
+        for phase in Phase:
+            assert self.metric(f'kvferry_requests_in_flight{{phase="{phase}"}}') == 0, phase
+        services.registry.check_integrity()
+
+
+StartStage = Callable[..., Awaitable[Stage]]
+
+
+@pytest.fixture
+async def start_stage() -> AsyncIterator[StartStage]:
+    """`start_stage(**settings)`: a proxy with short deadlines and no agents yet."""
+    async with AsyncExitStack() as stack:
+        stages = []
+
+        async def start(**settings: Any) -> Stage:
+            config = ProxyConfig(port=0, discovery_port=0, **(FAST | settings))
+            proxy = await stack.enter_async_context(running_proxy(config))
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
+            )
+            agents = await stack.enter_async_context(AsyncExitStack())
+            stage = Stage(proxy, http, [], agents)
+            stages.append(stage)
+            return stage
+
+        yield start
+        for stage in stages:
+            await stage.assert_quiescent()
+
+
+@pytest.fixture
+async def stage(start_stage: StartStage) -> Stage:
+    return await start_stage()

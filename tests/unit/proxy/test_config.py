@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line and the configuration file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from proxy.config import ProxyConfig, parse_config
+
+
+def test_the_flags_are_these() -> None:
+    """The list is frozen here, so that a new flag is a decision."""
+    assert [field.name for field in dataclasses.fields(ProxyConfig)] == [
+        "host",
+        "port",
+        "discovery_port",
+        "max_body_bytes",
+        "body_timeout_s",
+        "connect_timeout_s",
+        "first_byte_timeout_s",
+        "idle_timeout_s",
+        "total_timeout_s",
+        "retries",
+        "max_connections",
+        "keepalive_s",
+        "drain_s",
+        "log_level",
+    ]
+
+
+def test_defaults_and_deadlines_are_sane() -> None:
+    """R32: minutes, not years."""
+    config = parse_config([])
+    assert (config.host, config.port, config.discovery_port) == ("127.0.0.1", 10001, 36367)
+    assert config.connect_timeout_s < config.idle_timeout_s < config.first_byte_timeout_s
+    assert config.first_byte_timeout_s < config.total_timeout_s <= 3600
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--prot", "1"], "--prot"),
+        (["--port", "many"], "port"),
+        (["--port", "70000"], "port"),
+        (["--idle-timeout-s", "0"], "idle_timeout_s"),
+        (["--max-body-bytes", "0"], "max_body_bytes"),
+        (["--retries", "-1"], "retries"),
+        (["--log-level", "loud"], "log_level"),
+        (["--config", "/nowhere.yml"], "nowhere"),
+    ],
+)
+def test_a_wrong_flag_or_value_ends_with_2_and_its_name(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(argv)
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err.rsplit("usage:", 1)[1]
+
+
+def test_a_file_sets_what_flags_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "proxy.yml"
+    file.write_text("port: 5\ndiscovery_port: 6\n")
+    config = parse_config(["--config", str(file), "--port", "7"])
+    assert (config.port, config.discovery_port) == (7, 6)
+
+
+def test_an_unknown_key_in_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R22."""
+    file = tmp_path / "proxy.yml"
+    file.write_text("http_prt: 5\n")
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--config", str(file)])
+    assert stop.value.code == 2
+    assert "http_prt" in capsys.readouterr().err
+
+
+def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(ProxyConfig):
+        assert f"--{field.name.replace('_', '-')}" in shown
+    assert "Deadline for a whole request, in seconds." in shown
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ProxyConfig().port = 1  # type: ignore[misc]

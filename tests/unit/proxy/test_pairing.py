@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which agents may serve a request together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.pairing import Mismatch, common_transfers, mismatch, refused_pairs
+from proxy.registry import NodeState
+from tests.unit.proxy.builders import registration, snapshot
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, None),
+        ({"tp_size": 4}, None),
+        ({"host_id": "elsewhere"}, None),
+        ({"model": "other"}, Mismatch.MODEL),
+        ({"weights": "other"}, Mismatch.WEIGHTS),
+        ({"tokenizer": "other"}, Mismatch.TOKENIZER),
+        ({"layout": "other"}, Mismatch.LAYOUT),
+        ({"transfer_mode": "write"}, Mismatch.MODE),
+        ({"transfers": ("nixl",)}, Mismatch.TRANSFER),
+        ({"dialect": "atom"}, Mismatch.DIALECT),
+    ],
+)
+def test_a_mismatch_is_found_and_named(fields: dict[str, Any], why: Mismatch | None) -> None:
+    """Rows 13 and X3 of the references: refused up front, where anybody can see it."""
+    assert mismatch(registration("prefill", 1), registration("decode", 2, **fields)) is why
+
+
+def test_cuda_ipc_works_only_within_one_host() -> None:
+    prefill = registration("prefill", 1, transfers=("cuda_ipc", "tcp"))
+    near = registration("decode", 2, transfers=("cuda_ipc",))
+    far = registration("decode", 2, transfers=("cuda_ipc",), host_id="elsewhere")
+    assert common_transfers(prefill, near) == {"cuda_ipc"}
+    assert mismatch(prefill, near) is None
+    assert mismatch(prefill, far) is Mismatch.TRANSFER
+
+
+def test_an_agent_pairs_with_itself_whatever_it_can_transfer() -> None:
+    agent = registration("both", 1, transfers=())
+    assert mismatch(agent, agent) is None
+
+
+def test_refused_pairs_are_listed_while_both_are_up() -> None:
+    prefill, misfit = registration("prefill", 1), registration("decode", 2, layout="other")
+    agents = (prefill, misfit, registration("decode", 3))
+    assert list(refused_pairs(snapshot(*agents))) == [(prefill, misfit, Mismatch.LAYOUT)]
+    assert not list(refused_pairs(snapshot(*agents, state=NodeState.DRAINING)))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is believed about agents, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from proxy.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
+from proxy.wire import NODE_EXPIRY_S, Incarnation
+from tests.unit.proxy.builders import load, registration
+
+ONE = registration("both", 1)
+ONE_ID = Incarnation(ONE.incarnation)
+
+
+def states(registry: Registry, now: float) -> dict[str, NodeState]:
+    return {node.info.incarnation: node.state for node in registry.snapshot(now).nodes}
+
+
+def test_an_agent_leaves_after_three_and_a_half_silent_seconds_and_may_come_back() -> None:
+    """X2, X28."""
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    assert states(registry, NODE_EXPIRY_S - 0.1) == {ONE.incarnation: NodeState.READY}
+    assert states(registry, NODE_EXPIRY_S) == {}
+    assert registry.register(ONE, 10.0) is None
+    assert states(registry, 10.0) == {ONE.incarnation: NodeState.READY}
+
+
+def test_bye_is_at_once_and_final() -> None:
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    registry.bye(ONE_ID)
+    registry.bye(ONE_ID)
+    assert states(registry, 0.0) == {}
+    assert registry.register(ONE, 0.1), "a ping that the bye overtook"
+    assert states(registry, 0.1) == {}
+
+
+def test_a_bye_of_a_stranger_changes_nothing() -> None:
+    registry = Registry()
+    registry.bye(ONE_ID)
+    assert registry.register(ONE, 0.0) is None
+
+
+def test_a_new_incarnation_takes_the_address_and_the_old_one_stays_out() -> None:
+    """X23, and row 4 of vllm-sglang §5: a restart invalidates all that was known."""
+    registry = Registry()
+    old, new = ONE, registration("both", 1, incarnation="f" * 16)
+    registry.register(old, 0.0)
+    assert registry.register(new, 1.0) is None
+    assert states(registry, 1.0) == {new.incarnation: NodeState.READY}
+    assert "another one took its address" in (registry.register(old, 1.1) or "")
+    assert states(registry, 1.1) == {new.incarnation: NodeState.READY}
+
+
+def test_an_agent_that_moves_is_known_at_its_new_address_only() -> None:
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    registry.register(registration("both", 2), 0.0)
+    moved = registration("both", 2, incarnation=ONE.incarnation)
+    registry.register(moved, 1.0)
+    assert [node.info.address for node in registry.snapshot(1.0).nodes] == [moved.address]
+    registry.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("said", "state"), [("starting", NodeState.STARTING), ("draining", NodeState.DRAINING)]
+)
+def test_what_an_agent_says_of_itself_is_believed_at_once(said: str, state: NodeState) -> None:
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    registry.register(registration("both", 1, state=said), 0.5)
+    assert states(registry, 0.5) == {ONE.incarnation: state}
+    assert not registry.snapshot(0.5).nodes[0].serves("prefill")
+
+
+def test_a_refused_connection_counts_until_a_ping_that_was_sent_after_it() -> None:
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    registry.connection_refused(ONE_ID, 0.5)
+    assert states(registry, 0.5) == {ONE.incarnation: NodeState.REFUSING}
+    registry.register(ONE, 0.6)
+    assert states(registry, 0.6) == {ONE.incarnation: NodeState.REFUSING}
+    registry.register(ONE, 1.6)
+    assert states(registry, 1.6) == {ONE.incarnation: NodeState.READY}
+    registry.connection_refused(Incarnation("unknown"), 1.6)
+
+
+def test_an_engine_that_runs_something_without_stepping_is_stalled() -> None:
+    """Pings alone prove only that a process lives."""
+    registry = Registry()
+    now = 0.0
+    while now < STALL_S:
+        registry.register(registration("both", 1, steps=5, load=load(running=2)), now)
+        assert states(registry, now) == {ONE.incarnation: NodeState.READY}
+        now += 1.0
+    registry.register(registration("both", 1, steps=5, load=load(running=2)), now)
+    assert states(registry, now) == {ONE.incarnation: NodeState.STALLED}
+    registry.register(registration("both", 1, steps=6, load=load(running=2)), now + 1)
+    assert states(registry, now + 1) == {ONE.incarnation: NodeState.READY}
+
+
+def test_an_idle_engine_need_not_step() -> None:
+    registry = Registry()
+    for second in range(100):
+        registry.register(ONE, float(second))
+    registry.register(registration("both", 1, load=load(running=1)), 100.0)
+    assert states(registry, 100.0) == {ONE.incarnation: NodeState.READY}
+
+
+def test_other_engines_may_ping_more_slowly() -> None:
+    registry = Registry()
+    registry.register(registration("both", 1, dialect="atom"), 0.0)
+    assert len(registry.snapshot(10.0).nodes) == 1
+    assert len(registry.snapshot(17.5).nodes) == 0
+
+
+def test_a_model_is_remembered_for_a_while_after_its_last_agent() -> None:
+    """Its absence is an outage (503) and not a wrong name (404)."""
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    assert registry.snapshot(100.0).models == {"m"}
+    assert registry.snapshot(MODEL_MEMORY_S).models == frozenset()
+
+
+def test_the_registry_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.registry.MAX_NODES", 3)
+    monkeypatch.setattr("proxy.registry.MAX_RETIRED", 3)
+    registry = Registry()
+    refusals = [registry.register(registration("both", port), 0.0) for port in range(1, 6)]
+    assert refusals == [None] * 3 + ["this proxy already knows 3 agents"] * 2
+    for generation in range(10):
+        registry.register(registration("both", 1, incarnation=f"{generation}"), 1.0)
+    registry.check_integrity()
+
+
+def test_a_replacement_is_welcome_in_a_full_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.registry.MAX_NODES", 1)
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    assert registry.register(registration("both", 1, incarnation="f" * 16), 0.1) is None
+
+
+@given(st.data())
+def test_snapshots_are_ordered_by_address(data: st.DataObject) -> None:
+    ports = data.draw(st.lists(st.integers(1000, 9999), unique=True, max_size=8))
+    registry = Registry()
+    for port in ports:
+        registry.register(registration("both", port), 0.0)
+    addresses = [node.info.address for node in registry.snapshot(0.0).nodes]
+    assert addresses == sorted(addresses)
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Any order of pings, byes, refusals and silence keeps the indices whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry()
+        self.now = 0.0
+
+    @rule(seconds=st.floats(0, 5))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(port=st.integers(1, 3), incarnation=st.integers(0, 4))
+    def ping(self, port: int, incarnation: int) -> None:
+        info = registration("both", port, incarnation=f"{incarnation}")
+        refusal = self.registry.register(info, self.now)
+        known = {node.info.incarnation for node in self.registry.snapshot(self.now).nodes}
+        assert (info.incarnation in known) == (refusal is None)
+
+    @rule(incarnation=st.integers(0, 4))
+    def bye(self, incarnation: int) -> None:
+        self.registry.bye(Incarnation(f"{incarnation}"))
+
+    @rule(incarnation=st.integers(0, 4))
+    def refuse(self, incarnation: int) -> None:
+        self.registry.connection_refused(Incarnation(f"{incarnation}"), self.now)
+
+    @invariant()
+    def whole(self) -> None:
+        self.registry.check_integrity()
+
+
+TestRegistryMachine = RegistryMachine.TestCase
