@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of an agent: flags and a YAML file become one checked `AgentConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser
+
+from agent.config import AgentConfig
+
+BUNDLED_MODELS = Path(__file__).parents[1] / "deploy" / "models"
+_WILDCARDS = ("0.0.0.0", "::", "")
+
+
+def parse_config(argv: Sequence[str]) -> AgentConfig:
+    """Read flags, and the YAML file that `--config` names.
+
+    Prints a message that names the flag, key or value at fault and exits with status 2 when one is wrong.
+    """
+    parser = build_parser()
+    values = parser.parse_args(list(argv)).as_dict()
+    del values["config"]
+    try:
+        config = AgentConfig(**{**values, "proxy": tuple(values["proxy"])})
+        return with_model_directory(_checked(config))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def build_parser() -> ArgumentParser:
+    """One flag per field of `AgentConfig`, spelled with dashes and described by the class's docstring."""
+    parser = ArgumentParser(
+        prog="kvferry agent",
+        description="Run a model, serve it over HTTP, and announce it to proxies.",
+        default_env=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with these options.")
+    hints = get_type_hints(AgentConfig)
+    described = parse_docstring(AgentConfig.__doc__ or "").params
+    helps = {param.arg_name: param.description or "" for param in described}
+    for field in dataclasses.fields(AgentConfig):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "proxy":
+            parser.add_argument(
+                flag, nargs="+", action="extend", type=str, default=[], help=helps[field.name]
+            )
+        elif field.default is dataclasses.MISSING:
+            parser.add_argument(flag, type=hints[field.name], required=True, help=helps[field.name])
+        else:
+            parser.add_argument(flag, type=hints[field.name], default=field.default, help=helps[field.name])
+    return parser
+
+
+def with_model_directory(config: AgentConfig) -> AgentConfig:
+    """Resolve the model to a checkpoint directory: a path, or else the name of a bundled model.
+
+    Raises:
+        ValueError: neither exists, or a file that every checkpoint has is missing.
+    """
+    candidates = (Path(config.model), BUNDLED_MODELS / config.model)
+    directory = next((path for path in candidates if path.is_dir()), None)
+    if directory is None:
+        raise ValueError(f"model: {config.model!r} is neither a directory nor a bundled model")
+    directory = directory.resolve()
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise ValueError(f"model: {directory} has no {name}")
+    served = config.served_model_name or directory.name
+    return dataclasses.replace(config, model=str(directory), served_model_name=served)
+
+
+def _checked(config: AgentConfig) -> AgentConfig:
+    for address in config.proxy:
+        host, separator, port = address.rpartition(":")
+        if not (host and separator and port.isdecimal() and 0 < int(port) <= 65535):
+            raise ValueError(f"proxy must be HOST:PORT, got {address!r}")
+    if config.proxy and config.advertised_host in _WILDCARDS:
+        raise ValueError(f"advertise_host is needed when host is {config.host!r}: nobody can dial that")
+    return config

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one agent is told at start. Parsed and checked once, here; the rest of the agent only reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Role = Literal["prefill", "decode", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """Settings of one agent.
+
+    Args:
+        model: Checkpoint directory (Hugging Face layout), or the name of a bundled model.
+        role: Which legs of a request this agent serves.
+        served_model_name: Name that clients ask for; the directory's name when not given.
+        host: Address that the HTTP server and the control channel bind.
+        port: HTTP port; 0 lets the OS choose.
+        advertise_host: Host that peers and proxies must dial; the bound host when not given.
+        control_port: Port of the KV control channel; 0 lets the OS choose.
+        proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
+        device: Where the model runs.
+        dtype: Element type of weights and KV; auto is float32 on CPU and the checkpoint's own on CUDA.
+        load_format: safetensors reads the checkpoint; dummy makes random weights from its config.
+        tp: Tensor-parallel ranks, one process each.
+        max_model_len: Longest prompt plus answer, in tokens; the checkpoint's own limit when not given.
+        block_size: Tokens per KV block.
+        kv_blocks: KV blocks in the pool; when not given, enough for 16 sequences of max_model_len on CPU.
+        max_num_seqs: Most sequences that run at once.
+        prefill_chunk: Prompt tokens computed per step; chunks end at absolute multiples of it.
+        max_batch_tokens: Most tokens in one step.
+        prefix_cache: Reuse blocks of prompts that begin alike.
+        transfer: KV transfer backend; auto takes the best that works with the peer.
+        lease_s: Seconds that a reader may stay silent before its blocks are taken back.
+        pull_timeout_s: Deadline for pulling one prompt's KV, waiting for room included.
+        on_pull_failure: What a decode agent does when the KV cannot be proven right.
+        threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
+        max_body_bytes: Largest request body accepted.
+        log_level: Least severe log line written.
+        tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
+    """
+
+    model: str
+    role: Role = "both"
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    advertise_host: str | None = None
+    control_port: int = 6301
+    proxy: tuple[str, ...] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    tp: int = 1
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_blocks: int | None = None
+    max_num_seqs: int = 64
+    prefill_chunk: int = 256
+    max_batch_tokens: int = 1024
+    prefix_cache: bool = True
+    transfer: Literal["auto", "nixl", "tcp"] = "auto"
+    lease_s: float = 10.0
+    pull_timeout_s: float = 30.0
+    on_pull_failure: Literal["recompute", "fail"] = "recompute"
+    threads: int = 0
+    max_body_bytes: int = 8 * 1024 * 1024
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tcp_fault: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("tp", "block_size", "max_num_seqs", "prefill_chunk", "max_batch_tokens", "max_body_bytes")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lease_s", "pull_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        for name in ("port", "control_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
+        for name in ("kv_blocks", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.threads < 0:
+            raise ValueError(f"threads must not be negative, got {self.threads}")
+        if self.prefill_chunk % self.block_size:
+            raise ValueError(
+                f"prefill_chunk ({self.prefill_chunk}) must be a multiple of block_size ({self.block_size})"
+            )
+        if self.max_batch_tokens < self.prefill_chunk:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must hold "
+                f"one prefill_chunk ({self.prefill_chunk})"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.served_model_name or Path(self.model).name
+
+    @property
+    def advertised_host(self) -> str:
+        """The host that peers must dial."""
+        return self.advertise_host or self.host

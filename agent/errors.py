@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the API process refuses or fails a request: one exception, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RETRY_AFTER_S = 1
+_TYPES = {409: "conflict_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request's terminal error: an HTTP status before the first byte of the answer, an event after it.
+
+    Args:
+        status: The HTTP status.
+        code: A stable word for programs.
+        message: A sentence for people.
+        param: The field of the body at fault, if one is.
+    """
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The answer's body, as OpenAI's clients expect it."""
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that go with the status: 429 and 503 say when to come back."""
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A body that the client must change before it can be served."""
+    return ApiError(400, code, message, param)
+
+
+def unavailable(code: str, message: str) -> ApiError:
+    """The agent cannot take the request now, whatever is in it."""
+    return ApiError(503, code, message)

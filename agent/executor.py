@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts one process per tensor-parallel rank, hands every step to all of them, and gathers their replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from agent.processes import ChildProcess
+from agent.step import (
+    Boot,
+    Drawn,
+    FromRank,
+    RankReady,
+    Step,
+    StepDone,
+    Stop,
+    ToRank,
+    rank_identity,
+    step_address,
+)
+
+_QUEUED_STEPS = 4
+
+
+class BrokenRank(RuntimeError):
+    """A rank process ended or spoke out of turn; its group cannot go on."""
+
+
+class Executor:
+    """The rank processes of one agent. `run` is called by one task at a time; `watch` runs beside it.
+
+    Both sides of the channel agree on one address in the agent's private directory. A step is sent to each
+    rank and is over when each has answered; the engine's event loop only waits.
+    """
+
+    def __init__(self, boot: Boot, run_dir: Path) -> None:
+        self._boot = boot
+        self._run_dir = run_dir
+        self._size = boot.config.tp
+        self._children: list[ChildProcess] = []
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+
+    async def start(self, timeout_s: float) -> RankReady:
+        """Start the ranks and wait until each holds its weights and its pool.
+
+        Raises:
+            BrokenRank: a rank ended, or was not ready within `timeout_s`; the caller must `close`.
+        """
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_STEPS)
+        self._socket.bind(step_address(self._run_dir))
+        stdin = msgspec.json.encode(self._boot)
+        for rank in range(self._size):
+            argv = ["-m", "agent.worker", "--run-dir", str(self._run_dir), "--rank", str(rank)]
+            self._children.append(await ChildProcess.start(argv, stdin, f"rank {rank}"))
+        watch = asyncio.ensure_future(self.watch())
+        ready = asyncio.ensure_future(self._all_ready())
+        try:
+            done, _ = await asyncio.wait(
+                {watch, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise BrokenRank(f"the ranks were not ready within {timeout_s:.0f} s")
+            return ready.result() if ready in done else watch.result()
+        finally:
+            for task in (watch, ready):
+                task.cancel()
+            await asyncio.gather(watch, ready, return_exceptions=True)
+
+    async def run(self, step: Step) -> Sequence[Sequence[Drawn]]:
+        """Run one step on every rank. Returns the drawn tokens, one tuple per chunk.
+
+        The step's writes to the pool are complete on every rank when this returns. A rank's death does not
+        show here but in `watch`.
+        """
+        await self._broadcast(step)
+        drawn: Sequence[Sequence[Drawn]] | None = None
+        for _ in range(self._size):
+            reply = await self._receive()
+            if not isinstance(reply, StepDone) or reply.number != step.number:
+                raise BrokenRank(f"a rank answered step {step.number} with {reply}")
+            drawn = reply.drawn if reply.rank == 0 else drawn
+        if drawn is None:
+            raise BrokenRank("rank 0 sent no tokens")
+        return drawn
+
+    async def watch(self) -> RankReady:
+        """Wait until a rank process ends, which none should. Always raises `BrokenRank`."""
+        waits = {asyncio.ensure_future(child.wait()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        ended = [f"{waits[wait].name} ended with status {waits[wait].returncode}" for wait in done]
+        raise BrokenRank("; ".join(ended))
+
+    async def close(self, *, grace_s: float) -> None:
+        """Ask the ranks to end, kill those that have not after `grace_s` seconds, and reap all of them."""
+        try:
+            if grace_s:
+                await self._stop_politely(grace_s)
+        finally:
+            await asyncio.gather(*(child.stop(grace_s=0.0) for child in self._children))
+            self._socket.close()
+            self._context.term()
+
+    async def _stop_politely(self, grace_s: float) -> None:
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._broadcast(Stop())
+                for child in self._children:
+                    await child.wait()
+        except (TimeoutError, zmq.ZMQError):  # a rank that hangs, or one that never connected
+            return
+
+    async def _all_ready(self) -> RankReady:
+        reports: dict[int, RankReady] = {}
+        while len(reports) < self._size:
+            report = await self._receive()
+            if not isinstance(report, RankReady):
+                raise BrokenRank(f"a rank began with {report}")
+            reports[report.rank] = report
+        return reports[0]
+
+    async def _broadcast(self, message: ToRank) -> None:
+        frame = msgspec.msgpack.encode(message)
+        for rank in range(self._size):
+            await self._socket.send_multipart((rank_identity(rank), frame))
+
+    async def _receive(self) -> FromRank:
+        _, frame = await self._socket.recv_multipart()
+        return self._decoder.decode(frame)

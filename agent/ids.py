@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every id of the API process is typed and minted here (design §3)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from pathlib import Path
+from typing import Literal, NewType
+
+from proxy.wire import Incarnation
+
+RequestId = NewType("RequestId", str)
+AnswerId = NewType("AnswerId", str)
+AnswerKind = Literal["completion", "chat"]
+
+MAX_ID_CHARS = 128
+MAX_SEED = 2**63 - 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ANSWER_PREFIX: dict[AnswerKind, str] = {"completion": "cmpl", "chat": "chatcmpl"}
+
+
+def mint_incarnation() -> Incarnation:
+    """64 random bits that name one start of one agent."""
+    return Incarnation(secrets.token_hex(8))
+
+
+def mint_request_id() -> RequestId:
+    return RequestId(secrets.token_hex(16))
+
+
+def mint_answer_id(kind: AnswerKind) -> AnswerId:
+    return AnswerId(f"{_ANSWER_PREFIX[kind]}-{secrets.token_hex(12)}")
+
+
+def mint_seed() -> int:
+    return secrets.randbits(63)
+
+
+def is_plain_id(text: str) -> bool:
+    """Whether an id from outside may be logged and echoed: 1 to 128 printable ASCII characters."""
+    return 0 < len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable()
+
+
+def host_id() -> str:
+    """16 hex digits that are equal for processes of one booted host, and for no others."""
+    return hashlib.blake2b(_BOOT_ID.read_bytes(), digest_size=8).hexdigest()

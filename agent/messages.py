@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API process and the engine process of one agent say to each other.
+
+Two one-to-one ZMQ sockets over ipc in a private directory; msgspec's msgpack, typed unions, no pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Already validated and defaulted by the API process.
+
+    `max_tokens` is the client's own limit (never the 1 of a prefill leg), resolved against the context.
+    `logprobs` is the number of alternatives to report per position, or None for no logprobs at all.
+    """
+
+    seed: int
+    n: int = 1
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Prior(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens that a choice already has when the request arrives (from the prefill leg, or a resume).
+
+    A finished choice occupies nothing here: it takes no sequence and emits no tokens.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    finished: bool
+
+
+class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the prompt's KV lies: the prefill agent's control channel and what it pinned."""
+
+    transfer_id: str
+    engine_id: str
+    """The producer's incarnation."""
+    host: str
+    port: int
+    num_tokens: int
+    tp_size: int
+    dp_rank: int = 0
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """One request. `produce` names the transfer under which the prompt's KV is to be leased after one token;
+    `remote` says where to pull the prompt's KV from. At most one of the two; neither means a local request.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_s: float
+    produce: str | None = None
+    remote: RemoteKV | None = None
+    prior: tuple[Prior, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """End the whole request, whatever its state; nothing more is sent about it."""
+
+    request_id: str
+
+
+class StopChoice(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """One choice ended by a stop string, which only the API process can see."""
+
+    request_id: str
+    index: int
+
+
+class DropTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+    """The proxy lost interest in a transfer: unpin its blocks now. Idempotent."""
+
+    transfer_id: str
+
+
+ToEngine = Submit | Abort | StopChoice | DropTransfer
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probability of the drawn token, and of the likeliest ones, best first, before temperature.
+
+    `margin` is how far the drawn token's decision score (logit ÷ T, plus noise) lay above the second best.
+    """
+
+    logprob: float
+    margin: float = float("inf")
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """One output token of one choice; `finish` is set on the choice's last."""
+
+    index: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one request's time went, in seconds, and what its KV transfer moved."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    pull_wait_s: float = 0.0
+    pull_s: float = 0.0
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0
+    pull_bytes: int = 0
+    pull_descriptors: int = 0
+    backend: str | None = None
+    recomputed: bool = False
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request. `done` is the last message about it.
+
+    A produced request (`Submit.produce`) sends exactly one Output with one token per choice. `leased` is true
+    when some choice wants more tokens: its prompt's blocks are then pinned under the transfer id.
+    """
+
+    request_id: str
+    tokens: tuple[Token, ...]
+    done: bool = False
+    leased: bool = False
+    cached_tokens: int = 0
+    timing: Timing | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    """Everything one engine step produced."""
+
+    items: tuple[Output, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The request ended without an answer. `status` is the HTTP status that fits, `code` a stable word."""
+
+    request_id: str
+    status: int
+    code: str
+    message: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine can take requests. Sent once."""
+
+    incarnation: str
+    control_port: int
+    transfers: tuple[str, ...]
+    layout: str
+    weights: str
+    host_id: str
+    max_model_len: int
+    kv_blocks_total: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """A snapshot for pings and metrics, sent on change and at least every second while anything runs.
+
+    Counters only grow. `leases_ended`, `pull_failures` are by cause.
+    """
+
+    steps: int
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_used: int
+    blocks_leased: int
+    blocks_quarantined: int
+    blocks_total: int
+    preemptions: int
+    pulls: int
+    pull_bytes: int
+    pull_descriptors: int
+    pull_seconds: float
+    pull_failures: dict[str, int]
+    recomputes: int
+    leases_ended: dict[str, int]
+    handshakes: int
+    integrity_errors: int
+
+
+FromEngine = EngineReady | Outputs | Failed | Stats

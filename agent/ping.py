@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announces the agent to its proxies (design §4)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from agent.lifecycle import Lifecycle
+from proxy.wire import (
+    PING_INTERVAL_S,
+    Ack,
+    BadFrame,
+    Bye,
+    Incarnation,
+    Refused,
+    Register,
+    decode_proxy_message,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_ANSWERS_PER_PING = 16
+_BYE_LINGER_MS = 200
+
+
+class ProxyLink:
+    """The way to one proxy, which may be down, come back as another process, or refuse us."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.address = address
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_ANSWERS_PER_PING)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_ANSWERS_PER_PING)
+        # No queue while nobody is connected: a proxy that comes back must not read old news.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(f"tcp://{address}")
+        self._standing: str | None = None
+
+    def send(self, frame: bytes) -> None:
+        """Send if the proxy is connected and reads; else this ping is lost, and the next one is due soon."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._note("unreachable", logging.DEBUG)
+
+    def hear(self) -> None:
+        """Read the answers that have come since the last ping; never waits."""
+        for _ in range(_MAX_ANSWERS_PER_PING):
+            try:
+                answer = decode_proxy_message(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except BadFrame as error:
+                self._note(f"answered nonsense: {error}", logging.WARNING)
+                continue
+            match answer:
+                case Ack(proxy=proxy):
+                    self._note(f"registered with {proxy}", logging.INFO)
+                case Refused(reason=reason):
+                    self._note(f"refused: {reason}", logging.WARNING)
+
+    def close(self) -> None:
+        """Close once what was sent has left, or soon."""
+        self._socket.close(linger=_BYE_LINGER_MS)
+
+    def _note(self, standing: str, level: int) -> None:
+        """Log how we stand with the proxy, once per change."""
+        if standing != self._standing:
+            self._standing = standing
+            log.log(level, "proxy %s: %s", self.address, standing)
+
+
+class Announcer:
+    """Pings every proxy once per interval (seconds), and at once when the agent's state changes.
+
+    Args:
+        describe: Returns the registration that carries a given ping counter.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        proxies: Sequence[str],
+        lifecycle: Lifecycle,
+        describe: Callable[[int], Register],
+        interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        self._links = [ProxyLink(context, address) for address in proxies]
+        self._lifecycle = lifecycle
+        self._describe = describe
+        self._interval_s = interval_s
+
+    async def run(self) -> None:
+        """Ping for ever."""
+        index = 0
+        while True:
+            self._lifecycle.changed.clear()
+            for link in self._links:
+                link.hear()
+                link.send(encode(self._describe(index)))
+            index += 1
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._lifecycle.changed.wait()
+            except TimeoutError:
+                pass
+
+    def close(self, incarnation: Incarnation) -> None:
+        """Say goodbye to every proxy that is connected."""
+        for link in self._links:
+            link.send(encode(Bye(incarnation=incarnation)))
+            link.close()

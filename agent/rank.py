@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tensor-parallel rank: its share of the model and of the KV pool, and the loop that runs steps."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+import zmq
+
+from agent.config import AgentConfig
+from agent.model import Model, ModelSpec, eos_ids
+from agent.runner import StepRunner
+from agent.step import (
+    Boot,
+    RankReady,
+    StepDone,
+    Stop,
+    ToRank,
+    rank_identity,
+    step_address,
+    transfer_address,
+)
+from agent.tensor_parallel import Group
+from transfer.connector import WorkerConnector
+
+_COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+_DEFAULT_SEQUENCES = 16
+_CUDA_POOL_SHARE = 0.85
+
+
+class Rank:
+    """Owns the rank's device memory, its place in the process group and its transfer thread."""
+
+    def __init__(self, boot: Boot, run_dir: Path, rank: int) -> None:
+        config = self._config = boot.config
+        self._group = Group(rank, config.tp)
+        device = _open_device(config, self._group, run_dir)
+        self._model = Model(
+            ModelSpec(
+                directory=Path(config.model),
+                device=device,
+                dtype=config.dtype,
+                load_format=config.load_format,
+                max_model_len=config.max_model_len,
+                group=self._group,
+            )
+        )
+        self._eos_ids = eos_ids(Path(config.model), self._model.config)
+        self._geometry = self._model.geometry(config.block_size)
+        self._pool = self._allocate_pool(device)
+        self._runner = StepRunner(self._model, self._pool, self._eos_ids, draws=rank == 0)
+        self._connector = WorkerConnector(
+            address=transfer_address(run_dir),
+            rank=rank,
+            tp_size=config.tp,
+            geometry=self._geometry,
+            pool=self._pool,
+            transfer=config.transfer,
+            incarnation=boot.incarnation,
+            bind_host=config.host,
+            advertise_host=config.advertised_host,
+            tcp_fault=config.tcp_fault,
+        )
+        self._connector.start()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
+        self._socket.connect(step_address(run_dir))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connector.close()
+        self._socket.close()
+        self._context.term()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def serve(self) -> None:
+        """Report readiness, then run steps until told to stop."""
+        self._socket.send(msgspec.msgpack.encode(self._ready()))
+        decoder = msgspec.msgpack.Decoder(ToRank)
+        while not isinstance(message := decoder.decode(self._socket.recv()), Stop):
+            drawn = self._runner.run(message)
+            done = StepDone(rank=self._group.rank, number=message.number, drawn=drawn)
+            self._socket.send(msgspec.msgpack.encode(done))
+
+    def _ready(self) -> RankReady:
+        return RankReady(
+            rank=self._group.rank,
+            geometry=msgspec.to_builtins(self._geometry),
+            num_blocks=self._pool.shape[0],
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.config.vocab_size,
+            eos_ids=self._eos_ids,
+            weights=self._model.weights_hash,
+        )
+
+    def _allocate_pool(self, device: torch.device) -> torch.Tensor:
+        """This rank's pool, touched, so that memory does not grow later."""
+        heads = len(self._geometry.local_heads(self._group.size, self._group.rank))
+        block_bytes = heads * self._geometry.head_block_bytes
+        num_blocks = self._config.kv_blocks or self._default_blocks(block_bytes, device)
+        shape = self._geometry.pool_shape(num_blocks, heads)
+        return torch.empty(shape, dtype=self._model.dtype, device=device).zero_()
+
+    def _default_blocks(self, block_bytes: int, device: torch.device) -> int:
+        if device.type == "cpu":
+            return _DEFAULT_SEQUENCES * -(-self._model.max_model_len // self._config.block_size)
+        free, _ = torch.cuda.mem_get_info(device)
+        fits = torch.tensor(int(free * _CUDA_POOL_SHARE) // block_bytes, device=device)
+        if self._group.size > 1:
+            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+        return int(fits)
+
+
+def _open_device(config: AgentConfig, group: Group, run_dir: Path) -> torch.device:
+    """Choose the rank's device and join the process group, through a file in the agent's own directory."""
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
+    device = torch.device("cpu")
+    if config.device == "cuda":
+        device = torch.device("cuda", group.rank)
+        torch.cuda.set_device(device)
+    if group.size > 1:
+        dist.init_process_group(
+            "nccl" if config.device == "cuda" else "gloo",
+            init_method=f"file://{run_dir}/process-group",
+            rank=group.rank,
+            world_size=group.size,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+    return device

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs steps on one rank's device: model, KV pool and sampler, and nothing that talks to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from agent.attention import make_batch
+from agent.model import Model
+from agent.sampler import draw
+from agent.step import Chunk, Drawn, Step
+
+DrawnByChunk = tuple[tuple[Drawn, ...], ...]
+
+
+class StepRunner:
+    """A model and the pool that holds its KV.
+
+    Args:
+        model: This rank's share of the model.
+        pool: This rank's KV, shape as `KVGeometry.pool_shape`, of the model's dtype.
+        eos_ids: Tokens that end an answer.
+        draws: Whether this rank draws the tokens; one of the group does.
+    """
+
+    def __init__(self, model: Model, pool: torch.Tensor, eos_ids: Sequence[int], *, draws: bool) -> None:
+        self._model = model
+        self._pool = pool
+        self._eos_ids = eos_ids
+        self._draws = draws
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> DrawnByChunk | None:
+        """Run one step. On return the device has completed it. None on ranks that draw nothing."""
+        for source, destination in step.copies:
+            self._pool[destination].copy_(self._pool[source])
+        batch = make_batch(step.chunks, self._pool)
+        hidden = self._model.hidden_states(batch)
+        ends = [rows.start + rows.count - 1 for rows in batch.sequences]
+        sampled = [end for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
+        logits = self._model.logits(hidden, sampled) if sampled else None
+        if self._pool.is_cuda:
+            torch.cuda.synchronize()
+        if not self._draws:
+            return None
+        return tuple(() for _ in step.chunks) if logits is None else self._draw(logits, step.chunks)
+
+    def _draw(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> DrawnByChunk:
+        """Draw each chunk's tokens; `logits` has one row per chunk that has samples."""
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        rows = [row for row, chunk in enumerate(sampled) for _ in chunk.samples]
+        samples = [sample for chunk in sampled for sample in chunk.samples]
+        drawn = iter(draw(logits[torch.tensor(rows, device=logits.device)], samples, self._eos_ids))
+        return tuple(tuple(next(drawn) for _ in chunk.samples) for chunk in chunks)

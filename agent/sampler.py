@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
+
+A token is the argmax of logits ÷ temperature + Gumbel noise in float32, and the noise is a pure function of
+(seed, choice index, output position). The Gumbel-max trick makes that argmax a draw from the softmax. Every
+row is treated by itself, so what else is in the batch cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from agent.messages import SamplingParams, TokenLogprob
+from agent.step import Drawn, Sample, uses_earlier_ids
+
+_UINT64 = 2**64 - 1
+
+
+def gumbel_noise(seed: int, choice: int, position: int, size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32, shape [size].
+
+    Philox is counter based (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine.
+    Uniforms and logarithms are taken in float64 so that rounding to float32 hides differences in `log`.
+    """
+    key = np.array([seed & _UINT64, (choice << 32) | position], dtype=np.uint64)
+    uniform = np.random.Generator(np.random.Philox(key=key)).random(size)
+    np.clip(uniform, np.finfo(np.float64).tiny, None, out=uniform)
+    return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+
+
+def draw(logits: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
+    """Draw one token per sample.
+
+    Args:
+        logits: float32, shape [len(samples), vocabulary], any device; it is not changed.
+        samples: What to draw from each row.
+        eos_ids: Tokens that may not come before `min_tokens`.
+    """
+    plain = [index for index, sample in enumerate(samples) if _is_plain_greedy(sample)]
+    drawn: list[Drawn | None] = [None] * len(samples)
+    if plain:
+        rows = logits[torch.tensor(plain, device=logits.device)]
+        for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
+            drawn[index] = Drawn(token_id=token_id)
+    for index, sample in enumerate(samples):
+        if drawn[index] is None:
+            drawn[index] = _draw_one(logits[index].cpu(), sample, eos_ids)
+    return [token for token in drawn if token is not None]
+
+
+def _is_plain_greedy(sample: Sample) -> bool:
+    sampling = sample.sampling
+    return (
+        sampling.temperature == 0.0
+        and sampling.logprobs is None
+        and sample.position >= sampling.min_tokens
+        and not sampling.logit_bias
+        and not uses_earlier_ids(sampling)
+    )
+
+
+def _draw_one(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> Drawn:
+    score = decision_scores(raw, sample, eos_ids)
+    token_id = int(score.argmax())
+    wanted = sample.sampling.logprobs
+    if wanted is None:
+        return Drawn(token_id=token_id)
+    return Drawn(token_id=token_id, logprob=_report(raw, score, token_id, wanted))
+
+
+def decision_scores(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
+    """The scores whose argmax is the drawn token, float32, shape [vocabulary]; excluded tokens are -inf."""
+    sampling = sample.sampling
+    score = _adjusted(raw, sample, eos_ids)
+    if sampling.temperature == 0.0:
+        return score
+    score = _keep_likely(score / sampling.temperature, sampling)
+    noise = gumbel_noise(sampling.seed, sample.choice, sample.position, score.shape[-1])
+    return score + noise
+
+
+def margin(score: torch.Tensor, token_id: int) -> float:
+    """How far the drawn token's score lies above the best of the others (inf where there is no other)."""
+    if score.shape[-1] < 2:
+        return float("inf")
+    first, second = score.topk(2).values.tolist()
+    return float(score[token_id]) - (second if float(score[token_id]) == first else first)
+
+
+def _report(raw: torch.Tensor, score: torch.Tensor, token_id: int, wanted: int) -> TokenLogprob:
+    logprobs = torch.log_softmax(raw, dim=-1)
+    top = logprobs.topk(min(wanted, logprobs.shape[-1]))
+    return TokenLogprob(
+        logprob=float(logprobs[token_id]),
+        margin=margin(score, token_id),
+        top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+    )
+
+
+def _adjusted(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
+    """Logits after penalties, bias and bans.
+
+    Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
+    as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
+    """
+    sampling = sample.sampling
+    score = raw.clone()
+    vocabulary = score.shape[-1]
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*sample.prompt_ids, *sample.output_ids}), dtype=torch.long)
+        values = score[seen]
+        penalty = sampling.repetition_penalty
+        score[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sample.output_ids:
+        counts = torch.bincount(torch.tensor(sample.output_ids), minlength=vocabulary).to(score.dtype)
+        score -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    for token_id, bias in sampling.logit_bias.items():
+        if 0 <= token_id < vocabulary:
+            score[token_id] += bias
+    if sample.position < sampling.min_tokens:
+        banned = {*eos_ids, *sampling.stop_token_ids}
+        score[[token for token in banned if 0 <= token < vocabulary]] = -torch.inf
+    return score
+
+
+def _keep_likely(score: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Exclude what top_k, min_p and top_p exclude; the likeliest token always stays.
+
+    Ties keep the lower ids, so that the kept set does not depend on how a sort breaks them.
+    """
+    vocabulary = score.shape[-1]
+    if not (0 < sampling.top_k < vocabulary or sampling.top_p < 1.0 or sampling.min_p > 0.0):
+        return score
+    ordered, order = score.sort(descending=True, stable=True)
+    probability = torch.softmax(ordered, dim=-1)
+    keep = torch.ones(vocabulary, dtype=torch.bool)
+    if 0 < sampling.top_k < vocabulary:
+        keep[sampling.top_k :] = False
+        probability = probability / probability[: sampling.top_k].sum()
+    if sampling.min_p > 0.0:
+        keep &= ordered >= ordered[0] + float(np.log(sampling.min_p))
+    if sampling.top_p < 1.0:
+        keep &= probability.cumsum(dim=-1) - probability < sampling.top_p
+    keep[0] = True
+    kept = torch.full_like(score, -torch.inf)
+    kept[order[keep]] = score[order[keep]]
+    return kept

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for `transfer.scheduler_connector.SchedulerConnector`: the same calls, but the test decides what
+becomes of every lease and pull. It asserts that its caller keeps to the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
+from transfer.lease import DuplicateTransfer
+from transfer.plane import Remote
+
+
+@dataclass(slots=True)
+class StandInPull:
+    block_ids: tuple[int, ...]
+    first_block: int
+    timeout_s: float
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class StandInConnector:
+    """Books of what the scheduler asked for; `events` is what it will be told next."""
+
+    leases: dict[str, int] = field(default_factory=dict)
+    """Live leases: how many blocks are readable."""
+    lease_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ready_leases: set[str] = field(default_factory=set)
+    holds: set[str] = field(default_factory=set)
+    pulls: dict[str, StandInPull] = field(default_factory=dict)
+    unquiet: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
+    released_early: list[str] = field(default_factory=list)
+    """Holds that were given up, so that the producer frees its blocks at once."""
+    events: list[PlaneEvent] = field(default_factory=list)
+    _used: set[str] = field(default_factory=set)
+
+    # Calls of the scheduler.
+
+    def register(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, timeout_s: float
+    ) -> None:
+        if transfer_id in self._used:
+            raise DuplicateTransfer(transfer_id)
+        assert block_ids and num_tokens > 0 and timeout_s > 0
+        self._used.add(transfer_id)
+        self.leases[transfer_id] = 0
+        self.lease_blocks[transfer_id] = tuple(block_ids)
+
+    def advance(self, transfer_id: str, readable_blocks: int) -> None:
+        if transfer_id in self.leases:
+            assert readable_blocks >= self.leases[transfer_id]
+            self.leases[transfer_id] = readable_blocks
+
+    def ready(self, transfer_id: str) -> None:
+        if transfer_id in self.leases:
+            self.ready_leases.add(transfer_id)
+
+    def fail(self, transfer_id: str) -> None:
+        assert transfer_id not in self.ready_leases
+        self.leases.pop(transfer_id, None)
+        self.lease_blocks.pop(transfer_id, None)
+        self.failed.append(transfer_id)
+        self.events = [
+            event
+            for event in self.events
+            if not (isinstance(event, LeaseEnded) and event.transfer_id == transfer_id)
+        ]
+
+    def drop(self, transfer_id: str) -> bool:
+        if transfer_id not in self.leases:
+            return False
+        self.end_lease(transfer_id, "dropped")
+        return True
+
+    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None:
+        if transfer_id in self.holds or transfer_id in self.pulls:
+            raise DuplicateTransfer(transfer_id)
+        assert timeout_s > 0
+        self.holds.add(transfer_id)
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: Remote,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str | None = None,
+    ) -> None:
+        self.holds.remove(transfer_id)
+        assert 0 <= first_block < len(block_ids) and ids_hash
+        self.pulls[transfer_id] = StandInPull(tuple(block_ids), first_block, timeout_s)
+
+    def cancel(self, transfer_id: str) -> None:
+        if transfer_id in self.pulls:
+            self.pulls[transfer_id].cancelled = True
+        elif transfer_id in self.holds:
+            self.holds.remove(transfer_id)
+            self.released_early.append(transfer_id)
+
+    # What the test lets happen.
+
+    def end_lease(self, transfer_id: str, cause: str) -> None:
+        del self.leases[transfer_id], self.lease_blocks[transfer_id]
+        self.ready_leases.discard(transfer_id)
+        self.events.append(LeaseEnded(transfer_id=transfer_id, cause=cause))
+
+    def finish_pull(self, transfer_id: str) -> None:
+        """The pull ends well; a cancelled one ends in failure all the same."""
+        pull = self.pulls.pop(transfer_id)
+        if pull.cancelled:
+            self.events.append(PullFailed(transfer_id=transfer_id, reason="cancelled", quiescent=True))
+            return
+        self.events.append(
+            PullDone(
+                transfer_id=transfer_id, backend="stand-in", nbytes=64, descriptors=1, wait_s=0.25, pull_s=0.5
+            )
+        )
+
+    def fail_pull(self, transfer_id: str, *, quiescent: bool) -> None:
+        del self.pulls[transfer_id]
+        self.events.append(PullFailed(transfer_id=transfer_id, reason="read_failed", quiescent=quiescent))
+        if not quiescent:
+            self.unquiet.add(transfer_id)
+
+    def quieten(self, transfer_id: str) -> None:
+        self.unquiet.remove(transfer_id)
+        self.events.append(PullQuiescent(transfer_id=transfer_id))
+
+    def take_events(self) -> list[PlaneEvent]:
+        events, self.events = self.events, []
+        return events

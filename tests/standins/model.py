@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for the ranks: its "KV" of a token is the token itself, so that a wrong block shows as a wrong
+token, and the token it draws is a pure function of the whole context."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from agent.messages import SamplingParams
+from agent.step import Chunk, Drawn, Step
+
+VOCAB_SIZE = 50
+EOS_ID = 0
+_GARBAGE = -1
+
+
+def next_token(context: Sequence[int], choice: int) -> int:
+    """What the stand-in model says after a context."""
+    digest = hashlib.blake2b(repr((tuple(context), choice)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def expected_answer(prompt: Sequence[int], choice: int, sampling: SamplingParams) -> list[int]:
+    """The whole answer that a request must get, however it is scheduled."""
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens:
+        answer.append(next_token([*prompt, *answer], choice))
+        if answer[-1] == EOS_ID and not sampling.ignore_eos:
+            break
+    return answer
+
+
+class StandInRunner:
+    """Runs steps over a pool of tokens, and checks every context that a chunk would attend to."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._pool = [[_GARBAGE] * block_size for _ in range(num_blocks)]
+        self.chunk_log: list[tuple[int, int]] = []
+        """(start, end) of every chunk run."""
+
+    def run(self, step: Step) -> list[list[Drawn]]:
+        for source, destination in step.copies:
+            self._pool[destination] = list(self._pool[source])
+        for chunk in step.chunks:
+            self.write(chunk.blocks, chunk.start, chunk.token_ids)
+        return [self._draw(chunk) for chunk in step.chunks]
+
+    def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        for position, token in enumerate(tokens, start):
+            self._pool[blocks[position // self._block_size]][position % self._block_size] = token
+
+    def read(self, blocks: Sequence[int], count: int) -> list[int]:
+        tokens = [token for block in blocks for token in self._pool[block]]
+        return tokens[:count]
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        """What a transfer does that is under way, or that was cancelled and is not quiescent."""
+        for block in blocks:
+            self._pool[block] = [_GARBAGE] * self._block_size
+
+    def _draw(self, chunk: Chunk) -> list[Drawn]:
+        end = chunk.start + len(chunk.token_ids)
+        self.chunk_log.append((chunk.start, end))
+        context = self.read(chunk.blocks, end)
+        assert _GARBAGE not in context, f"a chunk at {chunk.start} attends to what was never computed"
+        assert context[chunk.start :] == list(chunk.token_ids), "two chunks wrote to one place"
+        return [Drawn(token_id=next_token(context, sample.choice)) for sample in chunk.samples]

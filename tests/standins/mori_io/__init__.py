@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the stand-in for `mori` lies: put this folder on the path, and `import mori.io` finds it.
+
+It has the public surface and the semantics of ROCm's MORI-IO (reference/atom-mori-lightllm.md §2.2, §2.3), and
+moves host memory between processes with `process_vm_readv`: a one-sided read that needs nothing of the owner.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+FAULT = "MORI_STANDIN_FAULT"
+"""Environment variable that tells the stand-in what to do wrong; see `mori.io.faults`."""
+
+
+@contextmanager
+def on_path() -> Iterator[None]:
+    """Make the stand-in importable here and in child processes, and forget it again afterwards."""
+    before = os.environ.get("PYTHONPATH")
+    sys.path.insert(0, str(FOLDER))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FOLDER))
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+        for name in [name for name in sys.modules if name == "mori" or name.startswith("mori.")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()

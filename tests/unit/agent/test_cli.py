@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of an agent. Wrong input ends at once, with status 2 and a message that names it (R22)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.cli import BUNDLED_MODELS, build_parser, parse_config
+from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", byte_level_tokenizer()))
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(argv)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_flags_are_spelled_with_dashes_and_proxy_may_repeat(model: str) -> None:
+    config = parse_config(
+        [
+            "--model",
+            model,
+            "--kv-blocks",
+            "32",
+            "--prefix-cache",
+            "false",
+            "--proxy",
+            "a:1",
+            "--proxy",
+            "[::1]:2",
+        ]
+    )
+    assert (config.kv_blocks, config.prefix_cache, config.proxy) == (32, False, ("a:1", "[::1]:2"))
+    assert config.model_name == "tiny"
+
+
+def test_a_bare_command_line_keeps_every_default(model: str) -> None:
+    config = parse_config(["--model", model])
+    assert config.role == "both"
+    assert config.proxy == ()
+    assert config.lease_s == 10.0
+
+
+def test_a_yaml_file_sets_options_and_flags_after_it_win(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(f"model: {model}\nkv_blocks: 9\nproxy: [a:1, b:2]\nrole: decode\n")
+    config = parse_config(["--config", str(path), "--kv-blocks", "10"])
+    assert (config.kv_blocks, config.proxy, config.role) == (10, ("a:1", "b:2"), "decode")
+
+
+def test_an_unknown_key_of_the_file_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R22: ATOM's documents said `http_prt` where its code read `http_port`."""
+    path = tmp_path / "agent.yaml"
+    path.write_text(f"model: {model}\nhttp_prt: 8000\n")
+    assert "http_prt" in refused(["--config", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--prot", "1"], "--prot"),
+        (["--role", "worker"], "role"),
+        (["--tp", "many"], "tp"),
+        (["--tp", "0"], "tp"),
+        (["--port", "70000"], "port"),
+        (["--prefill-chunk", "17"], "prefill_chunk"),
+        (["--proxy", "nowhere"], "nowhere"),
+        (["--proxy", "host:0"], "host:0"),
+        (["--host", "0.0.0.0", "--proxy", "a:1"], "advertise_host"),
+        (["--transfer", "pigeon"], "transfer"),
+    ],
+)
+def test_a_wrong_flag_or_value_is_named(
+    argv: list[str], named: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refused(["--model", model, *argv], capsys)
+
+
+def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no-such-model" in refused(["--model", "no-such-model"], capsys)
+    assert "model" in refused([], capsys)
+
+
+def test_a_directory_that_is_no_checkpoint_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "config.json" in refused(["--model", str(tmp_path)], capsys)
+
+
+def test_a_bundled_model_is_found_by_its_name() -> None:
+    config = parse_config(["--model", "ferry-tiny"])
+    assert Path(config.model) == BUNDLED_MODELS / "ferry-tiny"
+    assert config.model_name == "ferry-tiny"
+
+
+def test_no_new_options() -> None:
+    """House rule 22: a flag is a promise; adding one is a decision."""
+    flags = {option for action in build_parser()._actions for option in action.option_strings}
+    assert flags == {
+        "-h", "--help", "--config", "--print_config",
+        "--model", "--role", "--served-model-name", "--host", "--port", "--advertise-host", "--control-port",
+        "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
+        "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
+        "--transfer", "--lease-s", "--pull-timeout-s", "--on-pull-failure", "--threads",
+        "--max-body-bytes", "--log-level", "--tcp-fault",
+    }  # fmt: skip
+
+
+def test_help_describes_every_option_in_a_sentence() -> None:
+    for action in build_parser()._actions:
+        assert action.help, action.option_strings
+
+
+def test_the_module_exits_with_2_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from agent.__main__ import main\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(main(['--nonsense', '1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"nonsense" in done.stderr
