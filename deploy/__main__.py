@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m deploy` is the `kvferry` command."""
+
+import sys
+
+from deploy.cli import main
+
+sys.exit(main())

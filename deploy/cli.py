@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `kvferry` command: finds the part that a subcommand names, and hands it the rest of the line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import version
+
+# Modules are named, not imported: `kvferry proxy` must not pay for torch.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("deploy.up", "start a proxy and its agents on this machine, until Ctrl-C"),
+    "proxy": ("proxy.__main__", "start the proxy that clients talk to"),
+    "agent": ("agent.__main__", "start one prefill or decode agent"),
+    "doctor": ("deploy.doctor", "say which KV transfer backends work here, and why others do not"),
+}
+
+
+def usage() -> str:
+    """The text of `kvferry --help`."""
+    commands = "\n".join(f"  {name:8} {what}" for name, (_, what) in COMMANDS.items())
+    return (
+        "kvferry serves a language model with prefill and decode apart.\n\n"
+        "usage: kvferry COMMAND [OPTIONS]\n\n"
+        f"commands:\n{commands}\n\n"
+        "kvferry COMMAND --help lists a command's options; kvferry --version prints the version."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
+    words = sys.argv[1:] if argv is None else argv
+    match words:
+        case [] | ["-h" | "--help", *_]:
+            print(usage())
+            return 0
+        case ["--version", *_]:
+            print(f"kvferry {version('kvferry')}")
+            return 0
+        case [name, *rest] if name in COMMANDS:
+            run = importlib.import_module(COMMANDS[name][0]).main
+            return int(run(rest))
+        case [name, *_]:
+            print(f"kvferry: unknown command {name!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
+    raise AssertionError("unreachable: the patterns above are exhaustive")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

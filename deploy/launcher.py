@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a proxy and its agents as local processes, watches them, and ends them.
+
+Used by `kvferry up`, by `make demo` and by the system tests, so that all three start the product alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import aiohttp
+
+from agent.processes import die_with_parent
+
+Role = Literal["prefill", "decode", "both"]
+
+READY_TIMEOUT_S = 180.0
+STOP_GRACE_S = 10.0
+POLL_INTERVAL_S = 0.2
+PIPE_CLOSE_S = 5.0
+LISTENING_LINE_LIMIT = 4096
+
+
+class LaunchError(RuntimeError):
+    """A process of the cluster ended, or did not become ready; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """One agent to start. `args` are further flags of `kvferry agent`, as given on its command line."""
+
+    name: str
+    role: Role
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A proxy and its agents on this machine. Port 0 lets the OS choose."""
+
+    model: str
+    agents: tuple[AgentSpec, ...]
+    log_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    discovery_port: int = 0
+    proxy_args: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Process:
+    """One started process, and what it said about where it listens."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    listening: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        return str(self.listening["url"])
+
+    def last_words(self, lines: int = 8) -> str:
+        """The end of its log, for an error message."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End it by SIGTERM, then by SIGKILL after `grace_s`. Returns once it is reaped."""
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), grace_s)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        assert self.process.stdout is not None
+        await asyncio.wait_for(self.process.stdout.read(), PIPE_CLOSE_S)
+
+
+async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Process:
+    """Start `python argv…` and wait for the line on stdout that says where it listens.
+
+    Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or stays silent.
+    """
+    log = log_dir / f"{name}.log"
+    parent = os.getpid()
+    with _open_log(log) as stderr:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            limit=LISTENING_LINE_LIMIT,
+            # Ctrl-C is for the launcher alone: it ends its children in order.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+    process = Process(name, child, log)
+    assert child.stdout is not None
+    try:
+        line = await asyncio.wait_for(child.stdout.readline(), READY_TIMEOUT_S)
+        process.listening = json.loads(line)["listening"]
+    except (TimeoutError, ValueError, KeyError) as error:
+        await process.stop()
+        raise LaunchError(f"{name} did not start:\n{process.last_words()}") from error
+    except asyncio.CancelledError:
+        await process.stop()
+        raise
+    return process
+
+
+def _open_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
+
+
+class Cluster:
+    """A running cluster. An async context: entering starts every process, leaving ends them all."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.agents: dict[str, Process] = {}
+        self.proxy: Process
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Cluster:
+        spec = self.spec
+        try:
+            self.proxy = await self._start(
+                "proxy",
+                "-m", "proxy", "--host", spec.host, "--port", str(spec.port),
+                "--discovery-port", str(spec.discovery_port), *spec.proxy_args,
+            )  # fmt: skip
+            starts = [self.start_agent(agent) for agent in spec.agents]
+            await asyncio.gather(*starts)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the proxy."""
+        return self.proxy.url
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.proxy, *self.agents.values()]
+
+    async def start_agent(self, agent: AgentSpec) -> Process:
+        """Start one agent; also used to bring one back after its death."""
+        process = await self._start(
+            agent.name,
+            "-m", "agent", "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
+            "--port", "0", "--control-port", "0",
+            "--proxy", f"{self.spec.host}:{self.proxy.listening['discovery_port']}", *agent.args,
+        )  # fmt: skip
+        self.agents[agent.name] = process
+        return process
+
+    async def wait_ready(
+        self, timeout_s: float = READY_TIMEOUT_S, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline.
+
+        `progress` is told, on every change, how many agents are ready.
+        """
+        said = ""
+        try:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
+                while True:
+                    self.check_alive()
+                    async with session.get(f"{self.url}/nodes") as response:
+                        nodes = (await response.json())["nodes"]
+                    ready = {node["address"] for node in nodes if node["state"] == "ready"}
+                    waiting = [name for name, agent in self.agents.items() if agent.url not in ready]
+                    words = f"{len(self.agents) - len(waiting)} of {len(self.agents)} agents ready"
+                    if waiting:
+                        words += f", waiting for {', '.join(sorted(waiting))}"
+                    if words != said:
+                        progress(said := words)
+                    if not waiting:
+                        return
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        except TimeoutError as error:
+            raise LaunchError(f"not ready after {timeout_s:.0f} s: {said}") from error
+
+    def check_alive(self) -> None:
+        """Raise `LaunchError`, with the end of its log, if any process has ended."""
+        for process in self.processes:
+            if process.process.returncode is not None:
+                raise LaunchError(
+                    f"{process.name} ended with {process.process.returncode}:\n{process.last_words()}"
+                )
+
+    async def wait_for_death(self) -> None:
+        """Return never while all processes live; raise `LaunchError` once one has ended."""
+        waits = [asyncio.ensure_future(process.process.wait()) for process in self.processes]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self.check_alive()
+
+    async def _start(self, name: str, *argv: str) -> Process:
+        process = await start_process(name, argv, self.spec.log_dir)
+        self._stack.push_async_callback(process.stop)
+        return process

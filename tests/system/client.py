@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that reduces streamed and plain answers to the same comparable value."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+DATA = Path(__file__).parents[1] / "data"
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One held-out prompt and the answer that the bundled model was taught."""
+
+    id: str
+    task: str
+    prompt: str
+    answer: str
+    prompt_tokens: int
+    asked_pair_token: int | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice, as I4 compares it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    margins: list[float | None] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole answer; `timing` is what the decode agent (or the only agent) reports about it."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    timing: dict[str, Any] = field(default_factory=dict)
+    events: int = 0
+
+    def same(self) -> tuple[object, ...]:
+        """What must be equal bit for bit: everything but timing and cached-token counts."""
+        choices = tuple(
+            (index, choice.text, tuple(choice.token_ids), tuple(choice.logprobs), choice.finish_reason)
+            for index, choice in sorted(self.choices.items())
+        )
+        return choices, self.prompt_tokens, self.completion_tokens
+
+
+class RequestFailed(RuntimeError):
+    """The server answered with an error; `status` is the HTTP status, or None inside a stream."""
+
+    def __init__(self, status: int | None, error: dict[str, Any]) -> None:
+        super().__init__(f"{status}: {error}")
+        self.status = status
+        self.error = error
+
+
+class StreamCut(RuntimeError):
+    """A stream ended without `[DONE]`: never allowed."""
+
+
+def heldout(count: int | None = None, task: str | None = None) -> list[Prompt]:
+    """The held-out prompts; with `count`, an even selection of that many."""
+    lines = (DATA / "heldout.jsonl").read_text().splitlines()
+    prompts = [Prompt(**json.loads(line)) for line in lines]
+    if task is not None:
+        prompts = [prompt for prompt in prompts if prompt.task == task]
+    if count is None:
+        return prompts
+    return [prompts[index * len(prompts) // count] for index in range(count)]
+
+
+def session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0),
+    )
+
+
+async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    """POST one completion, streamed if the body says so. Raises `RequestFailed` or `StreamCut`."""
+    asked = {**body, "return_token_ids": True, "kvferry_timing": True}
+    if asked.get("stream"):
+        asked["stream_options"] = {"include_usage": True}
+    answer = Answer()
+    async with http.post(f"{url}/v1/completions", json=asked) as response:
+        if response.status != 200:
+            raise RequestFailed(response.status, (await response.json())["error"])
+        if not asked.get("stream"):
+            _add(answer, await response.json())
+            return answer
+        assert response.content_type == "text/event-stream"
+        async for line in response.content:
+            if not line.startswith(b"data: "):
+                continue
+            data = line[len(b"data: ") :].strip()
+            if data == b"[DONE]":
+                return answer
+            event = json.loads(data)
+            if "error" in event:
+                raise RequestFailed(None, event["error"])
+            answer.events += 1
+            _add(answer, event)
+    raise StreamCut(f"after {answer.events} events")
+
+
+async def complete_all(
+    url: str, bodies: Sequence[dict[str, Any]], concurrency: int
+) -> list[Answer | RequestFailed | StreamCut]:
+    """Send every body, at most `concurrency` at once; answers in the order of the bodies."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(body: dict[str, Any]) -> Answer | RequestFailed | StreamCut:
+        async with gate:
+            try:
+                return await complete(http, url, body)
+            except (RequestFailed, StreamCut) as error:
+                return error
+
+    async with session() as http:
+        return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
+def _add(answer: Answer, event: dict[str, Any]) -> None:
+    for part in event["choices"]:
+        choice = answer.choices.setdefault(part["index"], Choice())
+        choice.text += part["text"]
+        choice.token_ids += part.get("token_ids") or []
+        choice.margins += part.get("margins") or []
+        if part.get("logprobs"):
+            choice.logprobs += part["logprobs"]["token_logprobs"]
+        if part["finish_reason"] is not None:
+            assert choice.finish_reason is None, "two finish reasons for one choice"
+            choice.finish_reason = part["finish_reason"]
+    if event.get("usage"):
+        answer.prompt_tokens = event["usage"]["prompt_tokens"]
+        answer.completion_tokens = event["usage"]["completion_tokens"]
+    if event.get("kvferry_timing"):
+        answer.timing = event["kvferry_timing"]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters of real processes for the system tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
+
+MODEL = "ferry-tiny"
+# Every test that compares answers wants a cold prefix cache (I4), and one thread per rank on small machines.
+COMMON_ARGS = ("--prefix-cache", "false", "--threads", "1")
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
+StartAgent = Callable[..., AbstractAsyncContextManager[Process]]
+
+
+@pytest.fixture(scope="session")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def start_cluster(log_dir: Path) -> StartCluster:
+    """`start_cluster(prefill=1, decode=1, prefill_args=(), …)`: a ready cluster as an async context."""
+
+    @asynccontextmanager
+    async def start(
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        args: tuple[str, ...] = (),
+        prefill_args: tuple[str, ...] = (),
+        decode_args: tuple[str, ...] = (),
+        proxy_args: tuple[str, ...] = (),
+        model: str = MODEL,
+    ) -> AsyncIterator[Cluster]:
+        agents = [
+            AgentSpec(name=f"prefill-{index}", role="prefill", args=(*COMMON_ARGS, *args, *prefill_args))
+            for index in range(prefill)
+        ] + [
+            AgentSpec(name=f"decode-{index}", role="decode", args=(*COMMON_ARGS, *args, *decode_args))
+            for index in range(decode)
+        ]
+        number = len(list(log_dir.iterdir()))
+        spec = ClusterSpec(
+            model=model, agents=tuple(agents), log_dir=log_dir / f"{number}", proxy_args=proxy_args
+        )
+        async with Cluster(spec) as cluster:
+            await cluster.wait_ready()
+            yield cluster
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_agent(log_dir: Path) -> StartAgent:
+    """`start_agent(*args)`: one agent with role `both` and no proxy, ready, as an async context."""
+
+    @asynccontextmanager
+    async def start(*args: str, model: str = MODEL) -> AsyncIterator[Process]:
+        number = len(list(log_dir.iterdir()))
+        argv = ("-m", "agent", "--role", "both", "--model", model, "--port", "0", "--control-port", "0")
+        process = await start_process("both", (*argv, *COMMON_ARGS, *args), log_dir / f"{number}")
+        try:
+            await _wait_ready(process)
+            yield process
+        finally:
+            await process.stop()
+
+    return start
+
+
+async def _wait_ready(process: Process, timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
+        while True:
+            assert process.process.returncode is None, process.last_words()
+            async with http.get(f"{process.url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a process's own /metrics page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scrape(url: str) -> Samples:
+    """Every sample of `url`/metrics by (name, sorted labels)."""
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
+        http.get(f"{url}/metrics") as response,
+    ):
+        text = await response.text()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def total(samples: Samples, name: str, **labels: str) -> float:
+    """Sum of the samples of that name whose labels include `labels`."""
+    wanted = set(labels.items())
+    return sum(value for (key, have), value in samples.items() if key == name and wanted <= set(have))
+
+
+async def blocks(url: str) -> dict[str, int]:
+    """KV blocks of one agent by state."""
+    samples = await scrape(url)
+    states = ("free", "used", "leased", "quarantined")
+    return {state: int(total(samples, "kvferry_kv_blocks", state=state)) for state in states}
+
+
+async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:
+    """Wait until no block of the agent is used, leased or quarantined, or until the deadline; say what is."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        now = await blocks(url)
+        if not (now["used"] or now["leased"] or now["quarantined"]) or time.monotonic() > deadline:
+            return now
+        await asyncio.sleep(0.1)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed processes: nothing leaks, nothing hangs, every failure is typed, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+
+from tests.system.client import Answer, RequestFailed, complete, complete_all, heldout, session
+from tests.system.conftest import StartAgent, StartCluster
+from tests.system.metrics import scrape, total, wait_idle
+
+LEASE_S = 2.0
+STREAMS = 32
+MAX_DEATH_S = 1.0
+
+
+async def gone_within(family: list[psutil.Process], timeout_s: float) -> bool:
+    """Whether every process ends in time. One that only waits to be reaped has ended."""
+    deadline = time.monotonic() + timeout_s
+    while alive := [member for member in family if is_alive(member)]:
+        if time.monotonic() > deadline:
+            print(f"alive: {alive}")
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def long_body(prompt: str, index: int) -> dict[str, Any]:
+    return {
+        "model": "ferry-tiny",
+        "prompt": prompt,
+        "seed": index,
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: StartCluster) -> None:
+    """Its streams end typed; the other agent's go on; the prefill agent holds nothing after lease + 1 s."""
+    bodies = [long_body(prompt.prompt, index) for index, prompt in enumerate(heldout(STREAMS))]
+    async with start_cluster(
+        decode=2, args=("--lease-s", str(LEASE_S), "--max-model-len", "1536")
+    ) as cluster:
+        doomed = cluster.agents["decode-0"]
+        running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=STREAMS))
+        async with asyncio.timeout(30):
+            while total(await scrape(doomed.url), "kvferry_running") < 8:
+                await asyncio.sleep(0.05)
+        os.kill(doomed.pid, signal.SIGKILL)
+        await doomed.process.wait()
+        left = await wait_idle(cluster.agents["prefill-0"].url, timeout_s=LEASE_S + 1)
+        assert left["leased"] == left["used"] == left["quarantined"] == 0
+        results = await running
+        answered = [result for result in results if isinstance(result, Answer)]
+        failed = [result for result in results if isinstance(result, RequestFailed)]
+        assert len(answered) + len(failed) == STREAMS, "every stream ends with [DONE] or a typed error"
+        assert len(answered) >= STREAMS // 2 - 4
+        assert failed and all(failure.error["code"] for failure in failed)
+        assert all(answer.completion_tokens == 400 for answer in answered)
+        again = await complete_all(cluster.url, bodies[:4], concurrency=4)
+        assert all(isinstance(result, Answer) for result in again)
+        assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=5))["used"] == 0
+
+
+async def test_killing_any_process_of_an_agent_ends_all_of_it(start_agent: StartAgent) -> None:
+    """I8: within a second of the death of the engine or of a rank, nothing of the agent is left."""
+    for victim in ("agent.engine", "agent.worker"):
+        async with start_agent("--tp", "2") as agent:
+            family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+            assert len(family) == 4
+            target = next(member for member in family if victim in member.cmdline())
+            target.kill()
+            assert await gone_within(family, MAX_DEATH_S)
+            assert await agent.process.wait() != 0
+
+
+async def test_killing_the_api_process_ends_engine_and_ranks(start_agent: StartAgent) -> None:
+    """I8, the other way round: no engine renews leases for an API that is gone."""
+    async with start_agent("--tp", "2") as agent:
+        family = psutil.Process(agent.pid).children(recursive=True)
+        os.kill(agent.pid, signal.SIGKILL)
+        assert await gone_within(family, MAX_DEATH_S)
+
+
+async def test_a_client_that_leaves_frees_everything(start_cluster: StartCluster) -> None:
+    """A disconnect reaches both agents: all blocks are free long before the lease would end."""
+    async with start_cluster(args=("--lease-s", "30", "--max-model-len", "1536")) as cluster:
+        async with session() as http:
+            tasks = [
+                asyncio.ensure_future(complete(http, cluster.url, long_body(prompt.prompt, index)))
+                for index, prompt in enumerate(heldout(8))
+            ]
+            async with asyncio.timeout(30):
+                while total(await scrape(cluster.agents["decode-0"].url), "kvferry_running") < 4:
+                    await asyncio.sleep(0.02)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for agent in cluster.agents.values():
+            left = await wait_idle(agent.url, timeout_s=3)
+            assert left["leased"] == left["used"] == left["quarantined"] == 0, (agent.name, left)
+
+
+async def test_a_dead_agent_is_replaced_before_the_first_event(start_cluster: StartCluster) -> None:
+    """Requests sent at the moment an agent dies are retried on another pair; none fails."""
+    prompts = heldout(24)
+    bodies = [
+        {"model": "ferry-tiny", "prompt": prompt.prompt, "temperature": 0, "max_tokens": 16}
+        for prompt in prompts
+    ]
+    async with start_cluster(prefill=2, decode=2) as cluster:
+        await complete_all(cluster.url, bodies[:4], concurrency=4)
+        for name in ("prefill-0", "decode-0"):
+            victim = cluster.agents[name]
+            os.kill(victim.pid, signal.SIGKILL)
+            results = await complete_all(cluster.url, bodies, concurrency=8)
+            failed = [result for result in results if not isinstance(result, Answer)]
+            assert not failed, failed[:3]
+            for prompt, answer in zip(prompts, results, strict=True):
+                assert answer.choices[0].text == prompt.answer

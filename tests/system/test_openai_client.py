@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The official `openai` client against the proxy: completions and chat, streamed and not; and bad input."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from deploy.launcher import Cluster
+from tests.system.client import heldout
+from tests.system.conftest import StartCluster
+from tests.system.metrics import scrape, total
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    async with start_cluster() as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_completion(client: openai.AsyncOpenAI) -> None:
+    prompt = heldout(task="recall")[0]
+    answer = await client.completions.create(
+        model="ferry-tiny", prompt=prompt.prompt, temperature=0, max_tokens=16
+    )
+    assert answer.choices[0].text == prompt.answer
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == prompt.prompt_tokens
+
+
+async def test_streamed_completion(client: openai.AsyncOpenAI) -> None:
+    prompt = heldout(task="recall")[1]
+    stream = await client.completions.create(
+        model="ferry-tiny", prompt=prompt.prompt, temperature=0, max_tokens=16, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == prompt.answer
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len({chunk.created for chunk in chunks}) == 1
+
+
+async def test_chat(client: openai.AsyncOpenAI) -> None:
+    prompt = heldout(task="addition")[0]
+    answer = await client.chat.completions.create(
+        model="ferry-tiny", messages=[{"role": "user", "content": prompt.prompt}], temperature=0
+    )
+    assert answer.choices[0].message.content == prompt.answer
+    assert answer.choices[0].message.role == "assistant"
+
+
+async def test_streamed_chat_with_usage(client: openai.AsyncOpenAI) -> None:
+    prompt = heldout(task="recall")[2]
+    stream = await client.chat.completions.create(
+        model="ferry-tiny",
+        messages=[{"role": "user", "content": prompt.prompt}],
+        temperature=0,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    for index in range(2):
+        deltas = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(delta.delta.content or "" for delta in deltas) == prompt.answer
+        assert [delta.delta.role for delta in deltas if delta.delta.role] == ["assistant"]
+        assert deltas[-1].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2 * (len(prompt.answer) + 1)
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in await client.models.list()] == ["ferry-tiny"]
+
+
+BAD: list[tuple[str, Any, int, str]] = [
+    ("bad JSON", b"{", 400, ""),
+    ("not an object", [], 400, ""),
+    ("no model", {"prompt": "1+1="}, 400, "model"),
+    ("no prompt", {"model": "ferry-tiny"}, 400, "prompt"),
+    ("empty prompt", {"model": "ferry-tiny", "prompt": ""}, 400, "prompt"),
+    ("wrong type", {"model": "ferry-tiny", "prompt": 7}, 400, "prompt"),
+    ("max_tokens 0", {"model": "ferry-tiny", "prompt": "1+1=", "max_tokens": 0}, 400, "max_tokens"),
+    ("max_tokens negative", {"model": "ferry-tiny", "prompt": "1+1=", "max_tokens": -1}, 400, "max_tokens"),
+    ("max_tokens text", {"model": "ferry-tiny", "prompt": "1+1=", "max_tokens": "5"}, 400, "max_tokens"),
+    ("max_tokens fraction", {"model": "ferry-tiny", "prompt": "1+1=", "max_tokens": 1.5}, 400, "max_tokens"),
+    ("prompt beyond context", {"model": "ferry-tiny", "prompt": "7" * 5000}, 400, "context"),
+    (
+        "answer beyond context",
+        {"model": "ferry-tiny", "prompt": "1+1=", "max_tokens": 100000},
+        400,
+        "context",
+    ),
+    ("ids beyond context", {"model": "ferry-tiny", "prompt": [65] * 5000}, 400, "context"),
+    ("unknown model", {"model": "gpt-9", "prompt": "1+1="}, 404, "gpt-9"),
+    ("n 0", {"model": "ferry-tiny", "prompt": "1+1=", "n": 0}, 400, "n"),
+    ("body over the limit", io.BytesIO(b" " * 10_000_000), 413, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
+async def test_bad_input(cluster: Cluster, body: Any, status: int, word: str) -> None:
+    """The right 4xx with an OpenAI-style error body, streamed or not, and nothing left behind."""
+    async with aiohttp.ClientSession() as http:
+        sent = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
+        headers = {"Content-Type": "application/json"}
+        async with http.post(f"{cluster.url}/v1/completions", headers=headers, **sent) as response:
+            assert response.status == status
+            error = (await response.json())["error"]
+    assert error.keys() >= {"message", "type", "param", "code"}
+    assert word in error["message"]
+    for agent in cluster.agents.values():
+        assert total(await scrape(agent.url), "kvferry_running") == 0
+
+
+async def test_no_agents_is_503_with_retry_after(start_cluster: StartCluster) -> None:
+    async with start_cluster(prefill=0, decode=1) as cluster, aiohttp.ClientSession() as http:
+        body = {"model": "ferry-tiny", "prompt": "1+1="}
+        async with http.post(f"{cluster.url}/v1/completions", json=body) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"]
