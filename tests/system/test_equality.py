@@ -148,53 +148,60 @@ def pair_name(key: PairKey) -> str:
     return f"tp{key[0][0]}-{key[0][1]}-{key[1]}"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(log_dir: Path) -> AsyncIterator[dict[PairKey, Pair]]:
-    """Every pair at once, from six agents: an agent announces itself to the proxy of each pair it is in.
+class Fleet:
+    """Every pair from six agents, each started when first needed.
 
-    Starting each pair by itself would import torch two to four times for every one of the eight.
+    An agent announces itself to the proxy of each pair it is in, so that one prefill agent serves four pairs:
+    starting each pair by itself would import torch two to four times for every one of the eight.
     """
-    async with AsyncExitStack() as stack:
 
-        async def start(name: str, *argv: str) -> Process:
-            process = await start_process(name, argv, log_dir / "equality")
-            stack.push_async_callback(process.stop)
-            return process
+    def __init__(self, log_dir: Path, stack: AsyncExitStack) -> None:
+        self._log_dir = log_dir
+        self._stack = stack
+        self._proxies: dict[PairKey, Process] = {}
+        self._agents: dict[tuple[str, int, str], Process] = {}
 
-        async def agent(role: str, tp: int, transfer: str, proxies: list[Process]) -> Process:
-            announce = [f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in proxies]
+    async def start_proxies(self) -> None:
+        for key in PAIRS:
+            argv = ("-m", "proxy", "--port", "0", "--discovery-port", "0")
+            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv)
+
+    async def pair(self, key: PairKey) -> Pair:
+        (prefill_tp, decode_tp), backend = key
+        served = [each for each in PAIRS if each[0][0] == prefill_tp]
+        prefill = await self._agent("prefill", prefill_tp, "auto", served)
+        served = [each for each in PAIRS if (each[0][1], each[1]) == (decode_tp, backend)]
+        decode = await self._agent("decode", decode_tp, backend, served)
+        await wait_ready(self._proxies[key])
+        return Pair(prefill_tp, decode_tp, backend, self._proxies[key], prefill, decode)
+
+    async def _agent(self, role: str, tp: int, transfer: str, served: list[PairKey]) -> Process:
+        if (role, tp, transfer) not in self._agents:
+            discovery = (self._proxies[key].listening["discovery_port"] for key in served)
             argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
-            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS, *announce)
-            return await start(f"{role}-{tp}-{transfer}", *argv, *flags)
+            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS)
+            announce = (f"--proxy=127.0.0.1:{port}" for port in discovery)
+            agent = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)
+            self._agents[role, tp, transfer] = agent
+        return self._agents[role, tp, transfer]
 
-        proxies = {
-            key: await start(f"proxy-{pair_name(key)}", "-m", "proxy", "--port", "0", "--discovery-port", "0")
-            for key in PAIRS
-        }
-        prefills = {
-            tp: await agent("prefill", tp, "auto", [proxies[key] for key in PAIRS if key[0][0] == tp])
-            for tp in (1, 2)
-        }
-        decodes = {
-            (tp, backend): await agent(
-                "decode",
-                tp,
-                backend,
-                [proxies[key] for key in PAIRS if key[0][1] == tp and key[1] == backend],
-            )
-            for tp, backend in itertools.product((1, 2), BACKENDS)
-        }
-        for proxy in proxies.values():
-            await wait_ready(proxy)
-        yield {
-            key: Pair(*key[0], key[1], proxies[key], prefills[key[0][0]], decodes[key[0][1], key[1]])
-            for key in PAIRS
-        }
+    async def _start(self, name: str, *argv: str) -> Process:
+        process = await start_process(name, argv, self._log_dir)
+        self._stack.push_async_callback(process.stop)
+        return process
 
 
-@pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, fleet: dict[PairKey, Pair]) -> Pair:
-    return fleet[request.param]
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(log_dir: Path) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(log_dir / "equality", stack)
+        await fleet.start_proxies()
+        yield fleet
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Pair:
+    return await fleet.pair(request.param)
 
 
 def every_cell() -> list[object]:
