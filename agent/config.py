@@ -35,6 +35,7 @@ class AgentConfig:
         max_batch_tokens: Most tokens in one step.
         prefix_cache: Reuse blocks of prompts that begin alike.
         transfer: KV transfer backend; auto takes the best that works with the peer.
+        transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
         lease_s: Seconds that a reader may stay silent before its blocks are taken back.
         pull_timeout_s: Deadline for pulling one prompt's KV, waiting for room included.
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
@@ -63,7 +64,8 @@ class AgentConfig:
     prefill_chunk: int = 256
     max_batch_tokens: int = 1024
     prefix_cache: bool = True
-    transfer: Literal["auto", "nixl", "tcp"] = "auto"
+    transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
+    transfer_options: str = ""
     lease_s: float = 10.0
     pull_timeout_s: float = 30.0
     on_pull_failure: Literal["recompute", "fail"] = "recompute"

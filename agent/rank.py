@@ -67,6 +67,7 @@ class Rank:
             bind_host=config.host,
             advertise_host=config.advertised_host,
             tcp_fault=config.tcp_fault,
+            transfer_options=config.transfer_options,
         )
         self._connector.start()
         self._context = zmq.Context()

@@ -24,7 +24,8 @@ from transfer.link import Link, LinkState
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
 from transfer.pull import Connect, Effect, Emit, Pull, PullState, Read, SendDrop, SendOpen, SendRelease
-from transfer.rank_messages import CancelRead, pack_spans
+from transfer.quarantine import Quarantine
+from transfer.rank_messages import CancelRead, Rebuild, pack_spans
 from transfer.rank_messages import Read as ReadCommand
 from transfer.ranks import RankGroup
 
@@ -63,8 +64,11 @@ class Consumer:
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
         self._renewal: asyncio.TimerHandle | None = None
+        self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
+        self._quarantine_timer: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
+        self.rebuilds = 0
         self.pulls = 0
         self.nbytes = 0
         self.descriptors = 0
@@ -79,8 +83,9 @@ class Consumer:
         for entry in self._entries.values():
             entry.timer.cancel()
         self._entries.clear()
-        if self._renewal is not None:
-            self._renewal.cancel()
+        for timer in (self._renewal, self._quarantine_timer):
+            if timer is not None:
+                timer.cancel()
         for link in list(self._by_number.values()):
             link.close()
         self._by_number.clear()
@@ -89,12 +94,14 @@ class Consumer:
     @property
     def quarantined(self) -> int:
         """Failed transfers whose destination may still be written to."""
-        return sum(not entry.pull.live for entry in self._entries.values())
+        return len(self._quarantine)
 
     def check_integrity(self) -> None:
         """Raises AssertionError on an inconsistency."""
         for transfer_id, entry in self._entries.items():
             assert not entry.pull.over, f"{transfer_id} is over but kept"
+        over = sum(not entry.pull.live for entry in self._entries.values())
+        assert over == len(self._quarantine), "quarantined transfers"
         for engine_id, link in self._links.items():
             assert link.state is not LinkState.LOST, f"link to {engine_id} is lost but kept"
         used = {entry.link.number for entry in self._entries.values() if entry.link is not None}
@@ -258,6 +265,8 @@ class Consumer:
             self._remove(entry)
 
     def _connect(self, entry: _Entry) -> None:
+        if entry.link is not None and self._links.get(entry.link.engine_id) is not entry.link:
+            self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
         if entry.link is None:
@@ -346,16 +355,54 @@ class Consumer:
             _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)
         entry.timer.cancel()
         self._emit(event)
+        self._watch_quarantine(entry, event)
 
     def _remove(self, entry: _Entry) -> None:
         entry.timer.cancel()
         if self._entries.get(entry.pull.transfer_id) is not entry:
             return
         del self._entries[entry.pull.transfer_id]
+        self._leave(entry)
+
+    def _leave(self, entry: _Entry) -> None:
+        """The transfer needs its link no more; a retired one is closed by its last."""
         link, entry.link = entry.link, None
         if link is not None and self._links.get(link.engine_id) is not link and not self._users(link):
-            self._by_number.pop(link.number, None)  # retired, and this was its last transfer
+            self._by_number.pop(link.number, None)
             link.close()
+
+    # Quarantine.
+
+    def _watch_quarantine(self, entry: _Entry, event: PullDone | PullFailed | PullQuiescent) -> None:
+        pull = entry.pull
+        if isinstance(event, PullFailed) and not event.quiescent:
+            self._quarantine.enter(time.monotonic(), pull.transfer_id, pull.backend, pull.num_written)
+        elif isinstance(event, PullQuiescent):
+            self._quarantine.leave(pull.transfer_id)
+        else:
+            return
+        self._arm_quarantine()
+
+    def _arm_quarantine(self) -> None:
+        if self._quarantine_timer is not None:
+            self._quarantine_timer.cancel()
+            self._quarantine_timer = None
+        # Ordered from the loop, never from within a transfer's own events: a rebuild ends other transfers.
+        delay = self._quarantine.delay(time.monotonic())
+        if delay is not None:
+            loop = asyncio.get_running_loop()
+            self._quarantine_timer = loop.call_later(delay, self._rebuild_due)
+
+    def _rebuild_due(self) -> None:
+        self._quarantine_timer = None
+        for transfer in self._quarantine.take_due(time.monotonic()):
+            _log.warning("rebuilding the %s engines: a quarantine is too old or too large", transfer)
+            self.rebuilds += 1
+            for link in list(self._by_number.values()):
+                if link.transfer == transfer:
+                    link.lose("unreachable", f"our {transfer} engines are being rebuilt")
+            self._ranks.broadcast(Rebuild(transfer=transfer))
+        self._arm_quarantine()
 
     # Renewals.
 

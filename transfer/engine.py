@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"nixl": "transfer.backends.nixl", "tcp": "transfer.backends.tcp"},
+    {
+        "mori": "transfer.backends.mori",
+        "nixl": "transfer.backends.nixl",
+        "mooncake": "transfer.backends.mooncake",
+        "nccl": "transfer.backends.nccl",
+        "tcp": "transfer.backends.tcp",
+    },
 )
 """Backend name to module, best first."""
 
@@ -90,7 +96,10 @@ class TransferEngine(Protocol):
         """Serve peers that hold a token minted under this secret. Backends that cannot check ignore it."""
 
     def register(self, pool: torch.Tensor) -> Region:
-        """Make one contiguous pool readable. Once per engine, before `describe`."""
+        """Make one contiguous pool readable. Once per engine, before `describe`.
+
+        Raises `BackendUnavailable` if it cannot be used with a pool of this kind.
+        """
 
     def describe(self) -> bytes:
         """What a peer needs in order to connect."""
@@ -116,13 +125,19 @@ class TransferEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a backend is opened with. `name` is unique per rank and life; `fault` is for tests (tcp only)."""
+    """What a backend is opened with. `name` is unique per rank and life; `fault` is for tests (tcp only).
+
+    `explicit`: the user named this backend rather than leave the choice to auto. `backend_options` are the
+    backend's own, which only it can read.
+    """
 
     name: str
     bind_host: str
     advertise_host: str
     item_bytes: int
+    explicit: bool = True
     fault: str | None = None
+    backend_options: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_engine(name: str, options: EngineOptions) -> TransferEngine:
@@ -152,6 +167,18 @@ def candidates(transfer: str) -> tuple[str, ...]:
     if transfer not in BACKENDS:
         raise ValueError(f"unknown transfer backend {transfer!r}; known: auto, {', '.join(BACKENDS)}")
     return (transfer,)
+
+
+def parse_backend_options(text: str) -> Mapping[str, Mapping[str, str]]:
+    """Read `BACKEND.NAME=VALUE,…` into options by backend. Raises ValueError for what is not of that form."""
+    options: dict[str, dict[str, str]] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        backend, dot, option = name.strip().partition(".")
+        if not (equals and dot and option) or backend not in BACKENDS:
+            raise ValueError(f"a transfer option must be BACKEND.NAME=VALUE, got {item!r}")
+        options.setdefault(backend, {})[option] = value.strip()
+    return options
 
 
 def _module(name: str) -> _BackendModule:

@@ -65,3 +65,5 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     pull_failures: dict[str, int]
     handshakes: int
     bad_frames: int
+    rebuilds: int = 0
+    """Transfer engines destroyed and opened again, because a quarantine lasted too long or grew too large."""

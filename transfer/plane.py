@@ -31,6 +31,7 @@ class PlaneConfig:
         transfer: Backend that the ranks were told to open, or auto.
         lease_s: Seconds that a reader may stay silent.
         renew_s: Seconds between renewals; by default at most 3, and under a third of the lease.
+        quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
         rank_address: ZMQ address on which this agent's ranks report.
@@ -43,6 +44,7 @@ class PlaneConfig:
     transfer: str
     lease_s: float
     renew_s: float | None = None
+    quarantine_s: float = 30.0
     tp_size: int
     geometry: KVGeometry
     num_blocks: int

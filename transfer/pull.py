@@ -138,6 +138,16 @@ class Pull:
         return bool(self._reading)
 
     @property
+    def backend(self) -> str:
+        """What its reads run over; empty before it is connected."""
+        return self._backend
+
+    @property
+    def num_written(self) -> int:
+        """Our blocks that its reads write to."""
+        return len(self._blocks) - self._first_block
+
+    @property
     def live(self) -> bool:
         return self.state in _LIVE
 
@@ -200,7 +210,8 @@ class Pull:
         if not self.live:
             return self._quiesced()
         if not outcome.ok:
-            return self.fail("read_failed", outcome.reason)
+            # Ranks keep the same deadline as we do, and whoever notices first, it is one reason.
+            return self.fail("deadline" if outcome.reason == "deadline" else "read_failed", outcome.reason)
         self._nbytes += outcome.nbytes
         self._descriptors += outcome.descriptors
         if self._reading or self.state is not PullState.READING:

@@ -16,7 +16,7 @@ from transfer.messages import EngineDescription
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """A rank's first message: which backends it opened, and how peers address them."""
+    """Which backends a rank opened, and how peers address them: first of all, and after a `Rebuild`."""
 
     rank: int
     incarnation: str
@@ -62,6 +62,14 @@ class CancelRead(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_read"):
     seq: int
 
 
+class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
+    """Destroy a backend's engine, and with it all that it could still write; open another. Comes to a
+    `ReadEnded` or `ReadQuiescent` for every read that it had under way, and to a new `RankHello`.
+    """
+
+    transfer: str
+
+
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """Whether a peer may come to read now, so that backends which need it must be polled."""
 
@@ -98,7 +106,7 @@ class ReadQuiescent(msgspec.Struct, frozen=True, kw_only=True, tag="read_quiesce
     seq: int
 
 
-Command = Welcome | Connect | CloseLink | Read | CancelRead | Serve
+Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | Serve
 Report = RankHello | Connected | ReadEnded | ReadQuiescent
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

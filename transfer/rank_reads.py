@@ -72,6 +72,26 @@ class RankLinks:
                 for transfer in read.transfers if read else ():
                     transfer.cancel()
 
+    def engine_destroyed(self, engine: TransferEngine) -> None:
+        """Nothing of this engine writes any more: every link of it is gone, and every read is quiescent."""
+        for number, link in list(self._links.items()):
+            if link.engine is engine:
+                if link.connecting:
+                    self._connected(number, "the engine was rebuilt")
+                self._links.pop(number, None)
+        for key, read in list(self._reads.items()):
+            if read.engine is engine:
+                del self._reads[key]
+                self._end_destroyed(key, read)
+
+    def _end_destroyed(self, key: tuple[str, int], read: _Read) -> None:
+        if read.reported:
+            self._report(wire.ReadQuiescent(rank=self._rank, transfer_id=key[0], seq=key[1]))
+        elif all(transfer.poll() is Status.DONE for transfer in read.transfers):
+            self._report_success(key, read)
+        else:
+            self._ended(*key, ok=False, reason="peer_lost")
+
     def collect(self) -> None:
         """Report every link and read that has come to an end since the last call."""
         for number, link in list(self._links.items()):
@@ -128,13 +148,13 @@ class RankLinks:
             if Status.FAILED in statuses:
                 self._report_failure(key, read)
             elif Status.PENDING not in statuses:
+                del self._reads[key]
                 self._report_success(key, read)
         elif all(transfer.quiescent for transfer in read.transfers):
             del self._reads[key]
             self._report(wire.ReadQuiescent(rank=self._rank, transfer_id=key[0], seq=key[1]))
 
     def _report_success(self, key: tuple[str, int], read: _Read) -> None:
-        del self._reads[key]
         nbytes = sum(transfer.nbytes for transfer in read.transfers)
         descriptors = sum(transfer.descriptors for transfer in read.transfers)
         self._ended(*key, ok=True, nbytes=nbytes, descriptors=descriptors)

@@ -148,6 +148,7 @@ class SchedulerConnector:
             pull_failures=dict(consumer.failures),
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
+            rebuilds=consumer.rebuilds,
         )
 
     def check_integrity(self) -> None:

@@ -7,6 +7,7 @@ sleeps on descriptors, and polls, at most every millisecond, only while a backen
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -14,12 +15,21 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import zmq
 
 from transfer import rank_messages as wire
-from transfer.engine import BackendUnavailable, EngineOptions, TransferEngine, candidates, open_engine
+from transfer.engine import (
+    BackendUnavailable,
+    EngineOptions,
+    TransferEngine,
+    candidates,
+    open_engine,
+    parse_backend_options,
+)
 from transfer.layout import KVGeometry
 from transfer.messages import EngineDescription
 from transfer.rank_reads import RankLinks
@@ -44,6 +54,7 @@ class WorkerConnector:
         pool: This rank's contiguous KV pool, `geometry.pool_shape`, allocated and touched.
         transfer: A backend's name, or auto for every one that works here.
         tcp_fault: Damage that the tcp backend does to what it sends (tests).
+        transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class WorkerConnector:
         bind_host: str,
         advertise_host: str,
         tcp_fault: str | None = None,
+        transfer_options: str = "",
     ) -> None:
         heads = len(geometry.local_heads(tp_size, rank))
         if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], heads):
@@ -67,15 +79,17 @@ class WorkerConnector:
         self._rank = rank
         self._pool = pool
         self._names = candidates(transfer)
-        self._explicit = transfer != "auto"
         self._incarnation = incarnation
         self._options = EngineOptions(
             name=f"{incarnation}-{rank}-{secrets.token_hex(4)}",
             bind_host=bind_host,
             advertise_host=advertise_host,
             item_bytes=geometry.item_bytes,
+            explicit=transfer != "auto",
             fault=tcp_fault,
         )
+        self._backend_options = parse_backend_options(transfer_options)
+        self._lives = itertools.count()
         self._opened = threading.Event()
         self._error: Exception | None = None
         self._stop, self._stopped = socket.socketpair()
@@ -123,18 +137,30 @@ class WorkerConnector:
         engines: dict[str, tuple[TransferEngine, EngineDescription]] = {}
         for name in self._names:
             try:
-                engine = open_engine(name, self._options)
+                engines[name] = self._open_engine(name)
             except BackendUnavailable as error:
-                if self._explicit:
+                if self._options.explicit:
                     raise
                 _log.info("transfer backend left out: %s", error)
-                continue
-            region = engine.register(self._pool)
-            description = EngineDescription(engine=engine.describe(), regions=(region.describe(),))
-            engines[name] = (engine, description)
         if not engines:
             raise BackendUnavailable("no transfer backend works here")
         return engines
+
+    def _options_of(self, name: str) -> EngineOptions:
+        return replace(
+            self._options,
+            name=f"{self._options.name}-{next(self._lives)}",
+            backend_options=self._backend_options.get(name, {}),
+        )
+
+    def _open_engine(self, name: str) -> tuple[TransferEngine, EngineDescription]:
+        engine = open_engine(name, self._options_of(name))
+        try:
+            region = engine.register(self._pool)
+        except BackendUnavailable:
+            engine.close()
+            raise
+        return engine, EngineDescription(engine=engine.describe(), regions=(region.describe(),))
 
     def _serve(self, opened: dict[str, tuple[TransferEngine, EngineDescription]]) -> None:
         engines = {name: engine for name, (engine, _) in opened.items()}
@@ -144,38 +170,61 @@ class WorkerConnector:
         channel.setsockopt(zmq.LINGER, 0)
         channel.setsockopt(zmq.RECONNECT_IVL, 10)  # we may be up before the engine process listens
         channel.connect(self._address)
+        descriptions = {name: description for name, (_, description) in opened.items()}
         links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
-        hello = wire.RankHello(
-            rank=self._rank,
-            incarnation=self._incarnation,
-            engines={name: description for name, (_, description) in opened.items()},
-        )
         try:
-            channel.send(wire.encode(hello))
-            self._loop(channel, links, list(engines.values()))
+            self._say_hello(channel, descriptions)
+            self._loop(channel, links, engines, descriptions)
         finally:
             for engine in engines.values():
                 engine.close()
             channel.close()
             context.term()
 
-    def _loop(self, channel: zmq.Socket[bytes], links: RankLinks, engines: list[TransferEngine]) -> None:
+    def _say_hello(self, channel: zmq.Socket[bytes], descriptions: Mapping[str, EngineDescription]) -> None:
+        hello = wire.RankHello(rank=self._rank, incarnation=self._incarnation, engines=dict(descriptions))
+        channel.send(wire.encode(hello))
+
+    def _loop(
+        self,
+        channel: zmq.Socket[bytes],
+        links: RankLinks,
+        engines: dict[str, TransferEngine],
+        descriptions: dict[str, EngineDescription],
+    ) -> None:
         poller = zmq.Poller()
         poller.register(channel, zmq.POLLIN)
         poller.register(self._stopped, zmq.POLLIN)
-        for engine in engines:
-            descriptor = engine.fileno()
-            if descriptor is not None:
-                poller.register(descriptor, zmq.POLLIN)
+        for engine in engines.values():
+            _watch(poller, engine)
         while True:
-            ready = dict(poller.poll(_wait_ms(links, engines)))
+            ready = dict(poller.poll(_wait_ms(links, list(engines.values()))))
             if self._stopped.fileno() in ready:
                 return
-            if channel in ready:
-                _take_commands(channel, links)
-            for engine in engines:
+            while channel.poll(0):
+                command = wire.decode_command(channel.recv())
+                if isinstance(command, wire.Rebuild):
+                    _unwatch(poller, engines[command.transfer])
+                    descriptions[command.transfer] = self._rebuild(command.transfer, links, engines)
+                    _watch(poller, engines[command.transfer])
+                    self._say_hello(channel, descriptions)
+                else:
+                    links.handle(command)
+            for engine in engines.values():
                 engine.progress()
             links.collect()
+
+    def _rebuild(self, name: str, links: RankLinks, engines: dict[str, TransferEngine]) -> EngineDescription:
+        """Destroy an engine and open it anew: the end of everything that it could still write.
+
+        Raises `BackendUnavailable` if it does not open again, which ends the rank.
+        """
+        destroyed = engines[name]
+        destroyed.close()
+        links.engine_destroyed(destroyed)
+        engines[name], description = self._open_engine(name)
+        _log.info("%s engine rebuilt", name)
+        return description
 
 
 def rank_identity(rank: int) -> bytes:
@@ -183,9 +232,16 @@ def rank_identity(rank: int) -> bytes:
     return b"rank-%d" % rank
 
 
-def _take_commands(channel: zmq.Socket[bytes], links: RankLinks) -> None:
-    while channel.poll(0):
-        links.handle(wire.decode_command(channel.recv()))
+def _watch(poller: zmq.Poller, engine: TransferEngine) -> None:
+    descriptor = engine.fileno()
+    if descriptor is not None:
+        poller.register(descriptor, zmq.POLLIN)
+
+
+def _unwatch(poller: zmq.Poller, engine: TransferEngine) -> None:
+    descriptor = engine.fileno()
+    if descriptor is not None:
+        poller.unregister(descriptor)
 
 
 def _wait_ms(links: RankLinks, engines: list[TransferEngine]) -> int | None:

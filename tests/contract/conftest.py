@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from tests.contract.pools import pattern
+from tests.gpu import needs_gpus
+from tests.standins import mori_io
 from transfer.engine import (
     BACKENDS,
     EngineOptions,
@@ -37,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class ServingPeer:
     """The other process."""
 
-    def __init__(self, backend: str, fault: str | None = None) -> None:
+    def __init__(self, backend: str, fault: str | None = None, device: str = "cpu") -> None:
         self.secret = new_secret()
         command = [
             sys.executable,
@@ -46,6 +49,7 @@ class ServingPeer:
             backend,
             str(POOL_BYTES),
             self.secret.hex(),
+            device,
         ]
         self.process = subprocess.Popen(
             command + ([fault] if fault else []), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -80,15 +84,23 @@ class ServingPeer:
 class Reader:
     """An engine in this process with a pool of its own."""
 
-    def __init__(self, backend: str) -> None:
-        self.pool = np.zeros(POOL_BYTES, dtype=np.uint8)
+    def __init__(self, backend: str, device: str = "cpu") -> None:
+        self._tensor = torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device)
         self.engine: TransferEngine = open_engine(
             backend,
             EngineOptions(
                 name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4
             ),
         )
-        self.region = self.engine.register(torch.from_numpy(self.pool))
+        self.region = self.engine.register(self._tensor)
+
+    @property
+    def pool(self) -> np.ndarray:
+        """The bytes of the pool as they are now."""
+        return self._tensor.cpu().numpy()
+
+    def clear(self) -> None:
+        self._tensor.zero_()
 
     def connect(self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = 10.0) -> Peer:
         """Connect and wait for it. Raises what the backend raises."""
@@ -119,32 +131,53 @@ def served_bytes() -> np.ndarray:
     return pattern(POOL_BYTES)
 
 
-@pytest.fixture(scope="session")
-def usability() -> dict[str, Usability]:
+@pytest.fixture(scope="package")
+def mori_standin() -> Iterator[None]:
+    """Where AMD's library is not installed, its backend is held to the contract on the stand-in."""
+    if importlib.util.find_spec("mori") is not None:
+        yield
+        return
+    with mori_io.on_path():
+        yield
+
+
+@pytest.fixture(scope="package")
+def usability(mori_standin: None) -> dict[str, Usability]:
     return {name: usable(name) for name in BACKENDS}
 
 
-@pytest.fixture(params=list(BACKENDS))
-def backend(request: pytest.FixtureRequest, usability: dict[str, Usability]) -> str:
-    name: str = request.param
+ON_GPUS = [pytest.param(f"{name}@cuda", marks=(pytest.mark.gpu, needs_gpus(2))) for name in ("nixl", "nccl")]
+
+
+@pytest.fixture(params=[*BACKENDS, *ON_GPUS])
+def cell(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A backend, and the kind of memory that the pools are in."""
+    name, _, device = str(request.param).partition("@")
+    return name, device or "cpu"
+
+
+@pytest.fixture
+def backend(cell: tuple[str, str], usability: dict[str, Usability]) -> str:
+    name = cell[0]
     if not usability[name].ok:
         pytest.skip(f"{name} does not work here: {usability[name].reason}")
     return name
 
 
 @pytest.fixture
-def reader(backend: str) -> Iterator[Reader]:
-    made = Reader(backend)
+def reader(backend: str, cell: tuple[str, str]) -> Iterator[Reader]:
+    made = Reader(backend, "cpu" if cell[1] == "cpu" else "cuda:0")
     yield made
     made.engine.close()
 
 
 @pytest.fixture
-def start_peer(backend: str) -> Iterator[Callable[..., ServingPeer]]:
+def start_peer(backend: str, cell: tuple[str, str]) -> Iterator[Callable[..., ServingPeer]]:
+    device = "cpu" if cell[1] == "cpu" else "cuda:1"
     started: list[ServingPeer] = []
 
     def start(fault: str | None = None) -> ServingPeer:
-        started.append(ServingPeer(backend, fault))
+        started.append(ServingPeer(backend, fault, device))
         return started[-1]
 
     yield start

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that owns a pool with known bytes and lets others read it, through one backend.
 
-    python -m tests.contract.serving_peer BACKEND POOL_BYTES SECRET_HEX [FAULT]
+    python -m tests.contract.serving_peer BACKEND POOL_BYTES SECRET_HEX [DEVICE [FAULT]]
 
 Prints one line of JSON with its descriptions, then serves until it is killed or its stdin ends.
 """
@@ -19,7 +19,7 @@ from tests.contract.pools import pattern
 from transfer.engine import EngineOptions, open_engine
 
 
-def main(backend: str, pool_bytes: str, secret: str, fault: str | None = None) -> None:
+def main(backend: str, pool_bytes: str, secret: str, device: str = "cpu", fault: str | None = None) -> None:
     engine = open_engine(
         backend,
         EngineOptions(
@@ -31,7 +31,7 @@ def main(backend: str, pool_bytes: str, secret: str, fault: str | None = None) -
         ),
     )
     engine.admit(bytes.fromhex(secret))
-    pool = torch.from_numpy(pattern(int(pool_bytes)))
+    pool = torch.from_numpy(pattern(int(pool_bytes))).to(device)
     region = engine.register(pool)
     print(json.dumps({"engine": engine.describe().hex(), "region": region.describe().hex()}), flush=True)
     waits: list[object] = [sys.stdin]

@@ -126,7 +126,7 @@ def test_a_cancelled_read_writes_nothing_after_it_is_quiescent(reader: Reader, s
     assert transfer.poll() in (Status.FAILED, Status.DONE)
     other.resume()
     reader.wait(lambda: transfer.quiescent)
-    reader.pool[:] = 0
+    reader.clear()
     follow_up = reader.read(peer, [(0, 0, 64)])
     assert reader.finish(follow_up) is Status.DONE
     assert not reader.pool[64:].any()
@@ -197,7 +197,7 @@ def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: st
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize("backend", ["tcp"], indirect=True)
+@pytest.mark.parametrize("cell", ["nccl", "tcp"], indirect=True)
 def test_a_reader_without_a_token_of_this_agent_is_refused(reader: Reader, start_peer: StartPeer) -> None:
     """X22: nobody reads who was not admitted on the control channel."""
     other = start_peer()

@@ -113,7 +113,7 @@ def test_no_new_options() -> None:
         "--model", "--role", "--served-model-name", "--host", "--port", "--advertise-host", "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
-        "--transfer", "--lease-s", "--pull-timeout-s", "--on-pull-failure", "--threads",
+        "--transfer", "--transfer-options", "--lease-s", "--pull-timeout-s", "--on-pull-failure", "--threads",
         "--max-body-bytes", "--log-level", "--tcp-fault",
     }  # fmt: skip
 

@@ -31,6 +31,7 @@ class Agent:
         tp_size: int = 1,
         transfer: str = "tcp",
         tcp_fault: str | None = None,
+        transfer_options: str = "",
         seed: int = 0,
         geometry: KVGeometry = GEOMETRY,
         device: str = "cpu",
@@ -66,6 +67,7 @@ class Agent:
                 bind_host="127.0.0.1",
                 advertise_host="127.0.0.1",
                 tcp_fault=tcp_fault,
+                transfer_options=transfer_options,
             )
             for rank, pool in enumerate(self.pools)
         ]

@@ -26,8 +26,20 @@ THEIRS = [3, 4, 5, 9, 1]
 OURS = [20, 21, 22, 7, 30]
 TOKENS = 18
 
-needs_nixl = pytest.mark.skipif(not usable("nixl").ok, reason=usable("nixl").reason)
-BACKENDS = ["tcp", pytest.param("nixl", marks=needs_nixl)]
+
+def needs(backend: str) -> pytest.MarkDecorator:
+    """Skips where the backend does not work."""
+    verdict = usable(backend)
+    return pytest.mark.skipif(not verdict.ok, reason=verdict.reason)
+
+
+needs_nixl = needs("nixl")
+BACKENDS = [
+    "tcp",
+    pytest.param("nixl", marks=needs_nixl),
+    pytest.param("mooncake", marks=needs("mooncake")),
+    pytest.param("nccl", marks=needs("nccl")),
+]
 
 
 @pytest.mark.parametrize("transfer", BACKENDS)
@@ -97,6 +109,17 @@ async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
         assert done == set(ids)
         assert_same_kv(prefill, list(range(12)), decode, list(range(15, 27)))
         assert (prefill.plane.stats().handshakes, decode.plane.stats().handshakes) == (1, 1)
+
+
+async def test_a_held_transfer_does_not_inherit_the_connection_that_another_broke() -> None:
+    async with Agent(seed=1, tcp_fault="drop:count=1") as prefill, Agent(seed=2) as decode:
+        held, unlucky = prefill.lend(THEIRS, TOKENS), prefill.lend([11], 4)
+        decode.plane.hold(held, prefill.remote(TOKENS), 10.0)
+        decode.plane.pull(unlucky, prefill.remote(4), [12], 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "read_failed"
+        decode.plane.pull(held, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).transfer_id == held
+        assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
 async def test_a_lease_that_nobody_renews_expires_by_itself() -> None:
@@ -440,7 +463,7 @@ async def test_a_plane_can_be_closed_after_its_ranks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transfer", BACKENDS)
+@pytest.mark.parametrize("transfer", ["tcp", pytest.param("nixl", marks=needs_nixl)])
 async def test_blocks_move_between_pools_on_a_gpu(transfer: str) -> None:
     """The tcp backend stages through pinned host memory; NIXL registers VRAM."""
     if not torch.cuda.is_available():

@@ -18,7 +18,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _read, _write = _libc.process_vm_readv, _libc.process_vm_writev
 for _call in (_read, _write):
     _call.restype = ctypes.c_ssize_t
-    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    _call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
 
 
 class MemoryGone(Exception):

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything around the machines, as one immutable value: prompts, readers, the network, and the truth.
+
+The *truth* is what the checks compare the machines with, and is never shown to them: which blocks are
+promised to whom and until when, and whether their bytes are still the prompt's. Freed blocks are overwritten
+at once: a read that is served later always finds wrong bytes, the worst that can happen to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from tests.model.machines import Handle
+from transfer.aggregate import RankReport
+from transfer.ids import Incarnation, TransferId
+
+BLOCKS = 2
+"""Blocks of every prompt; one can be readable before the other is computed."""
+TOKENS = 7
+LEASE_S = 2
+REQUEST_S = 3
+"""A request's own deadline, which no renewal may pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How large a world is explored.
+
+    `pulls` are pairs of a reader and a request. `faults` is how many things may go wrong in one history, of
+    any kind; `renewals` how many renewals are sent; `time` how far the clock runs; `depth` the number of
+    steps of a history, after those of `begin`, which are taken first, by name; `memory` and `staged` bound
+    what the producer remembers of ended leases and of readers that came early.
+    """
+
+    requests: int = 2
+    readers: int = 2
+    pulls: tuple[tuple[int, int], ...] = ((0, 0), (1, 1))
+    ranks: int = 1
+    faults: int = 2
+    renewals: int = 1
+    time: int = 3
+    depth: int = 64
+    begin: tuple[str, ...] = ()
+    memory: int = 64
+    staged: int = 64
+
+
+class Phase(Enum):
+    """What the producer's scheduler did with a prompt."""
+
+    NEW = "new"
+    FILLING = "filling"
+    READY = "ready"
+    OVER = "over"
+
+
+class Prompt(NamedTuple):
+    """One request at the producer, and the truth about its lease."""
+
+    phase: Phase = Phase.NEW
+    computed: int = 0
+    pinned: bool = False
+    intact: bool = True
+    dropped: bool = False
+    limit: int = 0
+    until: int = 0
+    reader: int | None = None
+    proven: int | None = None
+    used: bool = False
+    """A reader has begun to decode from it."""
+
+
+class Bytes(Enum):
+    """One rank's read: what its destination holds, and whether that may still change."""
+
+    FLYING = "flying"
+    RIGHT = "right"
+    WRONG = "wrong"
+    FAILED = "failed"
+    """Given up, and still written to."""
+    QUIET = "quiet"
+
+
+class RankRead(NamedTuple):
+    seq: int
+    rank: int
+    blocks: int
+    state: Bytes = Bytes.FLYING
+    cancelled: bool = False
+    told: RankReport | None = None
+    """How its end was reported."""
+    hushed: bool = False
+    """That it is quiescent was reported, with its end or later."""
+
+    @property
+    def writing(self) -> bool:
+        return self.state in (Bytes.FLYING, Bytes.FAILED)
+
+
+class End(Enum):
+    """What the scheduler was told about a pull."""
+
+    NONE = "none"
+    DONE = "done"
+    FAILED = "failed"
+    QUARANTINED = "quarantined"
+
+
+class Reading(NamedTuple):
+    """One reader's pull of one request, with its part of the control channel."""
+
+    machine: Handle
+    reader: int
+    request: int
+    awaited: int | None = None
+    seq: int = 0
+    end: End = End.NONE
+    reads: tuple[RankRead, ...] = ()
+
+
+class Reader(NamedTuple):
+    alive: bool
+    aggregator: Handle
+
+
+class Message(NamedTuple):
+    """Something under way between a reader and the producer. One that is never delivered is a lost one."""
+
+    kind: str
+    pull: int
+    seq: int
+    incarnation: int = 0
+    body: Hashable = None
+
+
+class World(NamedTuple):
+    now: int
+    incarnation: int
+    table: Handle
+    prompts: tuple[Prompt, ...]
+    pulls: tuple[Reading, ...]
+    readers: tuple[Reader, ...]
+    network: frozenset[Message]
+    faults: int
+    renewals: int
+
+
+def transfer_id(request: int) -> TransferId:
+    return TransferId(f"t{request}")
+
+
+def incarnation(reader: int) -> Incarnation:
+    return Incarnation(f"reader-{reader}")
+
+
+def blocks_of(request: int) -> tuple[int, ...]:
+    """The producer's blocks that hold a request's prompt."""
+    return tuple(range(10 * (request + 1), 10 * (request + 1) + BLOCKS))
+
+
+def replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])

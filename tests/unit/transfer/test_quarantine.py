@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""I3: blocks of a failed read come back when nothing can write to them any more, by force if need be."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
+from tests.unit.transfer.rig import Agent, assert_same_kv
+from tests.unit.transfer.test_plane import needs_nixl
+from tests.unit.transfer.test_plane_deaths import OtherAgent
+from transfer.connector import PullDone, PullFailed, PullQuiescent
+from transfer.ids import TransferId
+from transfer.quarantine import Quarantine
+
+ELSEWHERE = [10, 11, 12, 13, 14]
+A, B, C = (TransferId(name) for name in "abc")
+
+
+def test_a_stay_that_lasts_too_long_asks_for_a_rebuild_once() -> None:
+    quarantine = Quarantine(30.0, 100)
+    quarantine.enter(0.0, A, "nixl", 5)
+    quarantine.enter(10.0, B, "mori", 5)
+    assert quarantine.delay(5.0) == 25.0
+    assert quarantine.take_due(29.9) == []
+    assert quarantine.take_due(30.0) == ["nixl"]
+    assert quarantine.take_due(31.0) == []
+    assert quarantine.delay(31.0) == 9.0
+
+
+def test_a_quarter_of_the_pool_is_the_most_that_may_stay() -> None:
+    quarantine = Quarantine(30.0, 100)
+    quarantine.enter(0.0, A, "nixl", 20)
+    quarantine.enter(0.0, B, "nixl", 5)
+    assert quarantine.take_due(1.0) == []
+    quarantine.enter(1.0, C, "nixl", 1)
+    assert quarantine.delay(1.0) == 0.0
+    assert quarantine.take_due(1.0) == ["nixl"]
+    assert quarantine.delay(1.0) is None
+
+
+def test_what_became_quiescent_asks_for_nothing() -> None:
+    quarantine = Quarantine(30.0, 100)
+    quarantine.enter(0.0, A, "nixl", 50)
+    quarantine.leave(A)
+    quarantine.leave(A)
+    assert len(quarantine) == 0
+    assert quarantine.take_due(99.0) == []
+
+
+class Stopped:
+    """A decode agent whose producer was stopped as it began to read into `OURS`, and gave up."""
+
+    def __init__(self, decode: Agent, producer: OtherAgent, failed: PullFailed) -> None:
+        self.decode = decode
+        self.producer = producer
+        self.failed = failed
+
+
+@asynccontextmanager
+async def stopped(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Stopped]:
+    # Over shared memory UCX reads the stopped process all the same; over sockets that process takes part.
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    producer = OtherAgent("produce", "nixl")
+    try:
+        async with Agent(transfer="nixl", seed=2, **settings) as decode:
+            remote, ids = producer.remote(), producer.said["ids"]
+            decode.plane.pull(ids[0], remote, ELSEWHERE, 0, 20.0)
+            await decode.event(PullDone)
+            ranks = decode.plane._ranks
+            read = ranks.read
+
+            def stop_and_read(*arguments: Any) -> None:
+                producer.signal(signal.SIGSTOP)
+                read(*arguments)
+
+            monkeypatch.setattr(ranks, "read", stop_and_read)
+            decode.plane.pull(ids[1], remote, OURS, 0, 0.5)
+            failed = await decode.event(PullFailed)
+            monkeypatch.setattr(ranks, "read", read)
+            yield Stopped(decode, producer, failed)
+    finally:
+        producer.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("how", [signal.SIGCONT, signal.SIGKILL])
+async def test_a_quarantine_ends_within_a_second_of_the_peers_resuming_or_dying(
+    monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    async with stopped(monkeypatch) as case:
+        assert not case.failed.quiescent
+        assert case.decode.plane.stats().quarantined == 1
+        with pytest.raises(TimeoutError):
+            await case.decode.event(PullQuiescent, timeout_s=0.5)
+        case.producer.signal(how)
+        quiescent = await case.decode.event(PullQuiescent, timeout_s=1.0)
+        assert quiescent.transfer_id == case.failed.transfer_id
+        assert case.decode.plane.stats().quarantined == case.decode.plane.stats().rebuilds == 0
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("settings", "within_s"),
+    [({"quarantine_s": 0.5}, 1.5), ({"quarantine_s": 30.0, "num_blocks": 16}, 1.0)],
+    ids=["too old", "too large"],
+)
+async def test_a_rebuilt_engine_writes_nothing_into_blocks_that_are_used_again(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], within_s: float
+) -> None:
+    """The writer is stopped, its destination is wanted again, and then the writer goes on."""
+    async with stopped(monkeypatch, **settings) as case:
+        decode, producer = case.decode, case.producer
+        begun = time.monotonic()
+        assert not case.failed.quiescent
+        await decode.event(PullQuiescent, timeout_s=within_s)
+        assert time.monotonic() - begun < within_s
+        assert decode.plane.stats().rebuilds == 1
+        pattern = torch.full_like(decode.pools[0][OURS], 7.0)
+        decode.pools[0][OURS] = pattern
+        producer.signal(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        async with Agent(seed=3, transfer="nixl") as other:  # the stopped one's UCX may not survive our end
+            transfer_id = other.lend(THEIRS, TOKENS)
+            decode.plane.pull(transfer_id, other.remote(TOKENS), ELSEWHERE, 0, 10.0)
+            assert (await decode.event(PullDone)).backend == "nixl"
+            assert_same_kv(other, THEIRS, decode, ELSEWHERE)
+        assert torch.equal(decode.pools[0][OURS], pattern)

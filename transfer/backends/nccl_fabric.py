@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A communicator of two ranks: torch.distributed's gloo for host memory, NCCL for GPUs.
+
+Each is made by hand, over a store of its own: torch.distributed's default group belongs to the model. Making
+one blocks, and so do gloo's operations (they never turn completed unless somebody waits), so all of this runs
+on the thread of the pair.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+_ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_POLL_S = 0.0001
+_NEVER = timedelta(days=365)
+
+
+class PairBroken(Exception):
+    """The communicator cannot be used any more: the peer died, stopped, or sent what was not asked for."""
+
+
+class Communicator(Protocol):
+    """Messages between two ranks, in order. Everything raises `PairBroken`."""
+
+    def send(self, message: torch.Tensor, tag: int) -> Any:
+        """Begin to send; the message must stay as it is until `wait` has returned."""
+
+    def receive(self, message: torch.Tensor, tag: int) -> Any:
+        """Begin to receive into the message, which must be as long as the one that comes."""
+
+    def wait(self, work: Any, deadline: float) -> None:
+        """Wait for the end of a send or receive: a received message may be read by anybody then."""
+
+    def close(self) -> None:
+        """Tear it down; afterwards nothing is written into any message."""
+
+
+class GlooPair:
+    """Host memory."""
+
+    def __init__(self, store: Any, rank: int, host: str, deadline: float) -> None:
+        import torch.distributed as dist
+
+        self._other = 1 - rank
+        with broken_pair():
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = time_left(deadline)
+            options._threads = 1
+            self._group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, message: torch.Tensor, tag: int) -> Any:
+        with broken_pair():
+            return self._group.send([message], self._other, tag)
+
+    def receive(self, message: torch.Tensor, tag: int) -> Any:
+        with broken_pair():
+            return self._group.recv([message], self._other, tag)
+
+    def wait(self, work: Any, deadline: float) -> None:
+        """A wait that runs out of time closes the connection, so the peer learns of it too."""
+        with broken_pair():
+            work.wait(time_left(deadline))
+
+    def close(self) -> None:
+        self._group = None
+
+
+class NcclPair:
+    """GPU memory. Work is ordered on the stream that is current where these are called."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        import torch.distributed as dist
+
+        self._other = 1 - rank
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER  # deadlines are ours: its watchdog would end the process
+        with broken_pair(), _watchdog_off():
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+
+    def send(self, message: torch.Tensor, tag: int) -> Any:
+        with broken_pair():
+            return self._group.send([message], self._other, 0)
+
+    def receive(self, message: torch.Tensor, tag: int) -> Any:
+        with broken_pair():
+            return self._group.recv([message], self._other, 0)
+
+    def wait(self, work: Any, deadline: float) -> None:
+        """NCCL works on a stream of its own. Ours waits for that one first, then we for ours (L1)."""
+        import torch
+
+        with broken_pair():
+            work.wait()
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            while not done.query():
+                if time.monotonic() >= deadline:
+                    raise PairBroken("a message passed its deadline")
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Abort what is in flight; kernels that wait for a dead peer end by this alone."""
+        with broken_pair():
+            self._group.abort()
+        self._group = None
+
+
+@contextmanager
+def broken_pair() -> Iterator[None]:
+    """torch.distributed raises RuntimeError, and subclasses of it, for all that can go wrong."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PairBroken(str(error).splitlines()[0]) from error
+
+
+@contextmanager
+def _watchdog_off() -> Iterator[None]:
+    """A group made meanwhile does not end the process when its peer dies. Read when a group is made."""
+    before = os.environ.get(_ASYNC_ERRORS)
+    os.environ[_ASYNC_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ASYNC_ERRORS]
+        else:
+            os.environ[_ASYNC_ERRORS] = before
+
+
+def time_left(deadline: float) -> timedelta:
+    """Time until the deadline; gloo takes zero for no limit at all."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
