@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full check format bench-proxy train clean
+.PHONY: help env demo test test-full chaos check format bench-proxy train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,11 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 
 test-full: $(STAMP) ## the whole equality matrix (500 prompts a cell)
 	$(BIN)/pytest -m 'full or not full' --timeout 7200
+
+# make chaos SEED=7 REQUESTS=2000 BACKEND=nixl repeats one run's choices; each part may be left out.
+chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and cut off
+	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(REQUESTS),--requests $(REQUESTS)) \
+		$(if $(BACKEND),--backend $(BACKEND))
 
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .
