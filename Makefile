@@ -2,12 +2,14 @@
 PYTHON ?= python3
 # Another package index for torch, for example one that holds CPU-only builds: make test TORCH_INDEX=URL
 TORCH_INDEX ?=
+# What to run: make test-gpu TESTS=tests/system
+TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full chaos check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -17,7 +19,7 @@ env: $(STAMP) ## make .venv with pinned dependencies
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,nixl]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,nixl,mooncake]'
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved
@@ -27,6 +29,9 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) check
 	$(BIN)/pytest -m 'not full'
 
+model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
+	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
+
 test-full: $(STAMP) ## the whole equality matrix (500 prompts a cell)
 	$(BIN)/pytest -m 'full or not full' --timeout 7200
 
@@ -34,6 +39,9 @@ test-full: $(STAMP) ## the whole equality matrix (500 prompts a cell)
 chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and cut off
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(REQUESTS),--requests $(REQUESTS)) \
 		$(if $(BACKEND),--backend $(BACKEND))
+
+test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
+	$(BIN)/python -m pytest -m gpu -rs $(TESTS)
 
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .

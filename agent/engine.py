@@ -75,7 +75,8 @@ class ApiChannel:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def receive(self) -> ToEngine:
-        return self._decoder.decode(await self._from_api.recv())
+        message: ToEngine = self._decoder.decode(await self._from_api.recv())
+        return message
 
     async def send(self, message: FromEngine) -> None:
         """Queue a message. Raises `ApiGone` when the API process has not read for long."""

@@ -140,4 +140,5 @@ class Executor:
 
     async def _receive(self) -> FromRank:
         _, frame = await self._socket.recv_multipart()
-        return self._decoder.decode(frame)
+        message: FromRank = self._decoder.decode(frame)
+        return message

@@ -77,7 +77,8 @@ class Model:
             use_cache=False,
             paged=batch,
         )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Model:
         padding = [rows[0]] * (-len(rows) % ROW_MULTIPLE)
         chosen = hidden[torch.tensor(rows + padding, device=hidden.device)]
         head = self._causal.get_output_embeddings()
-        logits = head(chosen)
+        logits: torch.Tensor = head(chosen)
         if self._head_is_split:
             logits = self._group.concat(logits)
         return logits[: len(rows)].float()
@@ -115,15 +116,16 @@ def check_supported(config: PretrainedConfig, group: Group) -> None:
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _resolve_dtype(spec: ModelSpec, config: PretrainedConfig) -> torch.dtype:
-    if spec.dtype != "auto":
-        return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
-    if spec.device.type == "cpu":
-        return torch.float32
-    return config.dtype or torch.bfloat16  # type: ignore[no-any-return]
+    name: str = spec.dtype
+    if spec.dtype == "auto":
+        own = str(config.dtype or "bfloat16").removeprefix("torch.")  # a name or a torch.dtype
+        name = "float32" if spec.device.type == "cpu" else own
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _context_len(asked: int | None, config: PretrainedConfig) -> int:
@@ -192,10 +194,14 @@ def _install_rowwise(causal: Any, splits: dict[str, Split], group: Group) -> Non
         causal.set_submodule(name, RowwiseLinear(linear.weight, linear.bias, group))
 
 
-def _make_batch_invariant(
-    base: nn.Module, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replace the parts whose bits would depend on where a row lies in the batch."""
+def _make_batch_invariant(base: Any, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the parts whose bits would depend on where a row lies in the batch.
+
+    Raises:
+        UnsupportedModel: positions do not enter through a `rotary_emb` of the base model.
+    """
+    if not hasattr(base, "rotary_emb"):
+        raise UnsupportedModel(f"{type(base).__name__} has no rotary_emb")
     base.rotary_emb = RotaryTable(type(base.rotary_emb), base.config, max_model_len, dtype, device)
     if device.type == "cpu":
         for module in base.modules():

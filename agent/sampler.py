@@ -86,8 +86,9 @@ def margin(score: torch.Tensor, token_id: int) -> float:
     """How far the drawn token's score lies above the best of the others (inf where there is no other)."""
     if score.shape[-1] < 2:
         return float("inf")
-    first, second = score.topk(2).values.tolist()
-    return float(score[token_id]) - (second if float(score[token_id]) == first else first)
+    first, second = (float(value) for value in score.topk(2).values)
+    drawn = float(score[token_id])
+    return drawn - (second if drawn == first else first)
 
 
 def _report(raw: torch.Tensor, score: torch.Tensor, token_id: int, wanted: int) -> TokenLogprob:

@@ -33,6 +33,8 @@ class EventStream(ResponseBody):
         self._cut = asyncio.timeout_at(deadline + CUT_GRACE_S)
         self._status = 200
         self._code: str | None = None
+        self._served = False
+        """Whether the client was given `[DONE]`. Many hang up on it, without waiting for the body to end."""
 
     async def __aenter__(self) -> AsyncGenerator[bytes, None]:
         await self._cut.__aenter__()
@@ -44,7 +46,7 @@ class EventStream(ResponseBody):
         try:
             await self._later.aclose()
         finally:
-            if error is None:
+            if error is None or self._served:
                 self._record.end(self._status, self._code)
             else:
                 self._record.end(CLIENT_LEFT, "client_left")
@@ -58,6 +60,7 @@ class EventStream(ResponseBody):
                 self._record.events(events)
                 if sse.holds_error(events):
                     self._status, self._code = 502, "agent_error"
+                self._served = events.endswith(sse.DONE)
                 yield events
         except ProxyError as error:
             self._status, self._code = error.status, error.code

@@ -19,7 +19,7 @@ async def chaos(settings: Settings, backends: tuple[str, ...], log_dir: Path) ->
     references = await ask_alone(settings, log_dir)
     well = True
     for backend in backends:
-        print(f"{backend}, seed {settings.seed}", flush=True)
+        print(settings.command(backend), flush=True)
         tally = await run(settings, backend, references, log_dir / backend)
         print(tally.table(), flush=True)
         for complaint in (complaints := tally.complaints()):
@@ -40,7 +40,6 @@ def main() -> int:
     settings = Settings(
         seed=args.seed, requests=args.requests, questions=args.questions, stop_s=tuple(args.stop_s)
     )
-    print(f"seed {settings.seed}", flush=True)
     backends = BACKENDS if args.backend == "all" else (args.backend,)
     return 0 if asyncio.run(chaos(settings, backends, args.log_dir)) else 1
 

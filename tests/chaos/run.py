@@ -21,11 +21,12 @@ from tests.chaos.judge import Tally
 from tests.chaos.plan import ROLES, Ask, Round, Strike, make_questions, make_rounds
 from tests.chaos.victims import LEASE_S, MODEL, make_spec, strike
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
+from tests.system.conftest import wait_ready
 from tests.system.metrics import scrape, total, wait_idle
 
 CONCURRENCY = 12
 DEADLINE_S = 90.0
-READY_S = 60.0
+READY_S = 120.0
 _COUNTED = (
     "kvferry_recomputes_total",
     "kvferry_transfers_total",
@@ -42,6 +43,11 @@ class Settings:
     requests: int
     questions: int
     stop_s: tuple[float, float]
+
+    def command(self, backend: str) -> str:
+        """How to repeat the run over one backend."""
+        shape = f"--requests {self.requests} --questions {self.questions} --stop-s {self.stop_s[0]} {self.stop_s[1]}"
+        return f"python -m tests.chaos --seed {self.seed} {shape} --backend {backend}"
 
 
 @dataclass(slots=True)
@@ -66,7 +72,7 @@ async def ask_alone(settings: Settings, log_dir: Path) -> list[Answer]:
     argv = ("-m", "agent", "--role", "both", "--model", MODEL, "--port", "0", "--control-port", "0")
     agent = await start_process("alone", (*argv, "--prefix-cache", "false", "--threads", "1"), log_dir)
     try:
-        await _wait_ready(agent.url)
+        await wait_ready(agent)
         # Only with log probabilities does an agent tell its margins.
         bodies = [{**body, "logprobs": 0} for body in make_questions(settings.seed, settings.questions)]
         answers = await complete_all(agent.url, bodies, CONCURRENCY)
@@ -109,7 +115,7 @@ class _Run:
                 mine = [each for each in round_.strikes if each.agent in ROLES[role]]
                 tasks.create_task(self._strikes(mine, progress))
         for agent in self.cluster.agents.values():
-            await _wait_ready(agent.url)  # the proxy may still take a killed agent's word for its successor's
+            await wait_ready(agent)  # the proxy may still take a killed agent's word for its successor's
         await self.cluster.wait_ready(READY_S)
         await self._check_nothing_left()
 
@@ -154,12 +160,3 @@ class _Run:
                     if name in _COUNTED
                 }
             )
-
-
-async def _wait_ready(url: str) -> None:
-    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{url}/ready") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.1)

@@ -31,9 +31,9 @@ async def test_nothing_wrong_leaked_hung_or_untyped(
 ) -> None:
     """I1, I2, I3, I5, I8 while agents are killed, stopped and cut off."""
     tally = await run(settings, backend, references, log_dir / f"chaos-{backend}")
-    print(f"{backend}: make chaos SEED={settings.seed} REQUESTS={settings.requests} BACKEND={backend}")
+    print(settings.command(backend))
     print(tally.table())
-    assert not tally.complaints(), (settings, tally.complaints())
+    assert not tally.complaints(), (settings.command(backend), tally.complaints())
     assert tally.count("kill") and tally.count("stop"), "agents must have been struck"
     assert tally.count("prefill kvferry_leases_ended_total expired"), "leases must have ended under readers"
     assert tally.count("decode kvferry_recomputes_total"), "prompts must have been computed again"

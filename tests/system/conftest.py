@@ -69,7 +69,7 @@ def start_agent(log_dir: Path) -> StartAgent:
         argv = ("-m", "agent", "--role", "both", "--model", model, "--port", "0", "--control-port", "0")
         process = await start_process("both", (*argv, *COMMON_ARGS, *args), log_dir / f"{number}")
         try:
-            await _wait_ready(process)
+            await wait_ready(process)
             yield process
         finally:
             await process.stop()
@@ -77,7 +77,7 @@ def start_agent(log_dir: Path) -> StartAgent:
     return start
 
 
-async def _wait_ready(process: Process, timeout_s: float = 120.0) -> None:
+async def wait_ready(process: Process, timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
         while True:
             assert process.process.returncode is None, process.last_words()

@@ -13,14 +13,16 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from deploy.launcher import Cluster
+from deploy.launcher import Process, start_process
 from tests.system.client import Answer, Choice, Prompt, complete_all, heldout
-from tests.system.conftest import StartAgent, StartCluster
+from tests.system.conftest import COMMON_ARGS, MODEL, StartAgent, wait_ready
 from tests.system.metrics import scrape, total, wait_idle
 
 CONCURRENCY = 16
@@ -46,12 +48,14 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A running pair of agents, and what the decode agent's counters stood at before the cell."""
+    """One prefill and one decode agent, and the proxy that knows only these two."""
 
     prefill_tp: int
     decode_tp: int
     backend: str
-    cluster: Cluster
+    proxy: Process
+    prefill: Process
+    decode: Process
 
 
 def prompts(task: str, count: int) -> list[Prompt]:
@@ -69,7 +73,7 @@ def prompts(task: str, count: int) -> list[Prompt]:
 
 
 def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]:
-    """The requests of one cell. Odd ones are streamed; seeds are fixed."""
+    """The requests of one cell. Every third is streamed; seeds are fixed."""
     made = []
     for index, prompt in enumerate(prompts(task, count)):
         body = {
@@ -79,7 +83,7 @@ def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]
             "seed": 1000 + index,
             "n": n,
             "logprobs": 0,
-            "stream": bool(index % 2),
+            "stream": index % 3 == 0,
             "max_tokens": 16,
         }
         if task == "ignore_eos":
@@ -116,20 +120,60 @@ def references(start_agent: StartAgent) -> References:
     return References(start_agent)
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=list(itertools.product(TOPOLOGIES, BACKENDS)),
-    ids=lambda param: f"tp{param[0][0]}-{param[0][1]}-{param[1]}",
-)
-async def pair(request: pytest.FixtureRequest, start_cluster: StartCluster) -> AsyncIterator[Pair]:
-    (prefill_tp, decode_tp), backend = request.param
-    async with start_cluster(
-        args=("--transfer", backend),
-        prefill_args=("--tp", str(prefill_tp)),
-        decode_args=("--tp", str(decode_tp)),
-    ) as cluster:
-        yield Pair(prefill_tp, decode_tp, backend, cluster)
+PAIRS = list(itertools.product(TOPOLOGIES, BACKENDS))
+
+
+def pair_name(key: tuple[tuple[int, int], str]) -> str:
+    return f"tp{key[0][0]}-{key[0][1]}-{key[1]}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(log_dir: Path) -> AsyncIterator[dict[tuple[tuple[int, int], str], Pair]]:
+    """Every pair at once, from six agents: an agent announces itself to the proxy of each pair it is in.
+
+    Starting each pair by itself would import torch two to four times for every one of the eight.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, *argv: str) -> Process:
+            process = await start_process(name, argv, log_dir / "equality")
+            stack.push_async_callback(process.stop)
+            return process
+
+        async def agent(role: str, tp: int, transfer: str, proxies: list[Process]) -> Process:
+            announce = [f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in proxies]
+            argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
+            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS, *announce)
+            return await start(f"{role}-{tp}-{transfer}", *argv, *flags)
+
+        proxies = {
+            key: await start(f"proxy-{pair_name(key)}", "-m", "proxy", "--port", "0", "--discovery-port", "0")
+            for key in PAIRS
+        }
+        prefills = {
+            tp: await agent("prefill", tp, "auto", [proxies[key] for key in PAIRS if key[0][0] == tp])
+            for tp in (1, 2)
+        }
+        decodes = {
+            (tp, backend): await agent(
+                "decode",
+                tp,
+                backend,
+                [proxies[key] for key in PAIRS if key[0][1] == tp and key[1] == backend],
+            )
+            for tp, backend in itertools.product((1, 2), BACKENDS)
+        }
+        for proxy in proxies.values():
+            await wait_ready(proxy)
+        yield {
+            key: Pair(*key[0], key[1], proxies[key], prefills[key[0][0]], decodes[key[0][1], key[1]])
+            for key in PAIRS
+        }
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=pair_name)
+def pair(request: pytest.FixtureRequest, fleet: dict[tuple[tuple[int, int], str], Pair]) -> Pair:
+    return fleet[request.param]
 
 
 def first_difference(ours: Choice, theirs: Choice) -> int | None:
@@ -179,8 +223,8 @@ async def check_moved(pair: Pair, before: dict[str, float], answers: list[Answer
 
 
 async def counters(pair: Pair) -> dict[str, float]:
-    samples = await scrape(pair.cluster.agents["decode-0"].url)
-    prefill = await scrape(pair.cluster.agents["prefill-0"].url)
+    samples = await scrape(pair.decode.url)
+    prefill = await scrape(pair.prefill.url)
     return {
         "bytes": total(samples, "kvferry_transfer_bytes_total"),
         "recomputes": total(samples, "kvferry_recomputes_total"),
@@ -191,7 +235,7 @@ async def counters(pair: Pair) -> dict[str, float]:
 
 async def check_cell(pair: Pair, references: References, cell: tuple[str, int, str], count: int) -> None:
     before = await counters(pair)
-    ours = expect_answers(await complete_all(pair.cluster.url, bodies(*cell, count), CONCURRENCY))
+    ours = expect_answers(await complete_all(pair.proxy.url, bodies(*cell, count), CONCURRENCY))
     theirs = await references.get(pair.decode_tp if pair.prefill_tp == pair.decode_tp else 1, cell, count)
     if pair.prefill_tp == pair.decode_tp:
         different = [index for index in range(count) if ours[index].same() != theirs[index].same()]
@@ -204,7 +248,7 @@ async def check_cell(pair: Pair, references: References, cell: tuple[str, int, s
     if cell[0] == "greedy" and cell[2] == "answers":
         for answers in (ours, theirs):
             assert exact_match(answers, count) >= 0.97
-    for agent in pair.cluster.agents.values():
+    for agent in (pair.prefill, pair.decode):
         left = await wait_idle(agent.url, timeout_s=2.0)
         assert left["used"] == left["leased"] == left["quarantined"] == 0, (agent.name, left)
 

@@ -167,3 +167,13 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / document).parent.joinpath(target).exists(), (document, target)
         for name in re.findall(r"`((?:proxy|agent|transfer|deploy|tests)/[\w/.-]+)`", text):
             assert (ROOT / name).exists(), (document, name)
+
+
+def test_the_defect_table_names_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    named = re.findall(r"`((?:unit|system|contract)/[\w/.]+\.py)(?:::(\w+))?", text)
+    assert named
+    for file, test in named:
+        path = ROOT / "tests" / file
+        assert path.exists(), file
+        assert f"def {test}" in path.read_text(), (file, test)

@@ -79,6 +79,7 @@ def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> Ran
     return answers
 
 
+@pytest.mark.timeout(180)  # two processes import torch and transformers; on a busy host that is most of it
 def test_two_ranks_give_the_tokens_of_transformers_generate(
     checkpoints: dict[str, Path],
     references: dict[str, list[int]],
@@ -90,7 +91,7 @@ def test_two_ranks_give_the_tokens_of_transformers_generate(
         futures = [
             ranks.submit(_answers_of_rank, rank, tmp_path / "rendezvous", checkpoints) for rank in range(2)
         ]
-        results = [future.result(timeout=50) for future in futures]
+        results = [future.result(timeout=150) for future in futures]
     for name, path in checkpoints.items():
         single = load_model(path)
         expected = (references[name], single.weights_hash, single.geometry(16).fingerprint())
@@ -189,10 +190,10 @@ def test_a_position_has_the_same_rotation_whatever_the_table_s_length() -> None:
 
 def test_an_activation_s_bits_do_not_depend_on_the_rows_around() -> None:
     activation = TiledActivation(torch.nn.SiLU())
-    rows = torch.randn(1, 880, 80, generator=torch.Generator().manual_seed(3))
+    rows = torch.randn(1, 2640, 80, generator=torch.Generator().manual_seed(0))
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)  # three equal parts would leave remainders to the scalar path
+        torch.set_num_threads(7)  # seven equal parts would leave remainders to the scalar path
         together = activation(rows)
     finally:
         torch.set_num_threads(threads)
