@@ -25,6 +25,12 @@ class Verdict(enum.StrEnum):
     UNTYPED = "untyped"
     """The answer broke off, or its error lacks a status or a code."""
     HUNG = "hung"
+    LEFT = "left"
+    """Its client went away on purpose, before there was an answer."""
+
+
+class ClientLeft(Exception):
+    """The client went away on purpose."""
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class Tally:
 
     def complaints(self) -> list[str]:
         """Why the run has failed; empty if it has not."""
-        total = self.verdicts.total()
+        total = self.verdicts.total() - self.verdicts[Verdict.LEFT]
         compared = self.verdicts[Verdict.RIGHT] + self.verdicts[Verdict.WRONG]
         answered = compared + self.verdicts[Verdict.TIE]
         found = list(self.wrongs)
@@ -78,6 +84,8 @@ def judge(result: object, reference: Answer) -> Verdict:
     if isinstance(result, RequestFailed):
         typed = bool(result.error.get("code")) and (result.status is None or result.status >= 400)
         return Verdict.FAILED if typed else Verdict.UNTYPED
+    if isinstance(result, ClientLeft):
+        return Verdict.LEFT
     return Verdict.HUNG if isinstance(result, TimeoutError) else Verdict.UNTYPED
 
 

@@ -14,18 +14,20 @@ Blow = Literal["kill", "stop"]
 Part = Literal["api", "engine", "rank", "all"]
 
 ROUND_REQUESTS = 50
+LEAVING_SHARE, LONGEST_STAY_S = 0.06, 2.0
 ROLES = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
-TASK_TOKENS, LONG_TOKENS = 16, 64
+TASK_TOKENS, LONG_TOKENS = 16, 96
 LONG_PROMPT_TOKENS = 250
 """Long answers go with short prompts: a decode step costs what its context costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request: which question, and whether its answer is streamed."""
+    """One request: which question, whether its answer is streamed, and when its client leaves (if it does)."""
 
     question: int
     stream: bool
+    leave_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def make_questions(seed: int, count: int) -> list[dict[str, Any]]:
     short = [prompt for prompt in heldout() if prompt.prompt_tokens <= LONG_PROMPT_TOKENS]
     made = []
     for index, prompt in enumerate(prompts):
-        long = draw.random() < 0.4
+        long = draw.random() < 0.5
         made.append(
             {
                 "model": "ferry-tiny",
@@ -78,10 +80,19 @@ def make_rounds(seed: int, requests: int, questions: int, stop_s: tuple[float, f
     rounds = []
     while requests > 0:
         size = min(requests, ROUND_REQUESTS)
-        asks = tuple(Ask(question=draw.randrange(questions), stream=draw.random() < 0.5) for _ in range(size))
+        asks = tuple(_ask(draw, questions) for _ in range(size))
         rounds.append(Round(asks=asks, strikes=_strikes(draw, len(rounds), size, stop_s)))
         requests -= size
     return rounds
+
+
+def _ask(draw: random.Random, questions: int) -> Ask:
+    leaves = draw.random() < LEAVING_SHARE
+    return Ask(
+        question=draw.randrange(questions),
+        stream=draw.random() < 0.5,
+        leave_s=draw.uniform(0.0, LONGEST_STAY_S) if leaves else None,
+    )
 
 
 def _strikes(draw: random.Random, number: int, size: int, stop_s: tuple[float, float]) -> tuple[Strike, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from deploy.launcher import Cluster, start_process
-from tests.chaos.judge import Tally
+from tests.chaos.judge import ClientLeft, Tally
 from tests.chaos.plan import ROLES, Ask, Round, Strike, make_questions, make_rounds
 from tests.chaos.victims import LEASE_S, MODEL, make_spec, strike
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
@@ -46,7 +46,8 @@ class Settings:
 
     def command(self, backend: str) -> str:
         """How to repeat the run over one backend."""
-        shape = f"--requests {self.requests} --questions {self.questions} --stop-s {self.stop_s[0]} {self.stop_s[1]}"
+        low, high = self.stop_s
+        shape = f"--requests {self.requests} --questions {self.questions} --stop-s {low} {high}"
         return f"python -m tests.chaos --seed {self.seed} {shape} --backend {backend}"
 
 
@@ -129,12 +130,14 @@ class _Run:
             self.tally.add(what, result, self.references[ask.question])
 
     async def _ask(self, http: aiohttp.ClientSession, ask: Ask) -> object:
+        """One request's answer, or what became of it instead."""
+        body = {**self.questions[ask.question], "stream": ask.stream}
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await complete(
-                    http, self.cluster.url, {**self.questions[ask.question], "stream": ask.stream}
-                )
-        except (RequestFailed, StreamCut, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
+            async with asyncio.timeout(DEADLINE_S if ask.leave_s is None else ask.leave_s):
+                return await complete(http, self.cluster.url, body)
+        except TimeoutError as error:
+            return error if ask.leave_s is None else ClientLeft()
+        except (RequestFailed, StreamCut, aiohttp.ClientError, AssertionError, ValueError, KeyError) as error:
             return error
 
     async def _strikes(self, strikes: list[Strike], progress: _Progress) -> None:

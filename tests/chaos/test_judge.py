@@ -8,7 +8,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from tests.chaos.judge import Tally, Verdict, judge
+from tests.chaos.judge import ClientLeft, Tally, Verdict, judge
 from tests.chaos.plan import ROLES, make_questions, make_rounds
 from tests.system.client import Answer, Choice, RequestFailed, StreamCut
 
@@ -39,6 +39,7 @@ REFERENCE = answer(1, 2, 3, margins=(0.5, 0.0005, 0.5))
         (StreamCut("after 3 events"), Verdict.UNTYPED),
         (aiohttp.ServerDisconnectedError(), Verdict.UNTYPED),
         (TimeoutError(), Verdict.HUNG),
+        (ClientLeft(), Verdict.LEFT),
     ],
 )
 def test_verdicts(result: object, verdict: Verdict) -> None:
