@@ -23,7 +23,7 @@ LONG_PROMPT_TOKENS = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request: which question, whether its answer is streamed, and when its client leaves (if it does)."""
+    """One request: which question, whether its answer is streamed, when its client leaves (if it does)."""
 
     question: int
     stream: bool

@@ -13,6 +13,7 @@ import psutil
 
 from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
 from tests.chaos.plan import ROLES, Part, Strike
+from tests.system.conftest import wait_ready
 
 MODEL = "ferry-tiny"
 LEASE_S = 2.0
@@ -62,7 +63,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def strike(cluster: Cluster, blow: Strike) -> None:
-    """Carry one strike out, to the point where the agent serves again or soon will."""
+    """Carry one strike out, to the point where the agent can serve again."""
     victims = processes(cluster.agents[blow.agent], blow.part)
     if blow.blow == "stop":
         with stopped(victims):
@@ -73,7 +74,7 @@ async def strike(cluster: Cluster, blow: Strike) -> None:
     # Its other processes share its fate (I8); only then are its ports free.
     await asyncio.wait_for(cluster.agents[blow.agent].process.wait(), MAX_DEATH_S)
     (spec,) = (agent for agent in cluster.spec.agents if agent.name == blow.agent)
-    await cluster.start_agent(spec)
+    await wait_ready(await cluster.start_agent(spec))
 
 
 def processes(agent: Process, part: Part) -> list[psutil.Process]:
