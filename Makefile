@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # What to run: make test-gpu TESTS=tests/system
 TESTS ?= tests
+JOBS ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,8 +33,8 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
 	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
 
-test-full: $(STAMP) ## the whole equality matrix (500 prompts a cell)
-	$(BIN)/pytest -m 'full or not full' --timeout 7200
+test-full: $(STAMP) ## the long form of every test; JOBS=8 spreads the equality matrix over workers
+	$(BIN)/python -m pytest -m full --numprocesses $(JOBS) --dist loadgroup --timeout 7200 $(TESTS)
 
 # make chaos SEED=7 REQUESTS=2000 BACKEND=nixl repeats one run's choices; each part may be left out.
 chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and cut off

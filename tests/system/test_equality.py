@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
+from filelock import AsyncFileLock
 
 from deploy.launcher import Process, start_process
 from tests.system.client import Answer, Choice, Prompt, complete_all, heldout
@@ -29,12 +32,17 @@ CONCURRENCY = 16
 TIE = 1e-4
 MAX_TIES = 2
 STATS_S = 3.0
+REFERENCE_S = 900.0
 BLOCK_TOKENS = 16
 # layers × (K, V) × KV heads × head_dim × tokens × bytes of float32, of the bundled model
 BLOCK_BYTES = 4 * 2 * 4 * 32 * BLOCK_TOKENS * 4
 SMALL, FULL = 60, 500
 SHORT_TOKENS = 250
 
+Cell = tuple[str, int, str]
+"""Sampling, n, task."""
+PairKey = tuple[tuple[int, int], str]
+"""TP of prefill and of decode, backend."""
 TOPOLOGIES = [(1, 1), (2, 2), (1, 2), (2, 1)]
 BACKENDS = ["tcp", "nixl"]
 SAMPLINGS = {"greedy": 0.0, "t1": 1.0, "t2": 2.0}
@@ -93,20 +101,26 @@ def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]
 
 
 class References:
-    """Answers of one agent with role `both`, computed once per (TP, cell)."""
+    """Answers of one agent with role `both`, computed once per (TP, cell), whatever worker needs them."""
 
-    def __init__(self, start_agent: StartAgent) -> None:
+    def __init__(self, start_agent: StartAgent, folder: Path, stack: AsyncExitStack) -> None:
         self._start_agent = start_agent
-        self._answers: dict[tuple[int, int], dict[tuple[str, int, str], list[Answer]]] = {}
+        self._folder = folder
+        self._stack = stack
+        self._agents: dict[int, Process] = {}
 
-    async def get(self, tp: int, cell: tuple[str, int, str], count: int) -> list[Answer]:
-        if (tp, count) not in self._answers:
-            async with self._start_agent("--tp", str(tp)) as agent:
-                self._answers[tp, count] = {
-                    each: expect_answers(await complete_all(agent.url, bodies(*each, count), CONCURRENCY))
-                    for each in CELLS
-                }
-        return self._answers[tp, count][cell]
+    async def get(self, tp: int, cell: Cell, count: int) -> list[Answer]:
+        path = self._folder / f"{tp}-{count}-{'-'.join(map(str, cell))}.json"
+        async with AsyncFileLock(f"{path}.lock", timeout=REFERENCE_S):
+            if not path.exists():
+                answers = await complete_all((await self._agent(tp)).url, bodies(*cell, count), CONCURRENCY)
+                path.write_bytes(msgspec.json.encode(expect_answers(answers)))
+        return msgspec.json.decode(path.read_bytes(), type=list[Answer])
+
+    async def _agent(self, tp: int) -> Process:
+        if tp not in self._agents:
+            self._agents[tp] = await self._stack.enter_async_context(self._start_agent("--tp", str(tp)))
+        return self._agents[tp]
 
 
 def expect_answers(results: list[Any]) -> list[Answer]:
@@ -115,65 +129,93 @@ def expect_answers(results: list[Any]) -> list[Answer]:
     return results
 
 
-@pytest.fixture(scope="session")
-def references(start_agent: StartAgent) -> References:
-    return References(start_agent)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def references(
+    start_agent: StartAgent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[References]:
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "references"
+    folder.mkdir(exist_ok=True)
+    async with AsyncExitStack() as stack:
+        yield References(start_agent, folder, stack)
 
 
 PAIRS = list(itertools.product(TOPOLOGIES, BACKENDS))
 
 
-def pair_name(key: tuple[tuple[int, int], str]) -> str:
+def pair_name(key: PairKey) -> str:
     return f"tp{key[0][0]}-{key[0][1]}-{key[1]}"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(log_dir: Path) -> AsyncIterator[dict[tuple[tuple[int, int], str], Pair]]:
-    """Every pair at once, from six agents: an agent announces itself to the proxy of each pair it is in.
+class Fleet:
+    """Every pair from six agents, each started when first needed.
 
-    Starting each pair by itself would import torch two to four times for every one of the eight.
+    An agent announces itself to the proxy of each pair it is in, so that one prefill agent serves four pairs:
+    starting each pair by itself would import torch two to four times for every one of the eight.
     """
-    async with AsyncExitStack() as stack:
 
-        async def start(name: str, *argv: str) -> Process:
-            process = await start_process(name, argv, log_dir / "equality")
-            stack.push_async_callback(process.stop)
-            return process
+    def __init__(self, log_dir: Path, stack: AsyncExitStack) -> None:
+        self._log_dir = log_dir
+        self._stack = stack
+        self._proxies: dict[PairKey, Process] = {}
+        self._agents: dict[tuple[str, int, str], Process] = {}
 
-        async def agent(role: str, tp: int, transfer: str, proxies: list[Process]) -> Process:
-            announce = [f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in proxies]
+    async def start_proxies(self) -> None:
+        for key in PAIRS:
+            argv = ("-m", "proxy", "--port", "0", "--discovery-port", "0")
+            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv)
+
+    async def pair(self, key: PairKey) -> Pair:
+        (prefill_tp, decode_tp), backend = key
+        served = [each for each in PAIRS if each[0][0] == prefill_tp]
+        prefill = await self._agent("prefill", prefill_tp, "auto", served)
+        served = [each for each in PAIRS if (each[0][1], each[1]) == (decode_tp, backend)]
+        decode = await self._agent("decode", decode_tp, backend, served)
+        await wait_ready(self._proxies[key])
+        return Pair(prefill_tp, decode_tp, backend, self._proxies[key], prefill, decode)
+
+    async def _agent(self, role: str, tp: int, transfer: str, served: list[PairKey]) -> Process:
+        if (role, tp, transfer) not in self._agents:
+            discovery = (self._proxies[key].listening["discovery_port"] for key in served)
             argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
-            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS, *announce)
-            return await start(f"{role}-{tp}-{transfer}", *argv, *flags)
+            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS)
+            announce = (f"--proxy=127.0.0.1:{port}" for port in discovery)
+            agent = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)
+            self._agents[role, tp, transfer] = agent
+        return self._agents[role, tp, transfer]
 
-        proxies = {
-            key: await start(f"proxy-{pair_name(key)}", "-m", "proxy", "--port", "0", "--discovery-port", "0")
-            for key in PAIRS
-        }
-        prefills = {
-            tp: await agent("prefill", tp, "auto", [proxies[key] for key in PAIRS if key[0][0] == tp])
-            for tp in (1, 2)
-        }
-        decodes = {
-            (tp, backend): await agent(
-                "decode",
-                tp,
-                backend,
-                [proxies[key] for key in PAIRS if key[0][1] == tp and key[1] == backend],
-            )
-            for tp, backend in itertools.product((1, 2), BACKENDS)
-        }
-        for proxy in proxies.values():
-            await wait_ready(proxy)
-        yield {
-            key: Pair(*key[0], key[1], proxies[key], prefills[key[0][0]], decodes[key[0][1], key[1]])
-            for key in PAIRS
-        }
+    async def _start(self, name: str, *argv: str) -> Process:
+        process = await start_process(name, argv, self._log_dir)
+        self._stack.push_async_callback(process.stop)
+        return process
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=pair_name)
-def pair(request: pytest.FixtureRequest, fleet: dict[tuple[tuple[int, int], str], Pair]) -> Pair:
-    return fleet[request.param]
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(log_dir: Path) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(log_dir / "equality", stack)
+        await fleet.start_proxies()
+        yield fleet
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Pair:
+    return await fleet.pair(request.param)
+
+
+def every_cell() -> list[object]:
+    """Each pair's cells. Every pair begins with another, so that workers need different references first."""
+    return [
+        pytest.param(
+            key,
+            cell := CELLS[(number + shift) % len(CELLS)],
+            id=f"{pair_name(key)}-{cell[0]}-n{cell[1]}-{cell[2]}",
+            marks=pytest.mark.xdist_group(pair_name(key)),
+        )
+        for shift, key in enumerate(PAIRS)
+        for number in range(len(CELLS))
+    ]
 
 
 def first_difference(ours: Choice, theirs: Choice) -> int | None:
@@ -233,7 +275,7 @@ async def counters(pair: Pair) -> dict[str, float]:
     }
 
 
-async def check_cell(pair: Pair, references: References, cell: tuple[str, int, str], count: int) -> None:
+async def check_cell(pair: Pair, references: References, cell: Cell, count: int) -> None:
     before = await counters(pair)
     ours = expect_answers(await complete_all(pair.proxy.url, bodies(*cell, count), CONCURRENCY))
     theirs = await references.get(pair.decode_tp if pair.prefill_tp == pair.decode_tp else 1, cell, count)
@@ -259,15 +301,13 @@ def exact_match(answers: list[Answer], count: int) -> float:
     return sum(answer.choices[0].text == want for answer, want in zip(answers, wanted, strict=True)) / count
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")
-async def test_apart_equals_together(pair: Pair, references: References, cell: tuple[str, int, str]) -> None:
+@pytest.mark.parametrize(("pair", "cell"), every_cell(), indirect=["pair"])
+async def test_apart_equals_together(pair: Pair, references: References, cell: Cell) -> None:
     await check_cell(pair, references, cell, SMALL)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")
-async def test_apart_equals_together_on_500_prompts(
-    pair: Pair, references: References, cell: tuple[str, int, str]
-) -> None:
+@pytest.mark.parametrize(("pair", "cell"), every_cell(), indirect=["pair"])
+async def test_apart_equals_together_on_500_prompts(pair: Pair, references: References, cell: Cell) -> None:
     await check_cell(pair, references, cell, FULL)

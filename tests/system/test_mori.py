@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""I4 over mori: whole clusters whose KV goes through the stand-in for AMD's library."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from tests.standins import mori_io
+from tests.system.client import Answer, complete_all
+from tests.system.conftest import StartAgent, StartCluster
+from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cell, expect_answers
+
+PROMPTS = 20
+CELLS = [("greedy", 1, "answers"), ("t1", 4, "answers")]
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+class References:
+    """Answers of one agent with role `both`, by cell."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, int, str], list[Answer]] = {}
+
+    async def get(self, tp: int, cell: tuple[str, int, str], count: int) -> list[Answer]:
+        return self.answers[cell]
+
+
+@pytest.fixture(scope="module")
+def standin() -> Iterator[None]:
+    with mori_io.on_path():
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def references(start_agent: StartAgent) -> References:
+    made = References()
+    async with start_agent() as agent:
+        for cell in CELLS:
+            results = await complete_all(agent.url, bodies(*cell, PROMPTS), CONCURRENCY)
+            made.answers[cell] = expect_answers(results)
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1-1", "tp1-2"])
+async def pair(
+    request: pytest.FixtureRequest, standin: None, start_cluster: StartCluster
+) -> AsyncIterator[Pair]:
+    async with start_cluster(
+        args=("--transfer", "mori", "--transfer-options", "mori.qp_per_transfer=2"),
+        decode_args=("--tp", str(request.param)),
+    ) as cluster:
+        agents = cluster.agents
+        yield Pair(1, request.param, "mori", cluster.proxy, agents["prefill-0"], agents["decode-0"])
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")
+async def test_apart_equals_together(pair: Pair, references: References, cell: tuple[str, int, str]) -> None:
+    await check_cell(pair, references, cell, PROMPTS)
