@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ MAX_KV_USE = 0.05
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
+    """Distinct prompts: one that the decode agent had cached whole would need no transfer."""
     prompts = [prompt for prompt in heldout(task="recall") if prompt.prompt_tokens <= 200]
     return [
         {
             "model": "ferry-tiny",
-            "prompt": SHARED + prompts[index % len(prompts)].prompt,
+            "prompt": f"{SHARED}z{index:03d}=417;{prompts[index % len(prompts)].prompt}",
             "n": CHOICES,
             "seed": index,
             "max_tokens": 12,
@@ -52,6 +54,7 @@ async def test_eight_choices_over_a_shared_prefix(count: int, start_cluster: Sta
             states = await blocks(prefill)
             assert sum(states.values()) - states["free"] < MAX_KV_USE * sum(states.values()), states
         done = await settled(prefill, "kvferry_leases_ended_total", count, cause="released")
+        assert total(done, "kvferry_leases_ended_total", cause="released") == count
         assert total(done, "kvferry_leases_ended_total") == count, "no lease expired or was dropped"
         pulled = await settled(decode, "kvferry_transfers_total", count)
         assert total(pulled, "kvferry_transfers_total") == count
@@ -59,8 +62,8 @@ async def test_eight_choices_over_a_shared_prefix(count: int, start_cluster: Sta
 
 
 async def settled(url: str, name: str, count: int, **labels: str) -> Samples:
-    """The metrics page, once a counter has reached `count`: snapshots are a second old at most."""
-    async with asyncio.timeout(SETTLE_S):
-        while total(samples := await scrape(url), name, **labels) < count:
-            await asyncio.sleep(0.1)
+    """The metrics page, given time for a counter to reach `count`: snapshots are a second old at most."""
+    deadline = time.monotonic() + SETTLE_S
+    while total(samples := await scrape(url), name, **labels) < count and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
     return samples
