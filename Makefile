@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,11 @@ model-check: $(STAMP) ## the long form of the exhaustive check of the transfer s
 
 test-full: $(STAMP) ## the long form of every test; JOBS=8 spreads the equality matrix over workers
 	$(BIN)/python -m pytest -m full --numprocesses $(JOBS) --dist loadgroup --timeout 7200 $(TESTS)
+
+# make chaos SEED=7 REQUESTS=2000 BACKEND=nixl repeats one run's choices; each part may be left out.
+chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and cut off
+	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(REQUESTS),--requests $(REQUESTS)) \
+		$(if $(BACKEND),--backend $(BACKEND))
 
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
 	$(BIN)/python -m pytest -m gpu -rs $(TESTS)

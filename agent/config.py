@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from transfer.control_fault import parse_control_fault
+
 Role = Literal["prefill", "decode", "both"]
 
 
@@ -43,6 +45,7 @@ class AgentConfig:
         max_body_bytes: Largest request body accepted.
         log_level: Least severe log line written.
         tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
+        control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
     """
 
     model: str
@@ -73,6 +76,7 @@ class AgentConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_fault: str | None = None
+    control_fault: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("tp", "block_size", "max_num_seqs", "prefill_chunk", "max_batch_tokens", "max_body_bytes")
@@ -91,6 +95,8 @@ class AgentConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
+        if self.control_fault is not None:
+            parse_control_fault(self.control_fault)
         if self.prefill_chunk % self.block_size:
             raise ValueError(
                 f"prefill_chunk ({self.prefill_chunk}) must be a multiple of block_size ({self.block_size})"

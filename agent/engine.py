@@ -264,6 +264,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         weights=ready.weights,
         host_id=host_id(),
         rank_address=transfer_address(run_dir),
+        control_fault=config.control_fault,
     )
 
 

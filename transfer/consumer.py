@@ -16,6 +16,7 @@ import zmq
 
 from transfer import messages as wire
 from transfer.aggregate import Outcome
+from transfer.control_fault import ControlFaults
 from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
 from transfer.layout import plan_spans
@@ -61,6 +62,7 @@ class Consumer:
         self._entries: dict[TransferId, _Entry] = {}
         self._links: dict[str, Link] = {}
         """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
+        self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
         self._renewal: asyncio.TimerHandle | None = None
@@ -174,7 +176,13 @@ class Consumer:
             raise AssertionError("not started")
         number = next(self._numbers)
         link = Link(
-            number, remote, self._config, self._ranks, on_ready=self._link_ready, on_lost=self._link_lost
+            number,
+            remote,
+            self._config,
+            self._ranks,
+            self._faults,
+            on_ready=self._link_ready,
+            on_lost=self._link_lost,
         )
         try:
             link.start(self._context)

@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from transfer.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
+from transfer.control_fault import ControlFaults
 from transfer.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -49,8 +50,11 @@ class Caller:
 class ControlServer:
     """Takes requests of any number of consumers. Bad frames are counted and dropped, never fatal."""
 
-    def __init__(self, on_request: Callable[[Caller, Request], None]) -> None:
+    def __init__(
+        self, on_request: Callable[[Caller, Request], None], faults: ControlFaults | None = None
+    ) -> None:
         self._on_request = on_request
+        self._faults = faults or ControlFaults()
         self._channel: Channel | None = None
         self.bad_frames = 0
 
@@ -70,7 +74,8 @@ class ControlServer:
         if self._channel is None:
             return
         try:
-            self._channel.send([caller.identity, encode(answer)])
+            for _ in range(self._faults.copies(answer)):
+                self._channel.send([caller.identity, encode(answer)])
         except ChannelFull as error:
             _log.debug("answer %d was not taken: %s", caller.seq, error)
 
@@ -94,9 +99,12 @@ class ControlServer:
 class ControlClient:
     """Asks one producer. `on_broken` is called, once, when the connection fails or is lost."""
 
-    def __init__(self, host: str, port: int, on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self, host: str, port: int, on_broken: Callable[[], None], faults: ControlFaults | None = None
+    ) -> None:
         self._endpoint = tcp_endpoint(host, port)
         self._on_broken = on_broken
+        self._faults = faults or ControlFaults()
         self._seq = itertools.count(1)
         self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
         self._channel: Channel | None = None
@@ -130,7 +138,8 @@ class ControlClient:
         timer = loop.call_later(timeout_s, self._settle, request.seq, None)
         self._waiting[request.seq] = (on_answer, timer)
         try:
-            self._channel.send([encode(request)])
+            for _ in range(self._faults.copies(request)):
+                self._channel.send([encode(request)])
         except ChannelFull:
             timer.cancel()
             del self._waiting[request.seq]

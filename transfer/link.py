@@ -18,6 +18,7 @@ import zmq
 from transfer import messages as wire
 from transfer.aggregate import Outcome
 from transfer.control import ControlClient
+from transfer.control_fault import ControlFaults
 from transfer.plane import PlaneConfig, Remote
 from transfer.rank_messages import CloseLink, Connect
 from transfer.ranks import RankGroup
@@ -61,6 +62,7 @@ class Link:
         remote: Remote,
         config: PlaneConfig,
         ranks: RankGroup,
+        faults: ControlFaults,
         *,
         on_ready: Callable[[Link], None],
         on_lost: Callable[[Link, str, str], None],
@@ -76,7 +78,7 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(remote.host, remote.port, self._broken)
+        self._client = ControlClient(remote.host, remote.port, self._broken, faults)
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
 

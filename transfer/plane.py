@@ -35,6 +35,7 @@ class PlaneConfig:
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
         rank_address: ZMQ address on which this agent's ranks report.
+        control_fault: Loss and repetition of control messages that we send (tests).
     """
 
     incarnation: str
@@ -51,6 +52,7 @@ class PlaneConfig:
     weights: str
     host_id: str
     rank_address: str
+    control_fault: str | None = None
 
     @property
     def renewal_interval_s(self) -> float:

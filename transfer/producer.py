@@ -12,6 +12,7 @@ import zmq
 
 from transfer import messages as wire
 from transfer.control import Caller, ControlServer
+from transfer.control_fault import ControlFaults
 from transfer.events import LeaseEnded
 from transfer.ids import Incarnation, TransferId
 from transfer.layout import differences
@@ -34,7 +35,7 @@ class Producer:
         self._ranks = ranks
         self._emit = emit
         self._table = LeaseTable(config.lease_s)
-        self._server = ControlServer(self._requested)
+        self._server = ControlServer(self._requested, ControlFaults(config.control_fault))
         self._timer: asyncio.TimerHandle | None = None
         self._greeted_until = 0.0
         self._serving = False

@@ -68,7 +68,7 @@ class RequestFailed(RuntimeError):
 
 
 class StreamCut(RuntimeError):
-    """A stream ended without `[DONE]`: never allowed."""
+    """A stream ended without `[DONE]`, be it after an error event: never allowed."""
 
 
 def heldout(count: int | None = None, task: str | None = None) -> list[Prompt]:
@@ -102,15 +102,20 @@ async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
             _add(answer, await response.json())
             return answer
         assert response.content_type == "text/event-stream"
+        failure: RequestFailed | None = None
         async for line in response.content:
             if not line.startswith(b"data: "):
                 continue
             data = line[len(b"data: ") :].strip()
             if data == b"[DONE]":
+                if failure is not None:
+                    raise failure
                 return answer
+            assert failure is None, "an event after the error event"
             event = json.loads(data)
             if "error" in event:
-                raise RequestFailed(None, event["error"])
+                failure = RequestFailed(None, event["error"])
+                continue
             answer.events += 1
             _add(answer, event)
     raise StreamCut(f"after {answer.events} events")

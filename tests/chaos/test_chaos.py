@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short form of `make chaos`: 150 requests a backend, with another seed each time (printed)."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.chaos.run import Settings, ask_alone, run
+from tests.system.client import Answer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    return Settings(seed=secrets.randbelow(1_000_000), requests=150, questions=40, stop_s=(1.0, 4.0))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def references(settings: Settings, log_dir: Path) -> list[Answer]:
+    return await ask_alone(settings, log_dir)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+async def test_nothing_wrong_leaked_hung_or_untyped(
+    backend: str, settings: Settings, references: list[Answer], log_dir: Path
+) -> None:
+    """I1, I2, I3, I5, I8 while agents are killed, stopped and cut off."""
+    tally = await run(settings, backend, references, log_dir / f"chaos-{backend}")
+    print(settings.command(backend))
+    print(tally.table())
+    assert not tally.complaints(), (settings.command(backend), tally.complaints())
+    assert tally.count("kill") and tally.count("stop"), "agents must have been struck"
+    assert tally.count("prefill kvferry_leases_ended_total expired"), "leases must have ended under readers"
+    assert tally.count("decode kvferry_recomputes_total"), "prompts must have been computed again"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster of a chaos run: two prefill and two decode agents that come back where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
+from tests.chaos.plan import ROLES, Part, Strike
+from tests.system.conftest import wait_ready
+
+MODEL = "ferry-tiny"
+LEASE_S = 2.0
+PULL_TIMEOUT_S = 10.0
+MAX_DEATH_S = 5.0
+_MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
+
+
+def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
+    """Agents that lose and repeat control messages, one of each role with the prefix cache and one without.
+
+    Reads from prefill-0 are late at first (tcp only) and decode-1 never renews, so that leases end while they
+    are read.
+    """
+    losses = "drop=0.05,dup=0.05"
+    late = ("--tcp-fault", f"delay:seconds={1.5 * LEASE_S},count=5") if backend == "tcp" else ()
+    own_args = {
+        "prefill-0": ("--prefix-cache", "true", "--control-fault", f"{losses},seed={seed}", *late),
+        "prefill-1": ("--prefix-cache", "false", "--control-fault", f"{losses},seed={seed + 1}"),
+        "decode-0": ("--prefix-cache", "true", "--control-fault", f"{losses},seed={seed + 2}"),
+        "decode-1": ("--prefix-cache", "false", "--control-fault", "drop=1,only=renew"),
+    }
+    ports = iter(_free_ports(2 * len(own_args)))
+    agents = tuple(
+        AgentSpec(
+            name=name,
+            role=role,
+            args=(
+                *("--port", str(next(ports)), "--control-port", str(next(ports))),
+                *("--transfer", backend, "--lease-s", str(LEASE_S), "--threads", "1"),
+                *("--pull-timeout-s", str(PULL_TIMEOUT_S), *own_args[name]),
+            ),
+        )
+        for role, names in ROLES.items()
+        for name in names
+    )
+    return ClusterSpec(model=MODEL, agents=agents, log_dir=log_dir)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that an agent keeps over its lives, so that peers meet another incarnation at a known address."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def strike(cluster: Cluster, blow: Strike) -> None:
+    """Carry one strike out, to the point where the agent can serve again."""
+    victims = processes(cluster.agents[blow.agent], blow.part)
+    if blow.blow == "stop":
+        with stopped(victims):
+            await asyncio.sleep(blow.seconds)
+        return
+    for victim in victims:
+        victim.kill()
+    # Its other processes share its fate (I8); only then are its ports free.
+    await asyncio.wait_for(cluster.agents[blow.agent].process.wait(), MAX_DEATH_S)
+    (spec,) = (agent for agent in cluster.spec.agents if agent.name == blow.agent)
+    await wait_ready(await cluster.start_agent(spec))
+
+
+def processes(agent: Process, part: Part) -> list[psutil.Process]:
+    """The processes of one part of an agent."""
+    api = psutil.Process(agent.pid)
+    if part == "api":
+        return [api]
+    children = api.children(recursive=True)
+    if part == "all":
+        return [api, *children]
+    return [child for child in children if _MODULES[part] in child.cmdline()]
+
+
+@contextmanager
+def stopped(members: list[psutil.Process]) -> Iterator[None]:
+    """Processes that stand still for a while."""
+    for process in members:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in members:
+            if process.is_running():
+                process.resume()
