@@ -37,13 +37,27 @@ def answer(
 
 
 def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
-    """The stream event for what one choice gained, or nothing when a client would learn nothing from it."""
+    """The stream event for what one choice gained, or nothing when a client would learn nothing from it.
+
+    A proxy that asked for token lines learns the ids in either case.
+    """
+    line = token_line(delta) if request.token_lines else b""
     opens_message = request.kind == "chat" and delta.first
     if not (delta.text or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
-        return b""
+        return line and line + b"\n"
     body = _head(request, _CHUNK_OBJECT)
     body["choices"] = [_chunk_choice(request, delta)]
-    return sse_event(body)
+    return line + sse_event(body)
+
+
+def token_line(delta: Delta) -> bytes:
+    """`: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to go on with this stream elsewhere.
+
+    To SSE a line that begins with a colon is a comment, so whoever does not know it passes over it.
+    """
+    ids = ",".join(map(str, delta.token_ids))
+    end = f" {delta.finish_reason}" if delta.finish_reason else ""
+    return f": t {delta.index} {ids}{end}\n".encode()
 
 
 def last_event(generation: Generation) -> bytes:
