@@ -14,6 +14,7 @@ from agent.messages import Timing
 from agent.phases import phases
 
 DONE_EVENT = b"data: [DONE]\n\n"
+_END_LINE = b": t end\n"
 _OBJECT = {"completion": "text_completion", "chat": "chat.completion"}
 _CHUNK_OBJECT = {"completion": "text_completion", "chat": "chat.completion.chunk"}
 
@@ -61,14 +62,20 @@ def token_line(delta: Delta) -> bytes:
 
 
 def last_event(generation: Generation) -> bytes:
-    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for."""
+    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for.
+
+    A proxy that asked for token lines learns that nothing is to come after it.
+    """
     request = generation.request
     extras: dict[str, Any] = {}
     if request.include_usage:
         extras["usage"] = usage_body(generation.usage)
     if request.want_timing and generation.timing is not None:
         extras["kvferry_timing"] = msgspec.to_builtins(generation.timing)
-    return sse_event({**_head(request, _CHUNK_OBJECT), "choices": [], **extras}) if extras else b""
+    line = _END_LINE if request.token_lines else b""
+    if not extras:
+        return line and line + b"\n"
+    return line + sse_event({**_head(request, _CHUNK_OBJECT), "choices": [], **extras})
 
 
 def sse_event(body: dict[str, Any]) -> bytes:

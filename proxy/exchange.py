@@ -145,6 +145,9 @@ class Exchange:
                 attempt.pinned = False
                 return
             except AgentLost as lost:
+                if progress.complete:
+                    yield sse.DONE
+                    return
                 self._plan_retry(attempt, lost)
                 begun_by = attempt.pair.prefill.info if progress.begun else None
             finally:

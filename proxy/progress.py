@@ -3,8 +3,9 @@
 
 Events of the native dialect begin with a line that is a comment to SSE, `: t CHOICE ID,ID…[ FINISH_REASON]`:
 the output ids behind the event, and whether they end the choice. An event that is this line alone reports ids
-whose text is still held back. The relay cuts these lines out and keeps them as they are; they are read only
-when a stream breaks. Since only whole events are passed on, they tell exactly what the client has.
+whose text is still held back, and `: t end` says that only `[DONE]` is to come. The relay cuts these lines
+out and keeps them as they are; they are read only when a stream breaks. Since only whole events are passed
+on, they tell exactly what the client has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from proxy.dialects.native import FirstToken, PrefillAnswer
 from proxy.errors import AnswerDiverged, BadAnswer
 
 _MARK = b": t "
+_END_LINE = b": t end\n"
 # A line break within an event's data is escaped, so every line that begins like this is a token line.
 _TOKEN_LINES = re.compile(rb"^: t .*\n\n?", re.MULTILINE)
 _TOKEN_LINE = re.compile(rb": t (\d+) (\d+(?:,\d+)*)(?: (stop|length))?")
@@ -43,6 +45,11 @@ class Progress:
     def begun(self) -> bool:
         """Whether the client has anything yet."""
         return bool(self._lines)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has everything but `[DONE]`."""
+        return self._lines.endswith(_END_LINE)
 
     def take(self, events: bytes) -> bytes:
         """Note the token lines of whole events; returns the events without them, maybe none."""

@@ -349,8 +349,9 @@ class StandInAgent:
                 sent += 1
         if fault is not None and sent == fault.after_events and kind not in HARMLESS:
             return await self._break_off(request, response, kind)
-        if drawn.include_usage:
-            await response.write(drawn.usage_event())
+        await response.write(drawn.last_event())
+        if fault is not None and sent + 1 == fault.after_events and kind not in HARMLESS:
+            return await self._break_off(request, response, kind)
         await response.write(b"data: [DONE]\n\n")
         if kind == "late_end":
             await asyncio.sleep(0.05)
@@ -443,8 +444,11 @@ class _Drawn:
         held = self.text(index, position - 1) if position and not position % 2 else ""
         return held + self.text(index, position)
 
-    def usage_event(self) -> bytes:
-        return _event({**self._envelope, "choices": [], "usage": self._usage(self.limit)})
+    def last_event(self) -> bytes:
+        line = b": t end\n" if self._with_lines else b""
+        if not self.include_usage:
+            return line and line + b"\n"
+        return line + _event({**self._envelope, "choices": [], "usage": self._usage(self.limit)})
 
     def whole(self, limit: int | None = None) -> dict[str, Any]:
         tokens = self.limit if limit is None else limit

@@ -262,6 +262,10 @@ def test_the_last_event_has_usage_and_timing_as_asked() -> None:
     assert last["usage"]["total_tokens"] == 3
     assert last["kvferry_timing"]["pull_bytes"] == 5
     assert answers.last_event(Generation(request(), tokenizer())) == b""
+    for include_usage in (True, False):
+        generation = Generation(request(include_usage=include_usage, token_lines=True), tokenizer())
+        assert answers.last_event(generation).startswith(b": t end\n")
+        assert answers.last_event(generation).endswith(b"\n\n")
 
 
 def test_a_prefill_leg_says_length_for_choices_that_go_on() -> None:

@@ -348,6 +348,9 @@ async def token_lines(
         *blocks, done, end = (await response.text()).split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     for block in blocks:
+        if block.startswith(": t end"):
+            assert block is blocks[-1]
+            block = block.removeprefix(": t end\n")
         if block.startswith(": t "):
             line, _, block = block.partition("\n")
             index, ids, *finish = line.removeprefix(": t ").split(" ")

@@ -63,10 +63,10 @@ async def test_a_broken_stream_goes_on_unseen(
     assert stage.metric(f'kvferry_requests_total{{endpoint="{path}",status="200"}}') == 2
 
 
-@pytest.mark.parametrize("after_events", [0, 1, 2, 4, 7, 11, 12, 15])
+@pytest.mark.parametrize("after_events", [0, 1, 2, 4, 7, 11, 12, 13, 15, 16])
 @pytest.mark.parametrize("prompt", ["a b c", UNEVEN, HELD_BACK, f"{UNEVEN} {HELD_BACK}"])
 async def test_a_stream_may_break_anywhere(stage: Stage, prompt: str, after_events: int) -> None:
-    """Between choices, with choices that have ended, with text held back, with nothing left but usage."""
+    """Between choices, with choices that have ended, with text held back, with usage or `[DONE]` left."""
     await stage.pair()
     await stage.pair()
     body = {**BODY, "prompt": prompt, "n": 3}

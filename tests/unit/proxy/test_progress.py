@@ -22,9 +22,7 @@ EVENTS = [
     b": t 0 5,6\n" + sse.event({"text": ": t 0 9 \n: t 0 9\n"}),
     b": t 1 7\n\n",
     b": t 0 8 length\n" + sse.event({"text": "b"}),
-    sse.event({"usage": 1}),
     b": t 1 4 stop\n" + sse.event({"text": "c"}),
-    sse.DONE,
 ]
 SHOWN = [event[event.index(b"data") :] if b"data" in event else b"" for event in EVENTS]
 KNOWN = [
@@ -55,6 +53,15 @@ def test_token_lines_are_cut_out_and_noted_however_the_events_come(cuts: list[in
     for start, end in itertools.pairwise([0, *sorted(cuts), len(EVENTS)]):
         assert progress.take(b"".join(EVENTS[start:end])) == b"".join(SHOWN[start:end])
     assert progress.resume() == KNOWN
+
+
+@pytest.mark.parametrize("last", [b"\n", sse.event({"usage": 1})])
+def test_only_done_is_missing_once_the_end_was_told(last: bytes) -> None:
+    progress = Progress(2)
+    progress.take(b"".join(EVENTS))
+    assert not progress.complete
+    assert progress.take(b": t end\n" + last + sse.DONE) == last.lstrip(b"\n") + sse.DONE
+    assert progress.complete
 
 
 def test_events_without_token_lines_pass_as_they_came() -> None:
