@@ -14,6 +14,7 @@ from agent.messages import Timing
 from agent.phases import phases
 
 DONE_EVENT = b"data: [DONE]\n\n"
+_END_LINE = b": t end\n"
 _OBJECT = {"completion": "text_completion", "chat": "chat.completion"}
 _CHUNK_OBJECT = {"completion": "text_completion", "chat": "chat.completion.chunk"}
 
@@ -37,24 +38,44 @@ def answer(
 
 
 def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
-    """The stream event for what one choice gained, or nothing when a client would learn nothing from it."""
+    """The stream event for what one choice gained, or nothing when a client would learn nothing from it.
+
+    A proxy that asked for token lines learns the ids in either case.
+    """
+    line = token_line(delta) if request.token_lines else b""
     opens_message = request.kind == "chat" and delta.first
     if not (delta.text or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
-        return b""
+        return line and line + b"\n"
     body = _head(request, _CHUNK_OBJECT)
     body["choices"] = [_chunk_choice(request, delta)]
-    return sse_event(body)
+    return line + sse_event(body)
+
+
+def token_line(delta: Delta) -> bytes:
+    """`: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to go on with this stream elsewhere.
+
+    To SSE a line that begins with a colon is a comment, so whoever does not know it passes over it.
+    """
+    ids = ",".join(map(str, delta.token_ids))
+    end = f" {delta.finish_reason}" if delta.finish_reason else ""
+    return f": t {delta.index} {ids}{end}\n".encode()
 
 
 def last_event(generation: Generation) -> bytes:
-    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for."""
+    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for.
+
+    A proxy that asked for token lines learns that nothing is to come after it.
+    """
     request = generation.request
     extras: dict[str, Any] = {}
     if request.include_usage:
         extras["usage"] = usage_body(generation.usage)
     if request.want_timing and generation.timing is not None:
         extras["kvferry_timing"] = msgspec.to_builtins(generation.timing)
-    return sse_event({**_head(request, _CHUNK_OBJECT), "choices": [], **extras}) if extras else b""
+    line = _END_LINE if request.token_lines else b""
+    if not extras:
+        return line and line + b"\n"
+    return line + sse_event({**_head(request, _CHUNK_OBJECT), "choices": [], **extras})
 
 
 def sse_event(body: dict[str, Any]) -> bytes:

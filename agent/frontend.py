@@ -7,7 +7,8 @@
 4. Deltas become one answer, or an event each (`answers`).
 
 A prefill leg (design §5) asks for one token per choice and answers where the prompt's KV is pinned; a decode
-leg begins with those tokens and goes on from there.
+leg begins with those tokens and goes on from there. To resume a stream that broke elsewhere, it begins with
+all the tokens which that stream had shown, and shows what comes after them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from agent.openai_api import (
     CompletionBody,
     GenerationBody,
     chat_messages,
+    check_resumed,
     check_token_ids,
     completion_prompt,
     sampling_params,
@@ -140,7 +142,7 @@ class Frontend:
             timeout_s=REQUEST_TIMEOUT_S,
             produce=request.produce,
             remote=request.remote,
-            prior=kv.prior() if kv and request.remote else (),
+            prior=kv.prior(request.resume) if kv and request.remote else (),
         )
         async with self._engine.submit(submit) as reply:
             yield generation, reply
@@ -210,6 +212,9 @@ class Frontend:
             vocab_size=self._tokenizer.vocab_size,
             seed=mint_seed(),
         )
+        check_resumed(
+            body.resume or [], max_tokens=sampling.max_tokens, vocab_size=self._tokenizer.vocab_size
+        )
         kind: AnswerKind = "chat" if isinstance(body, ChatBody) else "completion"
         return GenerationRequest(
             kind=kind,
@@ -226,6 +231,8 @@ class Frontend:
             remote=kv.remote() if kv and kv.do_remote_prefill else None,
             first_tokens=tuple(kv.first_tokens or ()) if kv else (),
             remote_cached_tokens=(kv.remote_cached_tokens or 0) if kv else 0,
+            resume=tuple(body.resume or ()),
+            token_lines=bool(body.kvferry_token_lines),
         )
 
     def _leg(self, kv: KVTransferParams | None) -> KVTransferParams | None:

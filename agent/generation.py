@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.detokenizer import Detokenizer
+from agent.errors import bad_request
 from agent.ids import AnswerId, AnswerKind
-from agent.kv_params import FirstToken
+from agent.kv_params import FirstToken, Resume
 from agent.logprobs import RENDER_LOGPROBS, merge_logprobs
 from agent.messages import FinishReason, RemoteKV, SamplingParams, Timing, Token
 from agent.tokenizer import Tokenizer
@@ -20,7 +21,8 @@ class GenerationRequest:
     """One request, validated and resolved. `produce` and `remote` are as in `messages.Submit`.
 
     `first_tokens` are those that a prefill leg has answered already, one per choice; `remote_cached_tokens`
-    is how much of the prompt that leg found in its prefix cache.
+    is how much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown
+    of each choice, token 1 included. With `token_lines` every event of a stream tells its output ids.
     """
 
     kind: AnswerKind
@@ -37,6 +39,8 @@ class GenerationRequest:
     remote: RemoteKV | None = None
     first_tokens: tuple[FirstToken, ...] = ()
     remote_cached_tokens: int = 0
+    resume: tuple[Resume, ...] = ()
+    token_lines: bool = False
 
     @property
     def want_margins(self) -> bool:
@@ -93,13 +97,25 @@ class Choice:
         if first.logprobs is not None:
             delta.margins.append(first.margin)
         self._add_token(delta, first.id, None)
-        if (
-            first.finish_reason is not None
-        ):  # at the end all text was shown, and why it ended is not in the ids
+        if first.finish_reason is not None:
             # All its text was shown, and whether a stop string ended it is not in the ids alone.
             delta.text = first.text
             self.finish_reason = delta.finish_reason = first.finish_reason
         return delta
+
+    def resume(self, sent: Resume) -> None:
+        """Stand where a broken stream stood; after `restore`. Its tokens count, and show nothing again.
+
+        Raises `ApiError` 400 when a choice that is said to go on has ended with these tokens.
+        """
+        if sent.finish_reason is not None:
+            self.num_tokens, self.finish_reason = len(sent.output_ids), sent.finish_reason
+            return
+        for token_id in sent.output_ids[1:]:
+            if self.finish_reason is None:
+                self._add_token(Delta(self._index), token_id, None)
+        if self.finish_reason is not None:
+            raise bad_request(f"choice {self._index} ends within its tokens", "resume")
 
     def push(self, tokens: Iterable[Token]) -> Delta:
         """Add new tokens, except those after the end of the choice, which the engine had not heard of yet."""
@@ -140,11 +156,17 @@ class Generation:
         self.timing: Timing | None = None
 
     def restore(self) -> list[Delta]:
-        """What the prefill leg's answer showed of each choice; nothing for a request that had no such leg."""
-        return [
+        """What the prefill leg's answer showed of each choice; nothing for a request that had no such leg.
+
+        What a broken stream showed after that is taken in too, but not given back: only streams resume.
+        """
+        shown = [
             choice.restore(first)
             for choice, first in zip(self.choices, self.request.first_tokens, strict=False)
         ]
+        for choice, sent in zip(self.choices, self.request.resume, strict=False):
+            choice.resume(sent)
+        return shown
 
     def push(self, tokens: Sequence[Token]) -> list[Delta]:
         """Add one engine output's tokens; one delta for each choice that gained any."""

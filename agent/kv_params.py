@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: what a proxy tells each leg of a request, and what the prefill leg answers.
+"""What a proxy tells each leg of a request (`kv_transfer_params`, `resume`), and what a prefill leg answers.
 
 The field names are those of vLLM and ATOM (design §5), so that one proxy can serve several engines; this
 side fills or reads only what the native dialect needs.
@@ -7,6 +7,7 @@ side fills or reads only what the native dialect needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +29,17 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     logprobs: dict[str, Any] | None = None
     margin: float | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client already has of one choice whose stream broke elsewhere: its output ids, all of them.
+
+    The ids say it all: which text has been shown is a function of them alone (`agent.detokenizer`). Only why
+    a choice ended is not in them.
+    """
+
+    output_ids: Annotated[list[_Id], Meta(min_length=1)]
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -89,12 +101,24 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             dp_rank=self.remote_dp_rank or 0,
         )
 
-    def prior(self) -> tuple[Prior, ...]:
-        """The first tokens as the engine needs them. Only after `check`."""
+    def prior(self, resume: Sequence[Resume] | None) -> tuple[Prior, ...]:
+        """The tokens to go on from, as the engine needs them. Only after `check` (and `check_resume`)."""
+        known = resume or [
+            Resume(output_ids=[token.id], finish_reason=token.finish_reason)
+            for token in self.first_tokens or ()
+        ]
         return tuple(
-            Prior(index=index, token_ids=(token.id,), finished=token.finish_reason is not None)
-            for index, token in enumerate(self.first_tokens or ())
+            Prior(index=index, token_ids=tuple(each.output_ids), finished=each.finish_reason is not None)
+            for index, each in enumerate(known)
         )
+
+
+def check_resume(resume: Sequence[Resume], params: KVTransferParams | None, stream: bool) -> None:
+    """Raise `ApiError` 400 unless `resume` goes on from what the prefill leg of `params` answered."""
+    if params is None or not params.do_remote_prefill or not stream:
+        raise bad_request("only a streamed decode leg can resume", "resume")
+    if [each.output_ids[0] for each in resume] != [token.id for token in params.first_tokens or ()]:
+        raise bad_request("resume must begin with the first token of every choice", "resume")
 
 
 def prefill_answer_params(

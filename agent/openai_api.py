@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from agent.errors import ApiError, bad_request
 from agent.ids import MAX_SEED
-from agent.kv_params import KVTransferParams
+from agent.kv_params import KVTransferParams, Resume, check_resume
 from agent.messages import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -60,7 +60,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     kvferry_timing: bool | None = None
+    kvferry_token_lines: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
+    resume: list[Resume] | None = None
     response_format: dict[str, Any] | None = None
 
     @property
@@ -96,6 +98,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             raise bad_request("only the response format 'text' is supported", "response_format")
         if self.kv_transfer_params is not None:
             self.kv_transfer_params.check(self.num_choices, bool(self.stream))
+        if self.resume is not None:
+            check_resume(self.resume, self.kv_transfer_params, bool(self.stream))
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -192,6 +196,14 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
     """Raise `ApiError` 400 for an id that the model cannot embed."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise bad_request(f"{param} holds a token id outside the vocabulary of {vocab_size}", param)
+
+
+def check_resumed(resume: list[Resume], *, max_tokens: int, vocab_size: int) -> None:
+    """Raise `ApiError` 400 where a broken stream's tokens do not fit the request that they came of."""
+    for each in resume:
+        check_token_ids(tuple(each.output_ids), vocab_size, "resume")
+        if len(each.output_ids) + (each.finish_reason is None) > max_tokens:
+            raise bad_request(f"the limit of {max_tokens} tokens ends this choice before", "resume")
 
 
 def sampling_params(

@@ -26,6 +26,7 @@ class ProxyConfig:
         idle_timeout_s: Longest silence within a stream, in seconds.
         total_timeout_s: Deadline for a whole request, in seconds.
         retries: Times that a request is given to another pair when an agent is lost before its first event.
+        migrations: Times that a stream which breaks off later is continued on another pair.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
@@ -42,6 +43,7 @@ class ProxyConfig:
     idle_timeout_s: float = 120.0
     total_timeout_s: float = 1800.0
     retries: int = 1
+    migrations: int = 3
     max_connections: int = 4096
     keepalive_s: float = 30.0
     drain_s: float = 5.0
@@ -57,8 +59,9 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
-        if self.retries < 0:
-            raise ValueError(f"retries must not be negative, got {self.retries}")
+        for name in ("retries", "migrations"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 def parse_config(argv: Sequence[str]) -> ProxyConfig:

@@ -90,7 +90,7 @@ class NoAgent(ProxyError):
 
 
 class AgentLost(ProxyError):
-    """An agent broke off before its leg's first event: nothing was seen of it, so another may be asked."""
+    """An agent broke off before the end of its leg, or failed by its own account: another may be asked."""
 
     status = 502
     code = "agent_lost"
@@ -103,7 +103,7 @@ class AgentLost(ProxyError):
 
 
 class StreamBroken(ProxyError):
-    """An agent broke off in mid-answer."""
+    """An agent broke off in mid-answer, and no other may be asked any more."""
 
     status = 502
     code = "stream_broken"

@@ -7,16 +7,18 @@ The life of a streamed request, as `Exchange.events` tells it:
 2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
    go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
 3. **First token.** The client gets it now: it need not wait for the KV to move.
-4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`.
+4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`. The ids
+   of the tokens that pass are noted (`Progress`).
 
 However an attempt ends, `_end` runs exactly once: the slots go back, and KV that is still pinned is dropped.
 A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
 of that leg closes and its agent stops; there is nothing else to cancel.
 
-An agent that is lost before its leg's first event has done nothing that the client can have seen, so the
-request goes to another pair (`AgentLost` → `_plan_retry`). The seed stays the same, so the same tokens are
-drawn again, and a first token that the client already has is checked, not repeated. Every other failure is
-final.
+An agent may be lost at any point of this (`AgentLost` → `_plan_retry`); then the same four steps are taken
+again with another pair. The seed stays the same, so the same tokens are drawn, and what the client already
+has is neither repeated nor lost: a first token that it knows is checked, not shown, and the decode leg is
+told the ids of all tokens that were passed on (`resume`) and goes on after them. When a stream breaks in
+mid-answer this is a *migration*. Every other failure is final.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from proxy.drops import Drops
 from proxy.errors import (
     AgentLost,
     AgentRefused,
-    AnswerDiverged,
     BadAnswer,
     ModelNotFound,
     NoAgent,
@@ -43,9 +44,12 @@ from proxy.ids import Identity, TransferId, new_transfer_id
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
+from proxy.pairing import alike
 from proxy.policy import NOBODY, NoPair, Pair, RoundRobin
+from proxy.progress import Progress
 from proxy.record import Phase, Record
 from proxy.registry import Registry
+from proxy.retry_budget import RetryBudget
 from proxy.slots import Slots
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
@@ -63,6 +67,7 @@ class Services:
     drops: Drops
     open_requests: OpenRequests
     metrics: Metrics
+    retry_budget: RetryBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,7 @@ class Exchange:
         self._ids = ids
         self._record = record
         self._retries_left = services.config.retries
+        self._migrations_left = services.config.migrations
         self._avoid = NOBODY
         self._deadline = _now() + services.config.total_timeout_s
 
@@ -117,42 +123,53 @@ class Exchange:
         Raises `ProxyError`: before the first item it can still become an HTTP status, later an error event.
         """
         request, ids = self._request, self._ids
-        shown: tuple[int, ...] | None = None
+        progress = Progress(request.n)
+        begun_by: Register | None = None
         while True:
-            # An agent alone would begin again with token 1, which the client may have by now.
-            attempt = self._begin(apart=shown is not None)
+            attempt = self._begin(begun_by)
             try:
                 if attempt.pair.alone:
                     agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
                 else:
                     prefill = await self._prefill(attempt)
-                    if shown is None:
-                        shown = prefill.first_ids
-                        yield native.first_events(request, ids, prefill)
-                    elif shown != prefill.first_ids:
-                        raise AnswerDiverged("the retried prefill drew another first token")
+                    if news := progress.open(prefill):
+                        yield native.first_events(request, ids, prefill, news)
                     if prefill.params is None:
                         yield native.closing_events(request, ids, prefill)
                         return
-                    agent, body = attempt.pair.decode.info, native.decode_body(request, ids, prefill.params)
-                async with aclosing(self._relay(agent, body)) as relayed:
+                    agent = attempt.pair.decode.info
+                    body = native.decode_body(request, ids, prefill.params, progress.resume())
+                async with aclosing(self._relay(agent, body, progress)) as relayed:
                     async for events in relayed:
                         yield events
                 attempt.pinned = False
                 return
             except AgentLost as lost:
+                if progress.complete:
+                    yield sse.DONE
+                    return
                 self._plan_retry(attempt, lost)
+                begun_by = attempt.pair.prefill.info if progress.begun else None
             finally:
                 self._end(attempt)
 
-    def _begin(self, *, apart: bool = False) -> Attempt:
-        """Route: choose a pair and take its slots. Raises `NoAgent`, `ModelNotFound` or `InvalidRequest`."""
+    def _begin(self, begun_by: Register | None = None) -> Attempt:
+        """Route: choose a pair and take its slots. Raises `NoAgent`, `ModelNotFound` or `InvalidRequest`.
+
+        `begun_by` is an agent from which the client has tokens: others must go on with that very answer.
+        """
         services, model = self._services, self._request.model
+        if not self._avoid:
+            services.retry_budget.request()
         snapshot = services.registry.snapshot(_now())
-        if self._request.max_tokens == 1:
+        if begun_by is not None:
+            # An agent alone would begin again with token 1.
+            snapshot = alike(snapshot, begun_by)
+            pair = services.policy.choose(snapshot, model, self._avoid, apart=True)
+        elif self._request.max_tokens == 1:
             pair = services.policy.choose_alone(snapshot, model, self._avoid)
         else:
-            pair = services.policy.choose(snapshot, model, self._avoid, apart=apart)
+            pair = services.policy.choose(snapshot, model, self._avoid, apart=False)
         if pair is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{pair.value}: {model!r}", param="model")
         if isinstance(pair, NoPair):
@@ -170,16 +187,22 @@ class Exchange:
             self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
 
     def _plan_retry(self, attempt: Attempt, lost: AgentLost) -> None:
-        """Prepare for another attempt, or raise `lost` if there were enough."""
+        """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
         services = self._services
         if lost.refused:
             services.registry.connection_refused(lost.agent, _now())
-        if not self._retries_left:
-            raise lost
-        self._retries_left -= 1
+        if self._record.phase is Phase.DECODE:
+            if not self._migrations_left or not services.retry_budget.take():
+                raise StreamBroken(lost.message) from lost
+            self._migrations_left -= 1
+            services.metrics.migrations.inc()
+        else:
+            if not self._retries_left or not services.retry_budget.take():
+                raise lost
+            self._retries_left -= 1
+            leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
+            services.metrics.retries.labels(leg).inc()
         self._avoid |= {lost.agent}
-        leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
-        services.metrics.retries.labels(leg).inc()
         self._record.enter(Phase.ROUTE)
 
     async def _answer_from(self, attempt: Attempt) -> Answer:
@@ -226,39 +249,33 @@ class Exchange:
                 server_timing=answer.headers.get("Server-Timing"),
             )
 
-    async def _relay(self, agent: Register, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The last leg of a streamed request: whole events as they come, up to `[DONE]`.
-
-        Raises `AgentLost` before the first event and `StreamBroken` after it.
-        """
+    async def _relay(self, agent: Register, body: bytes, progress: Progress) -> AsyncGenerator[bytes, None]:
+        """The last leg of a streamed request: whole events as they come, up to `[DONE]`."""
         self._record.enter(Phase.DECODE_WAIT)
-        scanner = sse.Scanner()
-        try:
-            soon = self._first_byte_deadline()
-            async with self._post(agent, body, headers_by=soon, by=self._deadline) as answer:
-                if not answer.content_type.startswith(sse.CONTENT_TYPE):
-                    raise BadAnswer(
-                        f"{agent.address} answered {answer.content_type} where a stream was asked for"
-                    )
-                async with aclosing(answer.chunks()) as chunks:
-                    async for chunk in chunks:
-                        events = scanner.feed(chunk)
-                        if not events:
-                            continue
+        scanner, lost = sse.Scanner(), Incarnation(agent.incarnation)
+        soon = self._first_byte_deadline()
+        async with self._post(agent, body, headers_by=soon, by=self._deadline) as answer:
+            if not answer.content_type.startswith(sse.CONTENT_TYPE):
+                raise BadAnswer(
+                    f"{agent.address} answered {answer.content_type} where a stream was asked for"
+                )
+            async with aclosing(answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    events = progress.take(scanner.feed(chunk))
+                    failure = native.agent_failure(events)
+                    if failure is not None:
+                        events, said = failure
+                    if events:
                         if self._record.phase is not Phase.DECODE:
                             self._record.enter(Phase.DECODE)
                         yield events
-                        if scanner.done:
-                            break
-                if not scanner.done:
-                    raise AgentLost(
-                        f"{agent.address} ended its stream without [DONE]", Incarnation(agent.incarnation)
-                    )
-                await answer.finish()
-        except AgentLost as lost:
-            if self._record.phase is Phase.DECODE:
-                raise StreamBroken(lost.message) from lost
-            raise
+                    if failure is not None:
+                        raise AgentLost(f"{agent.address} failed: {said}", lost)
+                    if scanner.done:
+                        break
+            if not scanner.done:
+                raise AgentLost(f"{agent.address} ended its stream without [DONE]", lost)
+            await answer.finish()
 
     def _post(
         self, agent: Register, body: bytes, *, headers_by: float, by: float

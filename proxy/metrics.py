@@ -70,6 +70,9 @@ class Metrics:
             "kvferry_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
             registry=registry,
         )  # fmt: skip
+        self.migrations = Counter(
+            "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
+        )
         self.drops = Counter(
             "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
             registry=registry,

@@ -88,8 +88,9 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""
     body = _parse_json(raw)
     fields = _convert(body, _Chat if endpoint == "chat/completions" else _Completion)
-    if body.pop("kv_transfer_params", None) is not None:
-        raise InvalidRequest("kv_transfer_params is made by the proxy", param="kv_transfer_params")
+    for name in ("kv_transfer_params", "resume"):
+        if body.pop(name, None) is not None:
+            raise InvalidRequest(f"{name} is made by the proxy", param=name)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
     return ClientRequest(

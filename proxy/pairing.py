@@ -53,6 +53,15 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     return None
 
 
+def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
+    """Only the agents that draw the tokens that `agent` draws: they may go on with what it has begun."""
+    kind = (agent.weights, agent.tokenizer, agent.layout)
+    nodes = tuple(
+        node for node in snapshot.nodes if (node.info.weights, node.info.tokenizer, node.info.layout) == kind
+    )
+    return Snapshot(nodes, snapshot.models)
+
+
 def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
     """The transfer backends that both list and that work between their hosts."""
     both = frozenset(prefill.transfers) & frozenset(decode.transfers)

@@ -30,12 +30,12 @@ class Phase(enum.StrEnum):
     ENDED = "ended"
 
 
-# Back to ROUTE is a retry; it is impossible once the decode leg's first event has come.
+# Back to ROUTE is a retry; from DECODE it is a migration.
 _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.ROUTE: frozenset({Phase.PREFILL, Phase.DECODE_WAIT, Phase.ENDED}),
     Phase.PREFILL: frozenset({Phase.ROUTE, Phase.DECODE_WAIT, Phase.ENDED}),
     Phase.DECODE_WAIT: frozenset({Phase.ROUTE, Phase.DECODE, Phase.ENDED}),
-    Phase.DECODE: frozenset({Phase.ENDED}),
+    Phase.DECODE: frozenset({Phase.ROUTE, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
 

@@ -23,6 +23,7 @@ from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.policy import RoundRobin
 from proxy.registry import Registry
+from proxy.retry_budget import RetryBudget
 from proxy.slots import Slots
 from proxy.upstream import Upstream
 
@@ -76,6 +77,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
+            retry_budget=RetryBudget(),
         )
         discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
         try:

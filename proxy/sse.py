@@ -12,6 +12,7 @@ from proxy.errors import BadAnswer
 CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
+ERROR_EVENT = b'data: {"error"'
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 
@@ -61,7 +62,7 @@ def count(events: bytes) -> int:
 
 def holds_error(events: bytes) -> bool:
     """Whether an event is an error. A JSON string cannot hold the bare quotes that are looked for."""
-    return b'data: {"error"' in events
+    return ERROR_EVENT in events
 
 
 def has_text(events: bytes) -> bool:

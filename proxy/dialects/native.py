@@ -41,7 +41,7 @@ def headers(ids: Identity) -> dict[str, str]:
 
 def alone_body(request: ClientRequest, ids: Identity) -> bytes:
     """The client's request for one agent that serves all of it."""
-    return msgspec.json.encode({**request.body, "seed": ids.seed})
+    return msgspec.json.encode(_whole_body(request, ids))
 
 
 def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> bytes:
@@ -65,9 +65,21 @@ def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId)
     return msgspec.json.encode(body)
 
 
-def decode_body(request: ClientRequest, ids: Identity, params: msgspec.Raw) -> bytes:
-    """The decode leg: the client's own request, and where the KV lies."""
-    return msgspec.json.encode({**request.body, "seed": ids.seed, "kv_transfer_params": params})
+def decode_body(
+    request: ClientRequest, ids: Identity, params: msgspec.Raw, resume: list[dict[str, Any]] | None = None
+) -> bytes:
+    """The decode leg: the client's own request, where the KV lies, and what the client already has of a
+    stream that broke."""
+    body = _whole_body(request, ids) | {"kv_transfer_params": params}
+    if resume is not None:
+        body["resume"] = resume
+    return msgspec.json.encode(body)
+
+
+def _whole_body(request: ClientRequest, ids: Identity) -> dict[str, Any]:
+    """What a last leg is told in any case. Its events tell their token ids, should the stream break."""
+    told = {"kvferry_token_lines": True} if request.stream else {}
+    return {**request.body, "seed": ids.seed, **told}
 
 
 def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
@@ -130,11 +142,6 @@ class PrefillAnswer:
     first_tokens: tuple[FirstToken, ...]
     whole: _Answer
 
-    @property
-    def first_ids(self) -> tuple[int, ...]:
-        """Token 1 of every choice, to compare a retried prefill with the one that the client has seen."""
-        return tuple(token.id for token in self.first_tokens)
-
 
 def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> PrefillAnswer:
     """Parse the prefill leg's answer. Raises `BadAnswer` when it is not of this dialect or attempt."""
@@ -160,9 +167,15 @@ def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: Transfe
     )
 
 
-def first_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer) -> bytes:
-    """What a streaming client gets as soon as the prefill has answered: one event per choice."""
-    return b"".join(sse.event(_chunk(request, ids, [choice])) for choice in _opening_choices(request, answer))
+def first_events(
+    request: ClientRequest, ids: Identity, answer: PrefillAnswer, indices: frozenset[int]
+) -> bytes:
+    """What a streaming client gets as soon as the prefill has answered: one event for each of the choices."""
+    return b"".join(
+        sse.event(_chunk(request, ids, [choice]))
+        for choice in _opening_choices(request, answer)
+        if choice["index"] in indices
+    )
 
 
 def closing_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer) -> bytes:
@@ -174,6 +187,32 @@ def closing_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer)
         last["kvferry_timing"] = answer.whole.kvferry_timing
     has_news = "kvferry_timing" in last or request.include_usage
     return (sse.event(last) if has_news else b"") + sse.DONE
+
+
+class _AgentError(msgspec.Struct, frozen=True):
+    message: str = "no reason given"
+    type: str = ""
+
+
+class _ErrorEvent(msgspec.Struct, frozen=True):
+    error: _AgentError
+
+
+def agent_failure(events: bytes) -> tuple[bytes, str] | None:
+    """The events before one that says that the agent itself failed, and what it said; None without such.
+
+    An error that is the request's own is the last word on it, and any agent's.
+    """
+    if not sse.holds_error(events):
+        return None
+    before, mark, rest = events.partition(sse.ERROR_EVENT)
+    try:
+        error = msgspec.json.decode(
+            (mark + rest).partition(sse.END_OF_EVENT)[0].removeprefix(b"data: "), type=_ErrorEvent
+        ).error
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return (before, error.message) if error.type == "server_error" else None
 
 
 def _opening_choices(request: ClientRequest, answer: PrefillAnswer) -> Iterator[dict[str, Any]]:

@@ -35,6 +35,10 @@ HARMLESS = ("late_end", "other_tokens")
 """Faults that do not cut a stream short."""
 STOP_AT_ONCE = "stop at once"
 """A prompt that contains this draws the end of sequence as its first token."""
+UNEVEN = "uneven"
+"""A prompt that contains this ends choice i with "stop", i tokens before the others' limit."""
+HELD_BACK = "held back"
+"""A prompt that contains this has every second token's text come with the next token's."""
 
 
 @dataclass(slots=True)
@@ -44,14 +48,15 @@ class Fault:
     Kinds: `status` answers that HTTP status; `reset` resets the connection before any answer; `hang` never
     answers; `silent` sends headers and then nothing; `empty` ends a stream without any event; `cut` resets
     in the midst of an event, after `after_events` events; `no_done` ends cleanly without `[DONE]`; `stall`
-    falls silent after some events; `error` sends an error event; `late_end` ends its stream a while after
+    falls silent after some events; `error` sends an error event about the request, `failure` one about the
+    agent; `late_end` ends its stream a while after
     `[DONE]`; `garbage` answers JSON of no known shape; `other_tokens` draws other tokens than the seed says.
     """
 
     leg: Leg
     kind: Literal[
         "status", "reset", "hang", "silent", "empty", "cut", "no_done", "stall", "error", "garbage",
-        "late_end", "other_tokens",
+        "failure", "late_end", "other_tokens",
     ]  # fmt: skip
     status: int = 500
     after_events: int = 2
@@ -273,9 +278,8 @@ class StandInAgent:
                 return self._answer_prefill(drawn, params)
             if leg == "decode":
                 await self._pull(params)
-            first = 1 if leg == "decode" else 0
             if body.get("stream"):
-                return await self._stream(request, drawn, first, fault)
+                return await self._stream(request, drawn, fault)
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
             return web.json_response(drawn.whole(), headers={"Server-Timing": "decode;dur=1"})
@@ -306,7 +310,7 @@ class StandInAgent:
             "remote_cached_tokens": 0,
             "first_tokens": [
                 {"id": drawn.token(index, 0), "text": drawn.text(index, 0), "logprobs": None,
-                 "finish_reason": None, "margin": 1.0}
+                 "finish_reason": drawn.finish_reason(index, 0), "margin": 1.0}
                 for index in range(drawn.n)
             ],
             "prompt_token_ids": list(range(drawn.prompt_tokens)),
@@ -326,25 +330,28 @@ class StandInAgent:
             async with self._http.post(url, json={"transfer_id": params["transfer_id"]}) as answer:
                 await answer.read()
 
-    async def _stream(
-        self, request: web.Request, drawn: _Drawn, first: int, fault: Fault | None
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, drawn: _Drawn, fault: Fault | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         kind = None if fault is None else fault.kind
         await response.prepare(request)
         if kind == "empty":
             return response
         sent = 0
-        for position in range(first, drawn.limit):
+        for position in range(min(drawn.known), drawn.limit):
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
             for index in range(drawn.n):
+                if not drawn.known[index] <= position < drawn.length(index):
+                    continue
                 if fault is not None and sent == fault.after_events and kind not in HARMLESS:
                     return await self._break_off(request, response, kind)
                 await response.write(drawn.event(index, position))
                 sent += 1
-        if drawn.include_usage:
-            await response.write(drawn.usage_event())
+        if fault is not None and sent == fault.after_events and kind not in HARMLESS:
+            return await self._break_off(request, response, kind)
+        await response.write(drawn.last_event())
+        if fault is not None and sent + 1 == fault.after_events and kind not in HARMLESS:
+            return await self._break_off(request, response, kind)
         await response.write(b"data: [DONE]\n\n")
         if kind == "late_end":
             await asyncio.sleep(0.05)
@@ -355,8 +362,9 @@ class StandInAgent:
     ) -> web.StreamResponse:
         if kind == "stall":
             await asyncio.Event().wait()
-        if kind == "error":
-            await response.write(_event({"error": {"message": "no more", "code": "gone"}}))
+        if kind in ("error", "failure"):
+            whose = "server_error" if kind == "failure" else "invalid_request_error"
+            await response.write(_event({"error": {"message": "no more", "code": "gone", "type": whose}}))
             await response.write(b"data: [DONE]\n\n")
         if kind == "cut":
             await response.write(b'data: {"choices": [{"te')
@@ -371,17 +379,42 @@ class _Drawn:
         prompt = body.get("prompt") or body.get("messages")
         self.chat = request.path.endswith("chat/completions")
         self.n = body.get("n") or 1
-        self.limit = body.get("max_completion_tokens") or body.get("max_tokens") or 8
+        params = body.get("kv_transfer_params") or {}
+        asked = params if params.get("do_remote_decode") else body
+        limits = [asked.get(name) for name in ("client_max_tokens", "max_completion_tokens", "max_tokens")]
+        self.limit = next(filter(None, limits), 8)
         self.include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.prompt_tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
         self.stops_at_once = STOP_AT_ONCE in str(prompt)
+        self.known = self._known(body)
+        self._uneven = UNEVEN in str(prompt)
+        self._holds_back = HELD_BACK in str(prompt)
         self._with_ids = bool(body.get("return_token_ids"))
+        self._with_lines = bool(body.get("kvferry_token_lines"))
         self._salt = f"{prompt}/{body.get('seed')}/{'other' if other else ''}"
         self._envelope = {
             "id": request.headers.get("X-Kvferry-Answer-Id", "cmpl-direct"),
             "created": int(request.headers.get("X-Kvferry-Created", "0")),
             "model": body["model"],
         }
+
+    def _known(self, body: dict[str, Any]) -> list[int]:
+        """How many tokens of each choice the client has already."""
+        params = body.get("kv_transfer_params") or {}
+        resume = body.get("resume") or [
+            {"output_ids": [each["id"]]} for each in params.get("first_tokens", ())
+        ]
+        return [len(each["output_ids"]) for each in resume] or [0] * self.n
+
+    def length(self, index: int) -> int:
+        """How many tokens a choice has in all."""
+        return max(1, self.limit - index) if self._uneven else self.limit
+
+    def finish_reason(self, index: int, position: int) -> str | None:
+        """Why a choice ends with the token at `position`; None if it does not."""
+        if position < self.length(index) - 1:
+            return None
+        return "length" if position == self.limit - 1 else "stop"
 
     def token(self, index: int, position: int) -> int:
         return zlib.crc32(f"{self._salt}/{index}/{position}".encode()) % 50000
@@ -390,32 +423,49 @@ class _Drawn:
         return f" {self.token(index, position)}"
 
     def event(self, index: int, position: int) -> bytes:
-        text = self.text(index, position)
+        reason = self.finish_reason(index, position)
+        line = f": t {index} {self.token(index, position)}{f' {reason}' if reason else ''}\n".encode()
+        line = line if self._with_lines else b""
+        text = self._released(index, position)
+        if not text and not self._with_ids:
+            return line and line + b"\n"
         shown = {"delta": {"content": text}} if self.chat else {"text": text}
-        choice = {"index": index, **shown, "logprobs": None,
-                  "finish_reason": "length" if position == self.limit - 1 else None}  # fmt: skip
+        choice = {"index": index, **shown, "logprobs": None, "finish_reason": reason}
         if self._with_ids:
             choice["token_ids"] = [self.token(index, position)]
-        return _event({**self._envelope, "choices": [choice]})
+        return line + _event({**self._envelope, "choices": [choice]})
 
-    def usage_event(self) -> bytes:
-        return _event({**self._envelope, "choices": [], "usage": self._usage(self.limit)})
+    def _released(self, index: int, position: int) -> str:
+        """The text that the token at `position` lets be shown."""
+        if not self._holds_back:
+            return self.text(index, position)
+        if position % 2 and self.finish_reason(index, position) is None:
+            return ""
+        held = self.text(index, position - 1) if position and not position % 2 else ""
+        return held + self.text(index, position)
+
+    def last_event(self) -> bytes:
+        line = b": t end\n" if self._with_lines else b""
+        if not self.include_usage:
+            return line and line + b"\n"
+        return line + _event({**self._envelope, "choices": [], "usage": self._usage(self.limit)})
 
     def whole(self, limit: int | None = None) -> dict[str, Any]:
         tokens = self.limit if limit is None else limit
-        reason = "stop" if self.stops_at_once else "length"
         choices = []
         for index in range(self.n):
-            text = "".join(self.text(index, position) for position in range(tokens))
+            positions = range(min(tokens, self.length(index)))
+            reason = "stop" if self.stops_at_once else self.finish_reason(index, positions[-1]) or "length"
+            text = "".join(self.text(index, position) for position in positions)
             shown = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             choice = {"index": index, **shown, "logprobs": None, "finish_reason": reason}
             if self._with_ids:
-                choice["token_ids"] = [self.token(index, position) for position in range(tokens)]
+                choice["token_ids"] = [self.token(index, position) for position in positions]
             choices.append(choice)
         return {**self._envelope, "choices": choices, "usage": self._usage(tokens)}
 
     def _usage(self, tokens: int) -> dict[str, int]:
-        completion = tokens * self.n
+        completion = sum(min(tokens, self.length(index)) for index in range(self.n))
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion,

@@ -129,10 +129,12 @@ class StandInEngine:
                 failed = Failed(request_id=submit.request_id, status=429, code="busy", message="no room")
                 await self._send(failed)
                 return
-        limit = 1 if submit.produce is not None else submit.sampling.max_tokens
-        position = 1 if submit.remote is not None else 0
+        known = {prior.index: len(prior.token_ids) for prior in submit.prior}
         finished = {prior.index for prior in submit.prior if prior.finished}
-        done = False
+        position = min(known.values(), default=0)
+        done = len(finished) == submit.sampling.n
+        if done:
+            await self._send(Outputs(items=(self._output(submit, [], done),)))
         while not done:
             await asyncio.sleep(SLOW_STEP_S if submit.sampling.seed == Seed.SLOW else STEP_S)
             if position == 2 and submit.sampling.seed == Seed.DIE_AT_THIRD_TOKEN:
@@ -145,12 +147,12 @@ class StandInEngine:
             tokens = [
                 self._token(submit, index, position)
                 for index in range(submit.sampling.n)
-                if index not in finished
+                if index not in finished and position >= known.get(index, 0)
             ]
             finished |= {token.index for token in tokens if token.finish is not None}
             position += 1
             self._steps += 1
-            done = position >= limit or len(finished) == submit.sampling.n
+            done = submit.produce is not None or len(finished) == submit.sampling.n
             await self._send(Outputs(items=(self._output(submit, tokens, done),)))
 
     def _output(self, submit: Submit, tokens: list[Token], done: bool) -> Output:

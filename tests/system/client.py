@@ -91,7 +91,7 @@ def session() -> aiohttp.ClientSession:
 
 async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
     """POST one completion, streamed if the body says so. Raises `RequestFailed` or `StreamCut`."""
-    asked = {**body, "return_token_ids": True, "kvferry_timing": True}
+    asked = {"return_token_ids": True, "kvferry_timing": True, **body}
     if asked.get("stream"):
         asked["stream_options"] = {"include_usage": True}
     answer = Answer()

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.system.client import Answer, RequestFailed, complete, complete_all, heldout, session
+from tests.system.client import Answer, complete, complete_all, heldout, session
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.metrics import scrape, total, wait_idle
 
@@ -50,7 +50,7 @@ def long_body(prompt: str, index: int) -> dict[str, Any]:
 
 
 async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: StartCluster) -> None:
-    """Its streams end typed; the other agent's go on; the prefill agent holds nothing after lease + 1 s."""
+    """Its streams go on at the other agent; the prefill agent holds nothing after lease + 1 s."""
     bodies = [long_body(prompt.prompt, index) for index, prompt in enumerate(heldout(STREAMS))]
     async with start_cluster(
         decode=2, args=("--lease-s", str(LEASE_S), "--max-model-len", "1536")
@@ -62,15 +62,14 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
                 await asyncio.sleep(0.05)
         os.kill(doomed.pid, signal.SIGKILL)
         await doomed.process.wait()
+        results = await running
         left = await wait_idle(cluster.agents["prefill-0"].url, timeout_s=LEASE_S + 1)
         assert left["leased"] == left["used"] == left["quarantined"] == 0
-        results = await running
         answered = [result for result in results if isinstance(result, Answer)]
-        failed = [result for result in results if isinstance(result, RequestFailed)]
-        assert len(answered) + len(failed) == STREAMS, "every stream ends with [DONE] or a typed error"
-        assert len(answered) >= STREAMS // 2 - 4
-        assert failed and all(failure.error["code"] for failure in failed)
+        assert len(answered) == STREAMS, [result for result in results if result not in answered]
         assert all(answer.completion_tokens == 400 for answer in answered)
+        assert all(len(answer.choices[0].token_ids) == 400 for answer in answered)
+        assert total(await scrape(cluster.url), "kvferry_migrations_total") >= 1
         again = await complete_all(cluster.url, bodies[:4], concurrency=4)
         assert all(isinstance(result, Answer) for result in again)
         assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=5))["used"] == 0

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import answers
+from agent.errors import ApiError
 from agent.generation import Delta, Generation, GenerationRequest
 from agent.ids import AnswerId, AnswerKind
-from agent.kv_params import FirstToken
+from agent.kv_params import FirstToken, Resume
 from agent.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
 from agent.messages import FinishReason, SamplingParams, Timing, Token, TokenLogprob
 from agent.tokenizer import Tokenizer
@@ -74,10 +75,8 @@ def run(generation: Generation, tokens: list[Token]) -> list[Delta]:
     return [delta for token in tokens for delta in generation.push([token])]
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-@given(data=st.data())
-def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: st.DataObject) -> None:
-    """I4: text, ids, logprobs, finish_reason and usage, stop strings and half characters included (L5)."""
+def any_answer(kind: AnswerKind, data: st.DataObject) -> tuple[GenerationRequest, list[Token]]:
+    """A request, and the tokens of its one choice: broken characters, stop strings, logprobs."""
     vocabulary = st.one_of(
         st.integers(0, tokenizer().vocab_size - 1), st.sampled_from(ids("aa=123;the fox \U0001f980"))
     )
@@ -88,8 +87,14 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     sampling = SamplingParams(
         seed=1, max_tokens=len(token_ids), logprobs=logprobs, min_tokens=data.draw(st.integers(0, 3))
     )
-    asked = request(kind, sampling=sampling, stop=stop)
-    tokens = drawn(token_ids, logprobs, last)
+    return request(kind, sampling=sampling, stop=stop), drawn(token_ids, logprobs, last)
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@given(data=st.data())
+def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: st.DataObject) -> None:
+    """I4: text, ids, logprobs, finish_reason and usage, stop strings and half characters included (L5)."""
+    asked, tokens = any_answer(kind, data)
     alone = Generation(asked, tokenizer())
     expected = gather(run(alone, tokens))
 
@@ -107,6 +112,33 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected
     assert decode.usage == alone.usage
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@given(data=st.data())
+def test_a_stream_resumed_anywhere_repeats_and_loses_nothing(kind: AnswerKind, data: st.DataObject) -> None:
+    """I4 across a migration: what was shown before and what is shown after make the whole answer."""
+    asked, tokens = any_answer(kind, data)
+    expected = gather(run(Generation(asked, tokenizer()), tokens))
+    broken = Generation(asked, tokenizer())
+    shown = gather(run(broken, tokens[: data.draw(st.integers(1, len(tokens)))]))
+    first = answers.first_token(gather(Generation(asked, tokenizer()).push(tokens[:1])))
+    sent = Resume(output_ids=shown.token_ids, finish_reason=shown.finish_reason)
+    resumed = Generation(dataclasses.replace(asked, first_tokens=(first,), resume=(sent,)), tokenizer())
+    resumed.restore()
+    assert resumed.usage == broken.usage
+    rest = run(resumed, tokens[len(shown.token_ids) :])
+    assert all(not delta.first for delta in rest)
+    assert gather([shown, *rest]) == expected
+    assert resumed.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_a_choice_that_has_ended_cannot_be_said_to_go_on() -> None:
+    token_ids = ids("the fox;")
+    first, sent = FirstToken(id=token_ids[0]), Resume(output_ids=token_ids)
+    asked = request(stop=(";",), first_tokens=(first,), resume=(sent,))
+    with pytest.raises(ApiError, match="ends within its tokens"):
+        Generation(asked, tokenizer()).restore()
 
 
 def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
@@ -197,6 +229,21 @@ def test_an_event_that_says_nothing_is_not_sent() -> None:
     assert event(answers.delta_event(asked, held))["choices"][0]["token_ids"] == [5]
 
 
+def test_a_token_line_tells_every_id_even_where_there_is_nothing_to_show() -> None:
+    """The relay must know all ids behind the text that it has passed on."""
+    asked = request(token_lines=True, stop=("the fox",))
+    the, fox, end = (*ids("the"), *ids(" fo"), *ids("!"))[-3:]
+    events = [
+        answers.delta_event(asked, Delta(1, token_ids=[the])),
+    ]
+    assert events == [b": t 1 %d\n\n" % the]
+    line, data, *_ = answers.delta_event(asked, Delta(0, text="!", token_ids=[fox, end])).split(b"\n")
+    assert line == b": t 0 %d,%d" % (fox, end)
+    assert data.startswith(b"data: {")
+    last = answers.delta_event(asked, Delta(0, token_ids=[end], finish_reason="stop"))
+    assert last.startswith(b": t 0 %d stop\ndata: {" % end)
+
+
 def test_margins_come_with_ids_and_logprobs_only_and_infinity_is_null() -> None:
     sampling = SamplingParams(seed=1, max_tokens=5, logprobs=0)
     delta = Delta(0, text="a", token_ids=[5], margins=[float("inf")])
@@ -215,6 +262,10 @@ def test_the_last_event_has_usage_and_timing_as_asked() -> None:
     assert last["usage"]["total_tokens"] == 3
     assert last["kvferry_timing"]["pull_bytes"] == 5
     assert answers.last_event(Generation(request(), tokenizer())) == b""
+    for include_usage in (True, False):
+        generation = Generation(request(include_usage=include_usage, token_lines=True), tokenizer())
+        assert answers.last_event(generation).startswith(b": t end\n")
+        assert answers.last_event(generation).endswith(b"\n\n")
 
 
 def test_a_prefill_leg_says_length_for_choices_that_go_on() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from agent.messages import Failed, Output, Prior
@@ -318,6 +319,48 @@ def test_only_unfinished_choices_fork_over_the_pulled_blocks() -> None:
     for choice in range(3):
         answer = expected_answer(prompt, choice, submit.sampling)[1:]
         assert engine.tokens("d", choice) == ([] if choice == 1 else answer)
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["pulled", "wholly cached"])
+def test_resumed_choices_replay_their_tokens_one_by_one_and_go_on(cached: bool) -> None:
+    """Design §5.6: positions go on, in the company that they would have had; nothing known is drawn again."""
+    engine, prompt = make_engine(), numbers(0, 12)
+    submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=9, remote=remote("t", prompt))
+    answers = [expected_answer(prompt, choice, submit.sampling) for choice in range(3)]
+    known = tuple(
+        Prior(index=choice, token_ids=tuple(answers[choice][:count]), finished=choice == 1)
+        for choice, count in enumerate((5, 2, 1))
+    )
+    if cached:
+        engine.submit(request("warm", prompt, max_tokens=1))
+        engine.run()
+    before = len(chunks_run(engine))
+    engine.submit(msgspec.structs.replace(submit, prior=known))
+    engine.step()
+    if not cached:
+        finish_pull(engine, prompt)
+    engine.run()
+    assert all(end - start == 1 for start, end in chunks_run(engine)[before:])
+    assert engine.tokens("d", 0) == answers[0][5:]
+    assert engine.tokens("d", 1) == []
+    assert engine.tokens("d", 2) == answers[2][1:]
+    engine.assert_all_free()
+
+
+def test_a_resumed_choice_that_is_preempted_while_it_replays_goes_on_all_the_same() -> None:
+    engine, prompt = make_engine(num_blocks=9), numbers(0, 10)
+    submit = request("d", prompt, ignore_eos=True, max_tokens=20, remote=remote("t", prompt))
+    answer = expected_answer(prompt, 0, submit.sampling)
+    engine.submit(request("old", numbers(20, 8), max_tokens=20, ignore_eos=True))
+    engine.step()
+    prior = Prior(index=0, token_ids=tuple(answer[:12]), finished=False)
+    engine.submit(msgspec.structs.replace(submit, prior=(prior,)))
+    engine.step()
+    finish_pull(engine, prompt)
+    engine.run()
+    assert engine.scheduler.counters.preemptions
+    assert engine.tokens("d") == answer[12:]
     engine.assert_all_free()
 
 

@@ -300,6 +300,87 @@ async def test_two_legs_give_the_answer_of_one_agent(agent: Agent, path: str, st
         assert [begun["margin"], *joined(parts, "margins")] == choice["margins"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("events_before", [2, 5, 11, 17])
+async def test_a_resumed_stream_goes_on_where_the_broken_one_ended(
+    agent: Agent, path: str, events_before: int
+) -> None:
+    """I4 across a migration: the events before the break and those after it are the unbroken stream's."""
+    asked: dict[str, Any] = {"n": 3, "seed": 5, "return_token_ids": True, "stop": ["ps ov"], "max_tokens": 9}
+    asked |= {"logprobs": True, "top_logprobs": 1, "messages": CHAT} if "chat" in path else {"logprobs": 1}
+    asked |= {"kvferry_token_lines": True, "stream": True, "stream_options": {"include_usage": True}}
+    whole, _ = await token_lines(agent, path, agent.body(**asked))
+    first = {**asked, "max_tokens": 1, "stream": False, "stream_options": None}
+    prefill = await agent.complete(path, **first, kv_transfer_params={**PREFILL, "client_max_tokens": 9})
+    params = prefill["kv_transfer_params"]
+    begun, lines = await token_lines(agent, path, agent.body(**asked, kv_transfer_params=params))
+    sent = [{"output_ids": [token["id"]], "finish_reason": None} for token in params["first_tokens"]]
+    for index, ids, finish in lines[:events_before]:
+        sent[index]["output_ids"] += ids
+        sent[index]["finish_reason"] = finish
+    body = agent.body(**asked, kv_transfer_params=params, resume=sent)
+    rest, lines = await token_lines(agent, path, body)
+    shown = [part for event in rest for part in event["choices"]]
+    assert lines == [(part["index"], part["token_ids"], part["finish_reason"]) for part in shown]
+    assert all("role" not in part.get("delta", {}) for part in shown)
+    assert by_choice(begun[:events_before] + rest) == by_choice(begun)
+    assert rest[-1]["usage"] == begun[-1]["usage"] == whole[-1]["usage"]
+
+
+def by_choice(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    choices: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        for part in event["choices"]:
+            choices.setdefault(part["index"], []).append(part)
+    return choices
+
+
+Line = tuple[int, list[int], str | None]
+
+
+async def token_lines(
+    agent: Agent, path: str, body: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[Line]]:
+    """The events of a stream, and what the line before each of them tells."""
+    events, lines = [], []
+    async with agent.http.post(agent.url + path, json=body) as response:
+        assert response.status == 200, await response.text()
+        *blocks, done, end = (await response.text()).split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for block in blocks:
+        if block.startswith(": t end"):
+            assert block is blocks[-1]
+            block = block.removeprefix(": t end\n")
+        if block.startswith(": t "):
+            line, _, block = block.partition("\n")
+            index, ids, *finish = line.removeprefix(": t ").split(" ")
+            lines.append((int(index), [int(each) for each in ids.split(",")], finish[0] if finish else None))
+        events.append(json.loads(block.removeprefix("data: ")))
+    return events, lines
+
+
+@pytest.mark.parametrize(
+    ("known", "fields"),
+    [
+        ([0], {"kv_transfer_params": None}),
+        ([0], {"stream": False}),
+        ([], {}),
+        ([1], {}),
+        ([0, 10**6], {}),
+        ([0, 0], {"max_tokens": 2}),
+    ],
+)
+async def test_a_resume_that_fits_no_leg_is_refused(
+    agent: Agent, known: list[int], fields: dict[str, Any]
+) -> None:
+    prefill = await agent.complete(max_tokens=1, kv_transfer_params=PREFILL)
+    params = prefill["kv_transfer_params"]
+    assert params["first_tokens"][0]["id"] == 0
+    asked = {"stream": True, "kv_transfer_params": params, "resume": [{"output_ids": known}], **fields}
+    status, answer, _ = await agent.post("/v1/completions", agent.body(**asked))
+    assert (status, answer["error"]["param"][:6]) == (400, "resume")
+
+
 async def test_a_choice_finished_by_the_prefill_shows_in_the_whole_answer_only(agent: Agent) -> None:
     prompt = agent.ids(" fox<|end|>the quick brown")
     asked = {"prompt": prompt, "n": 2, "max_tokens": 4, "return_token_ids": True}

@@ -289,7 +289,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_done(
     start_stage: StartStage, fault: Fault, code: str
 ) -> None:
     """I5, R1: whole events only, then a typed error, then `[DONE]`; X6: no 200 that just ends."""
-    stage = await start_stage(idle_timeout_s=0.3)
+    stage = await start_stage(idle_timeout_s=0.3, migrations=0)
     _, decode = await stage.pair()
     decode.faults.append(fault)
     streamed = await stage.stream(BODY)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from proxy import sse
 from proxy.dialects import native
 from proxy.errors import BadAnswer
 from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
@@ -82,8 +84,37 @@ def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
     prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
     assert prefill.params is not None
     assert json.loads(native.decode_body(asked, IDS, prefill.params)) == {
-        **asked.body, "seed": 99, "kv_transfer_params": PARAMS,
+        **asked.body, "seed": 99, "kvferry_token_lines": True, "kv_transfer_params": PARAMS,
     }  # fmt: skip
+
+
+def test_a_resumed_decode_body_says_what_the_client_has() -> None:
+    asked = request(stream=True, max_tokens=7)
+    sent = [{"output_ids": [5, 6], "finish_reason": None}]
+    body = json.loads(native.decode_body(asked, IDS, msgspec.Raw(b"{}"), sent))
+    assert body["resume"] == sent
+
+
+def test_token_lines_are_for_streams_only() -> None:
+    for stream in (True, False):
+        body = json.loads(native.alone_body(request(stream=stream), IDS))
+        assert body.get("kvferry_token_lines", False) is stream
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        ({"type": "server_error", "message": "died"}, True),
+        ({"type": "invalid_request_error", "message": "no"}, False),
+        ({"type": 7}, False),
+        ({}, False),
+    ],
+)
+def test_an_agents_own_failure_is_told_from_the_requests(error: dict[str, Any], failed: bool) -> None:
+    before = sse.event({"choices": []})
+    assert native.agent_failure(before) is None
+    found = native.agent_failure(before + sse.event({"error": error}) + sse.DONE)
+    assert found == ((before, "died") if failed else None)
 
 
 def test_building_the_legs_leaves_the_clients_body_alone() -> None:
@@ -112,8 +143,8 @@ def test_first_events_show_one_token_of_every_choice() -> None:
     ]
     raw = answer(kv_transfer_params=PARAMS | {"first_tokens": tokens})
     prefill = native.read_prefill_answer(raw, asked, TRANSFER)
-    assert prefill.first_ids == (5, 6)
-    shown = events(native.first_events(asked, IDS, prefill))
+    assert len(events(native.first_events(asked, IDS, prefill, frozenset({1})))) == 1
+    shown = events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
     assert [event["choices"] for event in shown] == [
         [{"index": 0, "text": "a", "logprobs": {"a": 1}, "finish_reason": None,
           "token_ids": [5], "margins": [0.5]}],
@@ -127,7 +158,7 @@ def test_first_events_show_one_token_of_every_choice() -> None:
 def test_first_events_of_a_chat_begin_with_the_role() -> None:
     asked = request("chat/completions", stream=True)
     prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
-    [event] = events(native.first_events(asked, IDS, prefill))
+    [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
     assert event["object"] == "chat.completion.chunk"
     assert event["choices"][0] == {
         "index": 0, "delta": {"role": "assistant", "content": "a"}, "logprobs": None, "finish_reason": None,
@@ -149,7 +180,7 @@ def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoin
     }
     prefill = native.read_prefill_answer(answer(choices=[choice], kvferry_timing={"x": 1}), asked, TRANSFER)
     assert prefill.params is None
-    [first] = events(native.first_events(asked, IDS, prefill))
+    [first] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
     [made] = first["choices"]
     assert (made["finish_reason"], made["token_ids"], made["margins"]) == ("stop", [5], [0.25])
     assert (made["text"] if endpoint == "completions" else made["delta"]["content"]) == "a"

@@ -60,6 +60,7 @@ def completion(**fields: Any) -> ClientRequest:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"resume": [{"output_ids": [1]}]}, "resume"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:

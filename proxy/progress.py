@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the client of a streamed answer has been given so far, so that another pair can go on from there.
+
+Events of the native dialect begin with a line that is a comment to SSE, `: t CHOICE ID,ID…[ FINISH_REASON]`:
+the output ids behind the event, and whether they end the choice. An event that is this line alone reports ids
+whose text is still held back, and `: t end` says that only `[DONE]` is to come. The relay cuts these lines
+out and keeps them as they are; they are read only when a stream breaks. Since only whole events are passed
+on, they tell exactly what the client has.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.dialects.native import FirstToken, PrefillAnswer
+from proxy.errors import AnswerDiverged, BadAnswer
+
+_MARK = b": t "
+_END_LINE = b": t end\n"
+# A line break within an event's data is escaped, so every line that begins like this is a token line.
+_TOKEN_LINES = re.compile(rb"^: t .*\n\n?", re.MULTILINE)
+_TOKEN_LINE = re.compile(rb": t (\d+) (\d+(?:,\d+)*)(?: (stop|length))?")
+
+
+@dataclass(slots=True)
+class _Choice:
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def begins_with(self, first: FirstToken | None) -> bool:
+        """Whether a prefill began this choice. None: its answer has no first tokens, as no choice goes on."""
+        return self.finish_reason is not None if first is None else self.output_ids[0] == first.id
+
+
+class Progress:
+    """Per choice, the output ids that the client has and how the choice ended."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._lines = bytearray()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has anything yet."""
+        return bool(self._lines)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has everything but `[DONE]`."""
+        return self._lines.endswith(_END_LINE)
+
+    def take(self, events: bytes) -> bytes:
+        """Note the token lines of whole events; returns the events without them, maybe none."""
+        if events.startswith(_MARK) and events.count(b"\n") == 3:
+            # One event and its line, which is nearly always so.
+            end = events.index(b"\n") + 1
+            self._lines += events[:end]
+            return events[end:]
+        return _TOKEN_LINES.sub(self._note, events)
+
+    def open(self, prefill: PrefillAnswer) -> frozenset[int]:
+        """Note token 1 of every choice; returns the choices for which it is news to the client.
+
+        Raises `AnswerDiverged` when a choice that the client knows is not the one that the prefill began.
+        """
+        known = self._read()
+        news = frozenset(index for index, choice in enumerate(known) if not choice.output_ids)
+        for index, choice in enumerate(known):
+            token = prefill.first_tokens[index] if prefill.first_tokens else None
+            if index not in news and not choice.begins_with(token):
+                raise AnswerDiverged("the retried prefill drew another first token")
+            if index in news and token is not None:
+                end = f" {token.finish_reason}" if token.finish_reason else ""
+                self._lines += f": t {index} {token.id}{end}\n".encode()
+        return news
+
+    def resume(self) -> list[dict[str, Any]] | None:
+        """What a decode leg must be told to go on from here; None while token 1 is all that there is."""
+        known = self._read()
+        if all(len(choice.output_ids) <= 1 for choice in known):
+            return None
+        return [{"output_ids": each.output_ids, "finish_reason": each.finish_reason} for each in known]
+
+    def _note(self, line: re.Match[bytes]) -> bytes:
+        self._lines += line[0].rstrip(b"\n") + b"\n"
+        return b""
+
+    def _read(self) -> list[_Choice]:
+        """Every choice's tokens. Raises `BadAnswer` when a line is not of this dialect."""
+        choices = [_Choice() for _ in range(self._num_choices)]
+        for line in self._lines.splitlines():
+            told = _TOKEN_LINE.fullmatch(line)
+            if told is None or int(told[1]) >= len(choices):
+                raise BadAnswer("an agent's token line cannot be read")
+            choice = choices[int(told[1])]
+            choice.output_ids += map(int, told[2].split(b","))
+            choice.finish_reason = told[3].decode() if told[3] else None
+        return choices

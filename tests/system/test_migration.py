@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode agent dies in mid-stream: every one of its streams goes on elsewhere, and no client can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.launcher import Process
+from tests.system.client import Answer, complete_all, heldout
+from tests.system.conftest import StartCluster
+from tests.system.metrics import scrape, total, wait_idle
+
+STREAMS = 16
+TOKENS = 120
+RUNNING_BEFORE = 8
+MIN_MIGRATIONS = 3
+LEASE_S = 2.0
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Streams of every kind: greedy and sampled, one choice and two, penalties, logprobs, text held back."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "n": 2},
+        {"temperature": 1.5, "logprobs": 2},
+        # Without ids nothing is sent while text is held back; the second choice ends long before the first.
+        {"temperature": 2.0, "n": 2, "stop": ["77", "a="], "min_tokens": 40, "return_token_ids": False},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 2.0, "stop": ["1234567890"], "return_token_ids": False},
+    ]
+    return [
+        {
+            "model": "ferry-tiny",
+            "prompt": prompt.prompt,
+            "seed": 50 + index,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            **kinds[index % len(kinds)],
+        }
+        for index, prompt in enumerate(heldout(STREAMS))
+    ]
+
+
+def kill_api(agent: Process) -> None:
+    """The connections break."""
+    os.kill(agent.pid, signal.SIGKILL)
+
+
+def kill_rank(agent: Process) -> None:
+    """The agent still says in its streams that its engine has died."""
+    family = psutil.Process(agent.pid).children(recursive=True)
+    next(member for member in family if "agent.worker" in member.cmdline()).kill()
+
+
+@pytest.mark.timeout(120)  # two runs, and five processes to start on two cores
+@pytest.mark.parametrize(("prefill", "kill"), [(1, kill_api), (2, kill_rank)], ids=["1P2D-api", "2P2D-rank"])
+async def test_streams_survive_the_death_of_their_decode_agent(
+    start_cluster: StartCluster, prefill: int, kill: Any
+) -> None:
+    """I4: tokens, text, logprobs, finish_reason and usage are those of the undisturbed run."""
+    args = ("--lease-s", str(LEASE_S), "--max-model-len", "1536")
+    async with start_cluster(prefill=prefill, decode=2, args=args) as cluster:
+        undisturbed = await complete_all(cluster.url, bodies(), concurrency=STREAMS)
+        doomed = cluster.agents["decode-0"]
+        running = asyncio.ensure_future(complete_all(cluster.url, bodies(), concurrency=STREAMS))
+        async with asyncio.timeout(30):
+            while total(await scrape(doomed.url), "kvferry_running") < RUNNING_BEFORE:
+                await asyncio.sleep(0.02)
+        kill(doomed)
+        await doomed.process.wait()
+        results = await running
+        migrations = total(await scrape(cluster.url), "kvferry_migrations_total")
+        for name, agent in cluster.agents.items():
+            if name != "decode-0":
+                left = await wait_idle(agent.url, timeout_s=LEASE_S + 1)
+                assert left["leased"] == left["used"] == left["quarantined"] == 0, (name, left)
+    assert migrations >= MIN_MIGRATIONS
+    for body, ours, theirs in zip(bodies(), results, undisturbed, strict=True):
+        assert isinstance(theirs, Answer), theirs
+        assert isinstance(ours, Answer), (body, ours)
+        assert ours.same() == theirs.same(), body
