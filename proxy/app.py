@@ -15,6 +15,7 @@ from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
 from proxy.exchange import Answer, Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
+from proxy.operator_page import add_operator_page
 from proxy.pages import models_page, nodes_page, readiness
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
@@ -57,6 +58,8 @@ def create_app(services: Services) -> Quart:
     async def exposition() -> Response:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
 
+    add_operator_page(app, services.live)
+
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:
         return _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
@@ -68,7 +71,7 @@ async def _serve(endpoint: Endpoint, services: Services) -> Response:
     """One completion request. The record ends here, or in the `EventStream` that is returned."""
     services.open_requests.join()
     request_id = _request_id()
-    record = Record(endpoint, request_id, services.metrics)
+    record = Record(endpoint, request_id, services.metrics, services.history)
     try:
         return await _respond(endpoint, request_id, record, services)
     except ProxyError as error:

@@ -89,6 +89,13 @@ class NoAgent(ProxyError):
         return {"Retry-After": str(RETRY_AFTER_S)}
 
 
+class TooManyViewers(ProxyError):
+    """The operator's page is looked at by as many as it serves at once."""
+
+    status = 503
+    code = "too_many_viewers"
+
+
 class AgentLost(ProxyError):
     """An agent broke off before its leg's first event: nothing was seen of it, so another may be asked."""
 

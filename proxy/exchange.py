@@ -39,7 +39,9 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
+from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
+from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
@@ -63,6 +65,8 @@ class Services:
     drops: Drops
     open_requests: OpenRequests
     metrics: Metrics
+    history: History
+    live: Live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

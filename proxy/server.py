@@ -19,6 +19,8 @@ from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
+from proxy.history import History
+from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.policy import RoundRobin
@@ -64,6 +66,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """
     clock = asyncio.get_running_loop().time
     registry = Registry()
+    slots, history = Slots(), History()
     metrics = Metrics(lambda: registry.snapshot(clock()))
     async with Upstream(config) as upstream:
         drops = Drops(upstream, metrics)
@@ -71,11 +74,13 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             config=config,
             registry=registry,
             policy=RoundRobin(),
-            slots=Slots(),
+            slots=slots,
             upstream=upstream,
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
+            history=history,
+            live=Live(registry, slots, metrics, history, clock),
         )
         discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
         try:
@@ -89,6 +94,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                     try:
                         yield proxy
                     finally:
+                        services.live.close()
                         server.should_exit = True
                         await asyncio.wait([serving])
                         await services.open_requests.cut()
