@@ -16,7 +16,7 @@ from proxy.exchange import Answer, Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
 from proxy.operator_page import add_operator_page
-from proxy.pages import models_page, nodes_page, readiness
+from proxy.pages import models_page, nodes_page, readiness, scrape_targets
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
 
@@ -53,6 +53,10 @@ def create_app(services: Services) -> Quart:
     @app.get("/nodes")
     async def nodes() -> Response:
         return _json(nodes_page(_snapshot(services), services.slots, _now()))
+
+    @app.get("/nodes/targets")
+    async def targets() -> Response:
+        return _json(scrape_targets(_snapshot(services)))
 
     @app.get("/metrics")
     async def exposition() -> Response:
