@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
 from proxy.server import running_proxy
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         uvloop.run(_serve(config))
-    except OSError as error:
+    except (OSError, BadKeyFile) as error:
         print(f"kvferry proxy: {error}", file=sys.stderr)
         return 1
     return 0

@@ -11,6 +11,7 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
 
 from proxy import metrics, sse
+from proxy.api_keys import guard
 from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
 from proxy.exchange import Answer, Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
@@ -63,6 +64,8 @@ def create_app(services: Services) -> Quart:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
 
     add_operator_page(app, services.live)
+    if services.api_keys is not None:
+        guard(app, services.api_keys)
 
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:

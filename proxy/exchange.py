@@ -27,6 +27,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from proxy import sse
+from proxy.api_keys import ApiKeys
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.drops import Drops
@@ -67,6 +68,7 @@ class Services:
     metrics: Metrics
     history: History
     live: Live
+    api_keys: ApiKeys | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
@@ -62,11 +63,13 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """Serve for as long as the context is open.
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
-    those that it had to cut, and closes everything. Raises `OSError` when a port is taken.
+    those that it had to cut, and closes everything. Raises `OSError` when a port is taken
+    or the file of keys cannot be read, and `BadKeyFile` when it is not one.
     """
     clock = asyncio.get_running_loop().time
     registry = Registry()
     slots, history = Slots(), History()
+    api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
     async with Upstream(config) as upstream:
         drops = Drops(upstream, metrics)
@@ -81,6 +84,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             metrics=metrics,
             history=history,
             live=Live(registry, slots, metrics, history, clock),
+            api_keys=api_keys,
         )
         discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
         try:

@@ -27,6 +27,7 @@ def test_the_flags_are_these() -> None:
         "max_connections",
         "keepalive_s",
         "drain_s",
+        "api_keys",
         "log_level",
     ]
 
