@@ -28,6 +28,7 @@ from proxy.policy import RoundRobin
 from proxy.registry import Registry
 from proxy.slots import Slots
 from proxy.upstream import Upstream
+from proxy.wire import ClusterKey
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
@@ -64,14 +65,15 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
     those that it had to cut, and closes everything. Raises `OSError` when a port is taken
-    or the file of keys cannot be read, and `BadKeyFile` when it is not one.
+    or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
     """
     clock = asyncio.get_running_loop().time
     registry = Registry()
+    key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
     slots, history = Slots(), History()
     api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
-    async with Upstream(config) as upstream:
+    async with Upstream(config, None if key is None else key.bearer) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
@@ -86,7 +88,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             live=Live(registry, slots, metrics, history, clock),
             api_keys=api_keys,
         )
-        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
+        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock, key=key)
         try:
             discovery_port = discovery.bind(config.host, config.discovery_port)
             with _listening_socket(config.host, config.port) as listener:

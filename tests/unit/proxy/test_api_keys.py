@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from proxy.__main__ import main
 from proxy.api_keys import Access, ApiKeys, BadKeyFile
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -100,13 +101,22 @@ async def test_a_browser_can_bring_an_admin_key_for_looking_only(guarded: Stage)
 @pytest.mark.parametrize(
     "text", ["", "# none\n", "short\n", f"{CLIENT_KEY} root\n", f"{CLIENT_KEY} admin yes\n"]
 )
-def test_a_file_that_admits_nobody_or_is_mistaken_ends_the_start(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_admits_nobody_or_is_mistaken_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(BadKeyFile) as caught:
+    with pytest.raises(BadKeyFile, match=str(path)) as caught:
         ApiKeys.read(path)
     assert CLIENT_KEY not in str(caught.value)
-    assert main(["--port", "0", "--discovery-port", "0", "--api-keys", str(path)]) == 1
-    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--api-keys", "--cluster-key"])
+def test_a_proxy_does_not_start_without_the_keys_it_was_told_of(tmp_path: Path, flag: str) -> None:
+    path = tmp_path / "keys"
+    path.touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "proxy", "--port", "0", "--discovery-port", "0", flag, str(path)],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr

@@ -28,6 +28,7 @@ def test_the_flags_are_these() -> None:
         "keepalive_s",
         "drain_s",
         "api_keys",
+        "cluster_key",
         "log_level",
     ]
 
