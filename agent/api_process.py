@@ -32,7 +32,7 @@ from agent.ping import Announcer
 from agent.processes import ChildProcess
 from agent.server import HttpServer, create_app, create_server, listen_http
 from agent.tokenizer import Tokenizer
-from proxy.wire import Incarnation, Load, Register
+from proxy.wire import ClusterKey, Incarnation, Load, Register
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +57,16 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
     HTTP listens: `{"listening": {"url", "incarnation"}}`.
 
     Raises:
-        OSError: the HTTP address cannot be bound.
+        OSError: the HTTP address cannot be bound, or the cluster key cannot be read.
+        BadClusterKey: the file holds none.
     """
     tokenizer = Tokenizer(Path(config.model))
+    key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
     with (
         listen_http(config.host, config.port) as listener,
         tempfile.TemporaryDirectory(prefix="kvferry-") as run_dir,
     ):
-        agent = _Agent(config, tokenizer, Path(run_dir), listener.getsockname()[1])
+        agent = _Agent(config, tokenizer, key, Path(run_dir), listener.getsockname()[1])
         try:
             return await agent.run(listener, engine_module)
         finally:
@@ -74,7 +76,15 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
 class _Agent:
     """The parts of one agent: `run()` is its life, `close()` frees what outlasts it."""
 
-    def __init__(self, config: AgentConfig, tokenizer: Tokenizer, run_dir: Path, port: int) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        tokenizer: Tokenizer,
+        key: ClusterKey | None,
+        run_dir: Path,
+        port: int,
+    ) -> None:
+        self._bearer = None if key is None else key.bearer
         self._config = config
         self._tokenizer = tokenizer
         self._run_dir = run_dir
@@ -85,7 +95,7 @@ class _Agent:
         self._engine = EngineClient(self._context, run_dir)
         self._metrics = Metrics(lambda: self._engine.stats)
         self._announcer = Announcer(
-            zmq.Context.shadow(self._context), config.proxy, self._lifecycle, self._registration
+            zmq.Context.shadow(self._context), config.proxy, self._lifecycle, self._registration, key=key
         )
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
@@ -175,6 +185,7 @@ class _Agent:
                 engine=self._engine,
                 lifecycle=self._lifecycle,
                 metrics=self._metrics,
+                bearer=self._bearer,
             )
         )
 

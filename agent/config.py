@@ -43,6 +43,7 @@ class AgentConfig:
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
         max_body_bytes: Largest request body accepted.
+        cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.
         log_level: Least severe log line written.
         tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
         control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
@@ -74,6 +75,7 @@ class AgentConfig:
     on_pull_failure: Literal["recompute", "fail"] = "recompute"
     threads: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
+    cluster_key: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_fault: str | None = None
     control_fault: str | None = None

@@ -14,6 +14,9 @@ from agent.phases import phases
 
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
+# Shown from the start: Prometheus cannot see a counter grow that begins to exist with its first count.
+_LEASE_CAUSES = ("released", "expired", "dropped", "failed")
+
 
 class Metrics:
     """Counts finished requests, and shows the engine's last snapshot whenever it is scraped.
@@ -83,7 +86,12 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"kvferry_{name}", text, value)
         for name, text, label, counts in (
             ("transfer_failures", "Failed KV pulls by reason.", "reason", stats.pull_failures),
-            ("leases_ended", "Leases that ended, by cause.", "cause", stats.leases_ended),
+            (
+                "leases_ended",
+                "Leases that ended, by cause.",
+                "cause",
+                dict.fromkeys(_LEASE_CAUSES, 0) | stats.leases_ended,
+            ),
         ):
             family = CounterMetricFamily(f"kvferry_{name}", text, labels=[label])
             for word, count in counts.items():

@@ -15,6 +15,7 @@ from proxy.wire import (
     Ack,
     BadFrame,
     Bye,
+    ClusterKey,
     Incarnation,
     Refused,
     Register,
@@ -31,7 +32,7 @@ _BYE_LINGER_MS = 200
 class ProxyLink:
     """The way to one proxy, which may be down, come back as another process, or refuse us."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None) -> None:
         self.address = address
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -42,6 +43,8 @@ class ProxyLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.secure_client(self._socket)
         self._socket.connect(f"tcp://{address}")
         self._standing: str | None = None
 
@@ -84,6 +87,7 @@ class Announcer:
 
     Args:
         describe: Returns the registration that carries a given ping counter.
+        key: When given, only proxies that hold the same key are spoken to.
     """
 
     def __init__(
@@ -93,8 +97,9 @@ class Announcer:
         lifecycle: Lifecycle,
         describe: Callable[[int], Register],
         interval_s: float = PING_INTERVAL_S,
+        key: ClusterKey | None = None,
     ) -> None:
-        self._links = [ProxyLink(context, address) for address in proxies]
+        self._links = [ProxyLink(context, address, key) for address in proxies]
         self._lifecycle = lifecycle
         self._describe = describe
         self._interval_s = interval_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -34,6 +35,8 @@ _BODY_TIMEOUT_S = 60
 # Longer than any client keeps an unused connection: the side that reuses it should be the one to close it.
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048
+# For load balancers and Prometheus: nothing of it says what users asked or were told.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -71,8 +74,9 @@ def create_app(
     engine: EngineClient,
     lifecycle: Lifecycle,
     metrics: Metrics,
+    bearer: str | None = None,
 ) -> Quart:
-    """The Quart application of one agent."""
+    """The Quart application of one agent. With `bearer`, it serves only those who send that token."""
     app = Quart("agent", static_folder=None)
     app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine holds every request's deadline
     app.config["BODY_TIMEOUT"] = _BODY_TIMEOUT_S
@@ -139,6 +143,14 @@ def create_app(
     async def name_request() -> None:
         given = request.headers.get("X-Request-Id", "")
         g.request_id = RequestId(given) if is_plain_id(given) else mint_request_id()
+
+    @app.before_request
+    async def check_token() -> None:
+        if bearer is None or request.path in _OPEN_PATHS:
+            return
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, f"Bearer {bearer}".encode()):
+            raise ApiError(401, "unauthorized", "this agent serves only the proxies of its cluster")
 
     @app.after_request
     async def echo_request_id(response: Response) -> Response:

@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up", "start a proxy and its agents on this machine, until Ctrl-C"),
     "proxy": ("proxy.__main__", "start the proxy that clients talk to"),
     "agent": ("agent.__main__", "start one prefill or decode agent"),
+    "keygen": ("deploy.keygen", "make the key that proxies and agents of one cluster share"),
     "doctor": ("deploy.doctor", "say which KV transfer backends work here, and why others do not"),
 }
 

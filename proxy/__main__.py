@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import uvloop
 
+from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
 from proxy.server import running_proxy
+from proxy.wire import BadClusterKey
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         uvloop.run(_serve(config))
-    except OSError as error:
+    except (OSError, BadKeyFile, BadClusterKey) as error:
         print(f"kvferry proxy: {error}", file=sys.stderr)
         return 1
     return 0

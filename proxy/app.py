@@ -11,11 +11,13 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
 
 from proxy import metrics, sse
+from proxy.api_keys import guard
 from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
 from proxy.exchange import Answer, Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
-from proxy.pages import models_page, nodes_page, readiness
+from proxy.operator_page import add_operator_page
+from proxy.pages import models_page, nodes_page, readiness, scrape_targets
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
 
@@ -53,9 +55,17 @@ def create_app(services: Services) -> Quart:
     async def nodes() -> Response:
         return _json(nodes_page(_snapshot(services), services.slots, _now()))
 
+    @app.get("/nodes/targets")
+    async def targets() -> Response:
+        return _json(scrape_targets(_snapshot(services)))
+
     @app.get("/metrics")
     async def exposition() -> Response:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
+
+    add_operator_page(app, services.live)
+    if services.api_keys is not None:
+        guard(app, services.api_keys)
 
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:
@@ -68,7 +78,7 @@ async def _serve(endpoint: Endpoint, services: Services) -> Response:
     """One completion request. The record ends here, or in the `EventStream` that is returned."""
     services.open_requests.join()
     request_id = _request_id()
-    record = Record(endpoint, request_id, services.metrics)
+    record = Record(endpoint, request_id, services.metrics, services.history)
     try:
         return await _respond(endpoint, request_id, record, services)
     except ProxyError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 from proxy.flags import parse_flags
@@ -30,6 +31,8 @@ class ProxyConfig:
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
+        api_keys: File of the keys that clients must send; anybody is served when not given.
+        cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
         log_level: Least severe log line written.
     """
 
@@ -47,6 +50,8 @@ class ProxyConfig:
     max_connections: int = 4096
     keepalive_s: float = 30.0
     drain_s: float = 5.0
+    api_keys: Path | None = None
+    cluster_key: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:

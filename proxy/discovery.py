@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from proxy import wire
 from proxy.dialects import atom, vllm_moriio
+from proxy.gate import Gate
 from proxy.metrics import Metrics
 from proxy.registry import Registry
 
@@ -25,7 +26,12 @@ class Discovery:
     """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped."""
 
     def __init__(
-        self, registry: Registry, metrics: Metrics, proxy_id: str, clock: Callable[[], float]
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        proxy_id: str,
+        clock: Callable[[], float],
+        key: wire.ClusterKey | None = None,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
@@ -40,10 +46,16 @@ class Discovery:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        self._gate = None if key is None else Gate(self._context, self._socket, key)
 
     def bind(self, host: str, port: int) -> int:
-        """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken."""
+        """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken.
+
+        With a key, needs a running event loop: whoever is to judge the peers is there before any can come.
+        """
         shown = f"[{host}]" if ":" in host else host
+        if self._gate is not None:
+            self._gate.open()
         try:
             self._socket.bind(f"tcp://{shown}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -64,6 +76,8 @@ class Discovery:
     def close(self) -> None:
         """Close the socket and its context. Idempotent."""
         self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def handle(self, frames: list[bytes]) -> bytes | None:
@@ -71,8 +85,8 @@ class Discovery:
         try:
             if len(frames) != 2:
                 raise wire.BadFrame(f"{len(frames)} frames where 2 were expected")
-            body = wire.unpack_map(frames[1])
-            foreign = _foreign(body)
+            # Other engines cannot hold the key, so behind the gate their maps are nobody's.
+            foreign = _foreign(wire.unpack_map(frames[1])) if self._gate is None else None
             message = foreign or wire.decode_agent_message(frames[1])
             if isinstance(message, wire.Register):
                 _check_addresses(message)

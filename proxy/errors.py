@@ -43,6 +43,26 @@ class InvalidRequest(ProxyError):
     code = "invalid_request"
 
 
+class Unauthorized(ProxyError):
+    """The proxy asks for keys, and the request brought none that opens what it asks for."""
+
+    status = 401
+    kind = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def __init__(self, message: str, *, basic: bool) -> None:
+        super().__init__(message)
+        self.basic = basic
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For what people look at, a browser is told to ask them; programs send the key as Bearer."""
+        scheme = (
+            'Basic realm="kvferry: an admin key as password", charset="UTF-8"' if self.basic else "Bearer"
+        )
+        return {"WWW-Authenticate": scheme}
+
+
 class ModelNotFound(ProxyError):
     """No agent serves the model that was asked for."""
 
@@ -87,6 +107,13 @@ class NoAgent(ProxyError):
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(RETRY_AFTER_S)}
+
+
+class TooManyViewers(ProxyError):
+    """The operator's page is looked at by as many as it serves at once."""
+
+    status = 503
+    code = "too_many_viewers"
 
 
 class AgentLost(ProxyError):

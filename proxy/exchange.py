@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from proxy import sse
+from proxy.api_keys import ApiKeys
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.drops import Drops
@@ -40,7 +41,9 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
+from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
+from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
@@ -68,6 +71,9 @@ class Services:
     open_requests: OpenRequests
     metrics: Metrics
     retry_budget: RetryBudget
+    history: History
+    live: Live
+    api_keys: ApiKeys | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

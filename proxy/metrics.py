@@ -82,6 +82,11 @@ class Metrics:
         )
         registry.register(_Fleet(snapshot))
 
+    def requests_in_flight(self) -> dict[str, int]:
+        """Requests now in each phase that any request has been in."""
+        samples = (sample for family in self.in_flight.collect() for sample in family.samples)
+        return {sample.labels["phase"]: int(sample.value) for sample in samples}
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

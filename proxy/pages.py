@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/v1/models`, `/ready` and `/nodes` show of a snapshot."""
+"""What `/v1/models`, `/ready`, `/nodes` and `/nodes/targets` show of a snapshot."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, refused_pairs
 from proxy.policy import can_serve
@@ -40,6 +41,21 @@ def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
         for pair in refused_pairs(snapshot)
     ]
     return {"nodes": [_node(node, slots, now) for node in snapshot.nodes], "refused_pairings": refused}
+
+
+def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The agents as Prometheus' HTTP service discovery wants them, labelled with their role and model."""
+    return [
+        {
+            "targets": [urlsplit(node.info.address).netloc],
+            "labels": {
+                "__scheme__": urlsplit(node.info.address).scheme,
+                "role": node.info.role,
+                "model": node.info.model,
+            },
+        }
+        for node in snapshot.nodes
+    ]
 
 
 def _node(node: Node, slots: Slots, now: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 import time
 
 from proxy import sse
+from proxy.history import Failure, History
 from proxy.ids import Endpoint, RequestId, TransferId
 from proxy.metrics import Metrics
 from proxy.openai_api import ClientRequest
@@ -17,6 +18,7 @@ from proxy.policy import Pair
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
+MAX_MODEL_CHARS = 100
 
 
 class Phase(enum.StrEnum):
@@ -43,17 +45,19 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 class Record:
     """What happened to one request, from its arrival to its end. Every request ends exactly once."""
 
-    def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics) -> None:
+    def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, history: History) -> None:
         self.endpoint = endpoint
         self.request_id = request_id
         self.phase = Phase.ROUTE
         self.arrived_at = time.monotonic()
         self._metrics = metrics
+        self._history = history
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
+        self._model = ""
         self._events = 0
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
@@ -77,6 +81,7 @@ class Record:
     def tell_request(self, request: ClientRequest) -> None:
         """The body was read."""
         self._choices = request.n
+        self._model = request.model
         self._facts |= {"model": request.model, "stream": request.stream, "n": request.n}
 
     def tell_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
@@ -93,10 +98,13 @@ class Record:
         else:
             self._metrics.itl.observe(now - self._last_event_at)
         self._last_event_at = now
-        self._events += sse.count(events)
+        count = sse.count(events)
+        self._events += count
+        self._history.events(count, now)
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = now
             self._metrics.ttft.observe(now - self.arrived_at)
+            self._history.first_text(now - self.arrived_at, now)
 
     def end(self, status: int, code: str | None = None) -> None:
         """The request has ended with this HTTP status (or the one its error event stands for)."""
@@ -106,8 +114,24 @@ class Record:
         self._metrics.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            self._metrics.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
+            per_event = (self._last_event_at - self._first_event_at) / later_events
+            self._metrics.tpot.observe(per_event)
+            self._history.per_event(per_event, self._phase_since)
+        self._remember(status, code)
         logger.info("request %s", json.dumps(self._line(status, code, total)))
+
+    def _remember(self, status: int, code: str | None) -> None:
+        if status < 400 or status == CLIENT_LEFT:
+            self._history.ended(self._phase_since)
+        else:
+            failure = Failure(
+                endpoint=self.endpoint,
+                status=status,
+                code=code or "",
+                model=self._model[:MAX_MODEL_CHARS],
+                request_id=self.request_id,
+            )
+            self._history.failed(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
         """No prompts and no answers: what users say stays out of the logs."""

@@ -14,11 +14,14 @@ from typing import Any, cast
 
 import uvicorn
 
+from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
+from proxy.history import History
+from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.policy import RoundRobin
@@ -26,6 +29,7 @@ from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
 from proxy.slots import Slots
 from proxy.upstream import Upstream
+from proxy.wire import ClusterKey
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
@@ -61,25 +65,32 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """Serve for as long as the context is open.
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
-    those that it had to cut, and closes everything. Raises `OSError` when a port is taken.
+    those that it had to cut, and closes everything. Raises `OSError` when a port is taken
+    or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
     """
     clock = asyncio.get_running_loop().time
     registry = Registry()
+    key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
+    slots, history = Slots(), History()
+    api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
-    async with Upstream(config) as upstream:
+    async with Upstream(config, None if key is None else key.bearer) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
             registry=registry,
             policy=RoundRobin(),
-            slots=Slots(),
+            slots=slots,
             upstream=upstream,
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
             retry_budget=RetryBudget(),
+            history=history,
+            live=Live(registry, slots, metrics, history, clock),
+            api_keys=api_keys,
         )
-        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
+        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock, key=key)
         try:
             discovery_port = discovery.bind(config.host, config.discovery_port)
             with _listening_socket(config.host, config.port) as listener:
@@ -91,6 +102,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                     try:
                         yield proxy
                     finally:
+                        services.live.close()
                         server.should_exit = True
                         await asyncio.wait([serving])
                         await services.open_requests.cut()

@@ -85,8 +85,9 @@ class AgentAnswer:
 class Upstream:
     """The proxy's one pool of connections. An async context: leaving it closes every connection."""
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
+        self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Upstream:
@@ -101,6 +102,7 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
             ),
+            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,

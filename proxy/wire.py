@@ -8,10 +8,15 @@ and typed here with msgspec; nothing downstream of this module sees an untyped m
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NewType, TypeVar
 
 import msgpack
 import msgspec
+import zmq
 
 PROTOCOL_VERSION = 2
 DEFAULT_DISCOVERY_PORT = 36367
@@ -26,6 +31,38 @@ NodeState = Literal["starting", "ready", "draining"]
 
 class BadFrame(ValueError):
     """A discovery frame that is not one of the messages below."""
+
+
+class BadClusterKey(ValueError):
+    """A file that holds no cluster key; the message names the file alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterKey:
+    """What the proxies and agents of one cluster share: a CURVE key pair (Z85), and what follows from it."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def read(cls, path: Path) -> ClusterKey:
+        """Read a file made by `kvferry keygen`: a secret key. Raises `OSError` or `BadClusterKey`."""
+        secret = path.read_bytes().strip()
+        try:
+            return cls(public=zmq.curve_public(secret), secret=secret)
+        except (zmq.ZMQError, ValueError) as error:
+            raise BadClusterKey(f"{path} does not hold a cluster key") from error
+
+    @property
+    def bearer(self) -> str:
+        """The token that agents ask for over HTTP. The key does not follow from it."""
+        return hmac.new(self.secret, b"kvferry http", hashlib.sha256).hexdigest()
+
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
+        """Before `connect`: talk only to a server that has this key, and prove that we have it."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,6 +43,7 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert page["kvferry_transfer_seconds_total",] == 0.5
     assert page["kvferry_transfer_failures_total", "timeout"] == 2
     assert page["kvferry_leases_ended_total", "expired"] == 3
+    assert page["kvferry_leases_ended_total", "dropped"] == 0, "a cause is shown before it first occurs"
     assert page["kvferry_recomputes_total",] == 1
     latest.pop()
     assert ("kvferry_running",) not in samples(metrics)

@@ -220,3 +220,12 @@ async def test_openai_clients_agree_with_the_answers(stage: Stage) -> None:
         assert "".join([chunk.choices[0].text async for chunk in stream]) == whole.choices[0].text
         with pytest.raises(BadRequestError):
             await client.completions.create(model="stand-in", prompt="", max_tokens=4)
+
+
+async def test_prometheus_is_told_where_the_agents_are(stage: Stage) -> None:
+    prefill, decode = await stage.pair()
+    async with stage.http.get(f"{stage.proxy.url}/nodes/targets") as response:
+        assert response.content_type == "application/json", "Prometheus insists on it"
+        groups = await response.json()
+    found = {(group["labels"]["role"], *group["targets"]) for group in groups}
+    assert found == {(agent.role, f"{agent.host}:{agent.port}") for agent in (prefill, decode)}

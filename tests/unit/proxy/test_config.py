@@ -28,6 +28,8 @@ def test_the_flags_are_these() -> None:
         "max_connections",
         "keepalive_s",
         "drain_s",
+        "api_keys",
+        "cluster_key",
         "log_level",
     ]
 

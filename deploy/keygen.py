@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry keygen FILE`: makes the key that the proxies and agents of one cluster share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a new key, readable by its owner alone. Returns the exit status; never overwrites a file."""
+    parser = argparse.ArgumentParser(
+        prog="kvferry keygen", description="Make a cluster key for --cluster-key of proxies and agents."
+    )
+    parser.add_argument("file", type=Path, help="where to write it; must not exist yet")
+    path: Path = parser.parse_args(argv).file
+    _, secret = zmq.curve_keypair()
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(secret + b"\n")
+    except OSError as error:
+        print(f"kvferry keygen: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {path}; copy it to every host of the cluster, and keep it secret")
+    return 0

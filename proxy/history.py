@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last minutes of traffic, for the operator's page: a ring of slices and the latest failures.
+
+Synchronous, bounded, and without a clock of its own: whoever records is told the time (monotonic seconds).
+Recording costs an addition; nothing runs while nobody records or asks. Prometheus keeps what is older.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SLICE_S = 2.0
+NUM_SLICES = 150
+MAX_FAILURES = 30
+# Spreads count in bins that are 2^(1/8), about 9 %, wide, from 0.1 ms to some hours.
+_BINS_PER_OCTAVE = 8
+_SMALLEST_S = 1e-4
+_LAST_BIN = 28 * _BINS_PER_OCTAVE
+
+
+class Spread:
+    """How durations are distributed, within 5 % of each, in memory that does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._bins: dict[int, int] = {}
+        self._total = 0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        octaves = math.log2(max(seconds, _SMALLEST_S) / _SMALLEST_S)
+        position = min(round(octaves * _BINS_PER_OCTAVE), _LAST_BIN)
+        self._bins[position] = self._bins.get(position, 0) + 1
+        self._total += 1
+
+    def quantile(self, share: float) -> float | None:
+        """The duration that `share` (0 … 1) of those counted do not exceed; None if there were none."""
+        rank = max(1, math.ceil(share * self._total))
+        for position in sorted(self._bins):
+            rank -= self._bins[position]
+            if rank <= 0:
+                return _SMALLEST_S * math.exp2(position / _BINS_PER_OCTAVE)
+        return None
+
+
+@dataclass(slots=True)
+class Slice:
+    """What happened within `SLICE_S` seconds. `number` counts slices since the clock's zero."""
+
+    number: int
+    events: int = 0
+    ended: int = 0
+    failed: int = 0
+    ttft: Spread = field(default_factory=Spread)
+    tpot: Spread = field(default_factory=Spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a request failed. Requests that failed alike are one entry, told by the last of them."""
+
+    endpoint: str
+    status: int
+    code: str
+    model: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """A way of failing, how often it was seen, and when last."""
+
+    last: Failure
+    count: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charts:
+    """One value per slice, oldest first; the last slice is the last that is complete.
+
+    Durations in seconds, None where nothing was measured; rates per second.
+    """
+
+    slice_s: float
+    ttft_p50: list[float | None]
+    ttft_p95: list[float | None]
+    tpot_p50: list[float | None]
+    tpot_p95: list[float | None]
+    events: list[float]
+    requests: list[float]
+    failures: list[float]
+
+
+class History:
+    """What the requests of the last `NUM_SLICES * SLICE_S` seconds did."""
+
+    def __init__(self) -> None:
+        self._ring: list[Slice | None] = [None] * NUM_SLICES
+        self._failures: OrderedDict[tuple[str, int, str, str], FailureCount] = OrderedDict()
+
+    def events(self, count: int, now: float) -> None:
+        """So many events of streams went to clients."""
+        self._slice(now).events += count
+
+    def first_text(self, seconds: float, now: float) -> None:
+        """A streamed request showed its first text this long after its arrival."""
+        self._slice(now).ttft.add(seconds)
+
+    def per_event(self, seconds: float, now: float) -> None:
+        """A streamed request ended, with this mean time per event of a choice after the first."""
+        self._slice(now).tpot.add(seconds)
+
+    def ended(self, now: float) -> None:
+        """A request was answered, or its client left."""
+        self._slice(now).ended += 1
+
+    def failed(self, failure: Failure, now: float) -> None:
+        """A request ended in an error. Past `MAX_FAILURES` ways of failing, the stalest is forgotten."""
+        current = self._slice(now)
+        current.ended += 1
+        current.failed += 1
+        alike = (failure.endpoint, failure.status, failure.code, failure.model)
+        before = self._failures.pop(alike, None)
+        count = 1 if before is None else before.count + 1
+        self._failures[alike] = FailureCount(last=failure, count=count, at=now)
+        if len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def failures(self) -> list[FailureCount]:
+        """The ways in which requests failed, latest first."""
+        return list(reversed(self._failures.values()))
+
+    def charts(self, now: float) -> Charts:
+        """Every complete slice that is still remembered, and an empty one where nothing happened."""
+        current = int(now / SLICE_S)
+        slices = [self._at(number) or Slice(number) for number in range(current - NUM_SLICES + 1, current)]
+
+        def each(value: Callable[[Slice], float | None]) -> list[float | None]:
+            return [value(piece) for piece in slices]
+
+        return Charts(
+            slice_s=SLICE_S,
+            ttft_p50=each(lambda piece: piece.ttft.quantile(0.5)),
+            ttft_p95=each(lambda piece: piece.ttft.quantile(0.95)),
+            tpot_p50=each(lambda piece: piece.tpot.quantile(0.5)),
+            tpot_p95=each(lambda piece: piece.tpot.quantile(0.95)),
+            events=[piece.events / SLICE_S for piece in slices],
+            requests=[piece.ended / SLICE_S for piece in slices],
+            failures=[piece.failed / SLICE_S for piece in slices],
+        )
+
+    def _slice(self, now: float) -> Slice:
+        number = int(now / SLICE_S)
+        found = self._at(number)
+        if found is None:
+            found = self._ring[number % NUM_SLICES] = Slice(number)
+        return found
+
+    def _at(self, number: int) -> Slice | None:
+        found = self._ring[number % NUM_SLICES]
+        return found if found is not None and found.number == number else None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deploy/monitoring` is loaded by the programs that it is for, and fits what a real cluster exposes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.system.client import Answer, complete_all, heldout
+from tests.system.conftest import StartCluster
+from tests.system.test_prometheus import free_port
+
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+SELECTOR = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+
+Exposed = dict[str, list[dict[str, str]]]
+
+
+def promtool(*args: str) -> str:
+    """Run promtool in `deploy/monitoring`; fails unless it is content."""
+    assert shutil.which("promtool"), "install Debian's prometheus (see .ci/run)"
+    done = subprocess.run(["promtool", *args], cwd=MONITORING, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def panels() -> list[dict[str, Any]]:
+    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def queries() -> Iterator[str]:
+    """Every expression of the dashboard, as Grafana would send it."""
+    for panel in panels():
+        for target in panel["targets"]:
+            yield target["expr"].replace("$__rate_interval", "1m")
+
+
+def test_promtool_accepts_configuration_and_rules() -> None:
+    promtool("check", "config", "prometheus.yml")
+    promtool("check", "rules", "rules.yml")
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    promtool("test", "rules", "rules_test.yml")
+    alerts = set(re.findall(r"- alert: (\w+)", (MONITORING / "rules.yml").read_text()))
+    tested = set(re.findall(r"- alertname: (\w+)", (MONITORING / "rules_test.yml").read_text()))
+    assert tested == alerts
+
+
+def test_the_dashboard_is_well_formed() -> None:
+    """Panels have ids of their own and do not lie on one another; each says what it shows."""
+    shown = panels()
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    cells = [
+        (column, line)
+        for place in (panel["gridPos"] for panel in shown)
+        for column in range(place["x"], place["x"] + place["w"])
+        for line in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(column < 24 for column, _ in cells)
+    assert all(panel["title"] and panel["targets"] for panel in shown)
+
+
+@pytest.mark.timeout(180)
+async def test_it_fits_a_real_cluster(start_cluster: StartCluster, tmp_path: Path) -> None:
+    """Prometheus finds every agent through the proxy; every metric, label and value that is used exists."""
+    async with start_cluster() as cluster:
+        bodies: list[dict[str, Any]] = [
+            {
+                "model": "ferry-tiny",
+                "prompt": prompt.prompt,
+                "max_tokens": 8,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            for prompt in heldout(6)
+        ]
+        assert all(
+            isinstance(answer, Answer) for answer in await complete_all(cluster.url, bodies, concurrency=3)
+        )
+        exposed = {
+            "kvferry-proxy": await exposition(cluster.proxy.url),
+            "kvferry-agent": await exposition(cluster.agents["decode-0"].url),
+        }
+        used = [*queries(), (MONITORING / "rules.yml").read_text()]
+        for name, matchers in {found for text in used for found in SELECTOR.findall(text)}:
+            assert_exposed(exposed, name, matchers)
+
+        async with prometheus(cluster.proxy.listening["port"], tmp_path) as ask:
+            async with asyncio.timeout(60):
+                while len(await ask("query", query="up == 1")) != 3:
+                    await asyncio.sleep(0.2)
+            roles = {found["metric"].get("role") for found in await ask("query", query="kvferry_running")}
+            assert roles == {"prefill", "decode"}
+            for query in queries():
+                await ask("query", query=query)
+            rules = await healthy_rules(ask)
+            firing = [rule["name"] for rule in rules if rule.get("state") == "firing"]
+            assert not firing
+
+
+def assert_exposed(exposed: dict[str, Exposed], name: str, matchers: str) -> None:
+    """One selector of an expression names a metric of that job, with labels and values that exist there."""
+    wanted = {label: (how, value) for label, how, value in MATCHER.findall(matchers)}
+    _, job = wanted.pop("job", ("=", ""))
+    pages = [exposed[job]] if job else list(exposed.values())
+    found = [page[name] for page in pages if name in page]
+    assert found, f"nothing of {job} exposes {name}"
+    for label, (how, value) in wanted.items():
+        seen = {labels.get(label) for samples in found for labels in samples}
+        assert seen - {None}, f"{name} has no label {label}"
+        if how == "=":
+            assert value in seen, f"{name} never has {label}={value!r}"
+
+
+async def exposition(url: str) -> Exposed:
+    """The labels of every sample by name; a name without samples yet has an empty list."""
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found: Exposed = {}
+    for family in text_string_to_metric_families(text):
+        for suffix in SUFFIXES[family.type]:
+            found[family.name + suffix] = []
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(dict(sample.labels))
+    return found
+
+
+@asynccontextmanager
+async def prometheus(proxy_port: int, folder: Path) -> AsyncIterator[Any]:
+    """Debian's Prometheus on the shipped configuration, hurried; yields a function that asks its API."""
+    config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:10001", f"127.0.0.1:{proxy_port}")
+    (folder / "prometheus.yml").write_text(re.sub(r"(interval): \d+s", r"\1: 1s", config))
+    shutil.copy(MONITORING / "rules.yml", folder)
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+
+            async def ask(path: str, **params: str) -> Any:
+                try:
+                    async with http.get(f"http://127.0.0.1:{port}/api/v1/{path}", params=params) as response:
+                        if response.status == 503:
+                            return []  # still starting
+                        answer = await response.json()
+                except aiohttp.ClientConnectionError:
+                    return []
+                assert answer["status"] == "success", (params, answer)
+                return answer["data"]["result"] if path == "query" else answer["data"]
+
+            yield ask
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+async def healthy_rules(ask: Any) -> list[dict[str, Any]]:
+    """Every rule, once each has been evaluated without an error."""
+    async with asyncio.timeout(30):
+        while True:
+            groups = (await ask("rules"))["groups"]
+            rules: list[dict[str, Any]] = [rule for group in groups for rule in group["rules"]]
+            if rules and all(rule["health"] == "ok" for rule in rules):
+                return rules
+            assert not [rule for rule in rules if rule["health"] == "err"]
+            await asyncio.sleep(0.2)
