@@ -18,6 +18,7 @@ from proxy.openai_api import parse_request
 from proxy.pages import models_page, nodes_page, readiness
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
+from proxy.wire import Incarnation
 
 
 def create_app(services: Services) -> Quart:
@@ -53,6 +54,15 @@ def create_app(services: Services) -> Quart:
     async def nodes() -> Response:
         return _json(nodes_page(_snapshot(services), services.slots, _now()))
 
+    # Agents of other engines have addresses in their incarnations.
+    @app.post("/nodes/<path:incarnation>/drain")
+    async def drain(incarnation: str) -> Response:
+        return _drain(services, Incarnation(incarnation), True)
+
+    @app.post("/nodes/<path:incarnation>/undrain")
+    async def undrain(incarnation: str) -> Response:
+        return _drain(services, Incarnation(incarnation), False)
+
     @app.get("/metrics")
     async def exposition() -> Response:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
@@ -82,7 +92,8 @@ async def _serve(endpoint: Endpoint, services: Services) -> Response:
 async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, services: Services) -> Response:
     asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
     record.tell_request(asked)
-    ids = new_identity(endpoint, request_id, asked.seed, request.headers.get("traceparent"))
+    traceparent, session = request.headers.get("traceparent"), request.headers.get("X-Session-Id")
+    ids = new_identity(endpoint, request_id, asked.seed, traceparent, session)
     exchange = Exchange(services, asked, ids, record)
     if not asked.stream:
         answer = await exchange.answer()
@@ -96,6 +107,15 @@ async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, se
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
     return response
+
+
+def _drain(services: Services, incarnation: Incarnation, drained: bool) -> Response:
+    """Take an agent out of rotation, or put it back; the answer is how it now stands."""
+    if not services.registry.drain(incarnation, drained):
+        return _failure(NotFound(404, f"no agent has the incarnation {incarnation!r}"), _request_id())
+    services.admission.pump()
+    page = nodes_page(_snapshot(services), services.slots, _now())
+    return _json(next(node for node in page["nodes"] if node["incarnation"] == incarnation))
 
 
 async def _body(limit: int) -> bytes:

@@ -89,6 +89,21 @@ class NoAgent(ProxyError):
         return {"Retry-After": str(RETRY_AFTER_S)}
 
 
+class Overloaded(ProxyError):
+    """Every agent that could serve has all that it can run, and the queue for them is no help."""
+
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self._retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self._retry_after_s)}
+
+
 class AgentLost(ProxyError):
     """An agent broke off before its leg's first event: nothing was seen of it, so another may be asked."""
 

@@ -3,13 +3,14 @@
 
 The life of a streamed request, as `Exchange.events` tells it:
 
-1. **Route.** The policy picks a pair; the attempt takes a slot at both agents and a fresh transfer id.
+1. **Route.** The router picks a pair with room, if need be after a wait (`admission`); the attempt holds
+   slots at both agents and has a fresh transfer id.
 2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
    go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
 3. **First token.** The client gets it now: it need not wait for the KV to move.
 4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`.
 
-However an attempt ends, `_end` runs exactly once: the slots go back, and KV that is still pinned is dropped.
+However an attempt ends, `_end` runs exactly once: its hold goes back, and KV that is still pinned is dropped.
 A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
 of that leg closes and its agent stops; there is nothing else to cancel.
 
@@ -22,19 +23,23 @@ final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from proxy import sse
+from proxy.admission import Admission, Hold
+from proxy.ask import ask_about
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.drops import Drops
 from proxy.errors import (
     AgentLost,
     AgentRefused,
+    AgentTimeout,
     AnswerDiverged,
     BadAnswer,
+    InvalidRequest,
     ModelNotFound,
     NoAgent,
     StreamBroken,
@@ -43,9 +48,10 @@ from proxy.ids import Identity, TransferId, new_transfer_id
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
-from proxy.policy import NOBODY, NoPair, Pair, RoundRobin
 from proxy.record import Phase, Record
 from proxy.registry import Registry
+from proxy.retry_budget import RetryBudget
+from proxy.router import NOBODY, NoPair, Pair, Router
 from proxy.slots import Slots
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
@@ -57,8 +63,10 @@ class Services:
 
     config: ProxyConfig
     registry: Registry
-    policy: RoundRobin
+    router: Router
     slots: Slots
+    admission: Admission
+    retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
     open_requests: OpenRequests
@@ -78,9 +86,13 @@ class Answer:
 class Attempt:
     """One try with one pair. `pinned`: the prefill agent may hold KV that nobody has read yet."""
 
-    pair: Pair
+    hold: Hold
     transfer_id: TransferId
     pinned: bool = False
+
+    @property
+    def pair(self) -> Pair:
+        return self.hold.pair
 
 
 class Exchange:
@@ -90,6 +102,7 @@ class Exchange:
         self._services = services
         self._request = request
         self._ids = ids
+        self._ask = ask_about(request, ids.session)
         self._record = record
         self._retries_left = services.config.retries
         self._avoid = NOBODY
@@ -103,7 +116,7 @@ class Exchange:
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
         while True:
-            attempt = self._begin()
+            attempt = await self._begin()
             try:
                 return await self._answer_from(attempt)
             except AgentLost as lost:
@@ -120,7 +133,7 @@ class Exchange:
         shown: tuple[int, ...] | None = None
         while True:
             # An agent alone would begin again with token 1, which the client may have by now.
-            attempt = self._begin(apart=shown is not None)
+            attempt = await self._begin(apart=shown is not None)
             try:
                 if attempt.pair.alone:
                     agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
@@ -145,27 +158,41 @@ class Exchange:
             finally:
                 self._end(attempt)
 
-    def _begin(self, *, apart: bool = False) -> Attempt:
-        """Route: choose a pair and take its slots. Raises `NoAgent`, `ModelNotFound` or `InvalidRequest`."""
+    async def _begin(self, *, apart: bool = False) -> Attempt:
+        """Route: wait for a pair with room and hold its slots.
+
+        Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
+        """
         services, model = self._services, self._request.model
-        snapshot = services.registry.snapshot(_now())
-        if self._request.max_tokens == 1:
-            pair = services.policy.choose_alone(snapshot, model, self._avoid)
-        else:
-            pair = services.policy.choose(snapshot, model, self._avoid, apart=apart)
-        if pair is NoPair.UNKNOWN_MODEL:
-            raise ModelNotFound(f"{pair.value}: {model!r}", param="model")
-        if isinstance(pair, NoPair):
-            raise NoAgent(f"{pair.value}: {model!r}")
-        check_context(self._request, min(node.info.max_model_len for node in pair.nodes))
-        services.slots.take(pair)
-        attempt = Attempt(pair, new_transfer_id())
-        self._record.tell_attempt(pair, attempt.transfer_id)
+        retrying = bool(self._avoid)
+        if not retrying:
+            services.retry_budget.request()
+        by = min(_now() + services.config.queue_timeout_s, self._deadline)
+        hold = await services.admission.enter(self._ask, lambda: self._route(apart), by=by, first=retrying)
+        if hold is NoPair.UNKNOWN_MODEL:
+            raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
+        if isinstance(hold, NoPair):
+            raise NoAgent(f"{hold.value}: {model!r}")
+        try:
+            check_context(self._request, min(node.info.max_model_len for node in hold.pair.nodes))
+        except InvalidRequest:
+            hold.give_back()
+            raise
+        attempt = Attempt(hold, new_transfer_id())
+        self._record.tell_attempt(attempt.pair, attempt.transfer_id)
         return attempt
+
+    def _route(self, apart: bool) -> Pair | NoPair:
+        """Which pair may have the request now."""
+        services, now = self._services, _now()
+        pair = services.router.choose(services.registry.snapshot(now), self._ask, self._avoid, apart=apart)
+        if isinstance(pair, Pair):
+            services.registry.sent((node.incarnation for node in pair.nodes), now)
+        return pair
 
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
-        self._services.slots.give_back(attempt.pair)
+        attempt.hold.give_back()
         if attempt.pinned:
             self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
 
@@ -175,6 +202,9 @@ class Exchange:
         if lost.refused:
             services.registry.connection_refused(lost.agent, _now())
         if not self._retries_left:
+            raise lost
+        if not services.retry_budget.take():
+            services.metrics.retries_denied.inc()
             raise lost
         self._retries_left -= 1
         self._avoid |= {lost.agent}
@@ -206,14 +236,15 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, body, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
+                prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
             attempt.pinned = False
             raise
         except AgentLost as lost:
             attempt.pinned = not lost.refused
             raise
-        prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         attempt.pinned = prefill.params is not None
+        attempt.hold.prefill_over()
         return prefill
 
     async def _fetch(self, agent: Register, body: bytes) -> Answer:
@@ -260,17 +291,22 @@ class Exchange:
                 raise StreamBroken(lost.message) from lost
             raise
 
-    def _post(
+    @asynccontextmanager
+    async def _post(
         self, agent: Register, body: bytes, *, headers_by: float, by: float
-    ) -> AbstractAsyncContextManager[AgentAnswer]:
-        return self._services.upstream.post(
-            agent,
-            native.path(self._request),
-            body,
-            native.headers(self._ids),
-            headers_by=headers_by,
-            by=by,
-        )
+    ) -> AsyncIterator[AgentAnswer]:
+        """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
+        services, incarnation = self._services, Incarnation(agent.incarnation)
+        path, headers = native.path(self._request), native.headers(self._ids)
+        try:
+            async with services.upstream.post(
+                agent, path, body, headers, headers_by=headers_by, by=by
+            ) as answer:
+                yield answer
+        except (AgentLost, AgentTimeout, BadAnswer):
+            services.registry.leg_failed(incarnation, _now())
+            raise
+        services.registry.leg_succeeded(incarnation)
 
     def _first_byte_deadline(self) -> float:
         return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)

@@ -10,19 +10,24 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any, cast
 
 import uvicorn
 
+from proxy.admission import Admission
 from proxy.app import create_app
+from proxy.breaker import BreakerSettings
 from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
+from proxy.loads import Loads
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
-from proxy.policy import RoundRobin
 from proxy.registry import Registry
+from proxy.retry_budget import RetryBudget
+from proxy.router import Router, make_policy
 from proxy.slots import Slots
 from proxy.upstream import Upstream
 
@@ -63,21 +68,27 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     those that it had to cut, and closes everything. Raises `OSError` when a port is taken.
     """
     clock = asyncio.get_running_loop().time
-    registry = Registry()
+    slots = Slots()
+    breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
+    registry = Registry(slots.in_flight, breakers)
     metrics = Metrics(lambda: registry.snapshot(clock()))
     async with Upstream(config) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
             registry=registry,
-            policy=RoundRobin(),
-            slots=Slots(),
+            router=_router(config, slots),
+            slots=slots,
+            admission=Admission(slots, metrics, config.queue_limit),
+            retry_budget=RetryBudget(),
             upstream=upstream,
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
         )
-        discovery = Discovery(registry, metrics, proxy_id=secrets.token_hex(8), clock=clock)
+        discovery = Discovery(
+            registry, metrics, proxy_id=secrets.token_hex(8), clock=clock, heard=services.admission.pump
+        )
         try:
             discovery_port = discovery.bind(config.host, config.discovery_port)
             with _listening_socket(config.host, config.port) as listener:
@@ -96,6 +107,16 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
         finally:
             await drops.settle()
             discovery.close()
+
+
+def _router(config: ProxyConfig, slots: Slots) -> Router:
+    rng = Random()
+    return Router(
+        make_policy(config.prefill_policy, rng),
+        make_policy(config.decode_policy, rng),
+        Loads(slots, {"prefill": config.prefill_limit, "decode": config.decode_limit}),
+        config.split_min_tokens,
+    )
 
 
 def _uvicorn_config(services: Services) -> uvicorn.Config:

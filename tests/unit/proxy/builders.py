@@ -10,7 +10,7 @@ from proxy.wire import Load, Register, Role
 
 
 def load(running: int = 0, **fields: Any) -> Load:
-    values = {"waiting": 0, "kv_blocks_free": 1, "kv_blocks_total": 1, "kv_blocks_leased": 0}
+    values = {"waiting": 0, "kv_blocks_free": 1000, "kv_blocks_total": 1000, "kv_blocks_leased": 0}
     return Load(running=running, **(values | fields))
 
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds what retries add to the load, so that an outage does not grow by being retried."""
+
+from __future__ import annotations
+
+RATIO = 0.1
+RESERVE = 64.0
+MAX_SAVED = 1024.0
+
+
+class RetryBudget:
+    """A token bucket that requests fill and retries empty.
+
+    In the long run retries are at most a tenth of the requests. `RESERVE` lets a small fleet, or one that has
+    just started, survive the death of an agent under load; `MAX_SAVED` bounds what calm times can save up.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = RESERVE
+
+    def request(self) -> None:
+        """A client's request has come."""
+        self._tokens = min(self._tokens + RATIO, MAX_SAVED)
+
+    def take(self) -> bool:
+        """Whether a retry may be made; it counts as made."""
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
