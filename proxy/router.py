@@ -88,7 +88,7 @@ class Router:
         return self._choose(snapshot, ask, apart)
 
     def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
-        if ask.one_token:  # the prefill agent's answer is the whole answer
+        if ask.one_token and not apart:  # the prefill agent's answer is the whole answer
             node = self._lone(snapshot, ask, "prefill")
             return self._alone(node, snapshot, ask) if isinstance(node, Node) else node
         if self._split_min_tokens and not apart:

@@ -241,8 +241,9 @@ def test_a_short_prompt_is_served_by_one_decode_agent_alone(tokens: int, alone: 
         assert len({ports(pair) for pair in pairs}) == 4
 
 
-def test_a_stream_that_has_begun_is_not_begun_again_alone() -> None:
-    pair = make_router(split_min_tokens=10).choose(fleet(1, 1), asked(), apart=True)
+@pytest.mark.parametrize("one_token", [False, True])
+def test_a_stream_that_has_begun_is_not_begun_again_alone(one_token: bool) -> None:
+    pair = make_router(split_min_tokens=10).choose(fleet(1, 1), asked(one_token=one_token), apart=True)
     assert isinstance(pair, Pair) and not pair.alone
 
 
