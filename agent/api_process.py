@@ -218,6 +218,7 @@ class _Agent:
                 kv_blocks_free=stats.blocks_free if stats else ready.kv_blocks_total,
                 kv_blocks_total=ready.kv_blocks_total,
                 kv_blocks_leased=stats.blocks_leased if stats else 0,
+                max_running=config.max_num_seqs,
             ),
         )
 

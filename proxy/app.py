@@ -20,6 +20,7 @@ from proxy.operator_page import add_operator_page
 from proxy.pages import models_page, nodes_page, readiness, scrape_targets
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
+from proxy.wire import Incarnation
 
 
 def create_app(services: Services) -> Quart:
@@ -59,6 +60,15 @@ def create_app(services: Services) -> Quart:
     async def targets() -> Response:
         return _json(scrape_targets(_snapshot(services)))
 
+    # Agents of other engines have addresses in their incarnations.
+    @app.post("/nodes/<path:incarnation>/drain")
+    async def drain(incarnation: str) -> Response:
+        return _drain(services, Incarnation(incarnation), True)
+
+    @app.post("/nodes/<path:incarnation>/undrain")
+    async def undrain(incarnation: str) -> Response:
+        return _drain(services, Incarnation(incarnation), False)
+
     @app.get("/metrics")
     async def exposition() -> Response:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
@@ -92,7 +102,8 @@ async def _serve(endpoint: Endpoint, services: Services) -> Response:
 async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, services: Services) -> Response:
     asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
     record.tell_request(asked)
-    ids = new_identity(endpoint, request_id, asked.seed, request.headers.get("traceparent"))
+    traceparent, session = request.headers.get("traceparent"), request.headers.get("X-Session-Id")
+    ids = new_identity(endpoint, request_id, asked.seed, traceparent, session)
     exchange = Exchange(services, asked, ids, record)
     if not asked.stream:
         answer = await exchange.answer()
@@ -106,6 +117,15 @@ async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, se
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
     return response
+
+
+def _drain(services: Services, incarnation: Incarnation, drained: bool) -> Response:
+    """Take an agent out of rotation, or put it back; the answer is how it now stands."""
+    if not services.registry.drain(incarnation, drained):
+        return _failure(NotFound(404, f"no agent has the incarnation {incarnation!r}"), _request_id())
+    services.admission.pump()
+    page = nodes_page(_snapshot(services), services.slots, _now())
+    return _json(next(node for node in page["nodes"] if node["incarnation"] == incarnation))
 
 
 async def _body(limit: int) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from proxy.flags import parse_flags
+from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
 
 
@@ -28,6 +29,16 @@ class ProxyConfig:
         total_timeout_s: Deadline for a whole request, in seconds.
         retries: Times that a request is given to another pair when an agent is lost before its first event.
         migrations: Times that a stream which breaks off later is continued on another pair.
+        prefill_policy: How to choose among prefill agents.
+        decode_policy: How to choose among decode agents.
+        split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
+            by one decode agent alone; 0 splits every request.
+        prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
+        decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
+        queue_limit: Most requests that wait for an agent with room; more are refused with 429.
+        queue_timeout_s: Longest wait for an agent with room, in seconds; then 429.
+        breaker_failures: Failures in a row after which an agent gets only a probe now and then.
+        breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
@@ -47,6 +58,15 @@ class ProxyConfig:
     total_timeout_s: float = 1800.0
     retries: int = 1
     migrations: int = 3
+    prefill_policy: PolicyName = "round_robin"
+    decode_policy: PolicyName = "round_robin"
+    split_min_tokens: int = 0
+    prefill_limit: int | None = None
+    decode_limit: int | None = None
+    queue_limit: int = 1024
+    queue_timeout_s: float = 30.0
+    breaker_failures: int = 5
+    breaker_pause_s: float = 1.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
     drain_s: float = 5.0
@@ -58,13 +78,20 @@ class ProxyConfig:
         for name in ("port", "discovery_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
-        for name in ("max_body_bytes", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "max_body_bytes",
+            "max_connections",
+            "prefill_limit",
+            "decode_limit",
+            "breaker_failures",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
-        for name in ("retries", "migrations"):
+        for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 

@@ -23,7 +23,10 @@ HIGH_WATER_MARK = 1024
 
 
 class Discovery:
-    """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped."""
+    """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped.
+
+    `heard` is called whenever the registry has taken a message.
+    """
 
     def __init__(
         self,
@@ -32,11 +35,13 @@ class Discovery:
         proxy_id: str,
         clock: Callable[[], float],
         key: wire.ClusterKey | None = None,
+        heard: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._proxy_id = proxy_id
         self._clock = clock
+        self._heard = heard
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -96,8 +101,10 @@ class Discovery:
             return None
         if isinstance(message, wire.Bye):
             self._registry.bye(wire.Incarnation(message.incarnation))
+            self._heard()
             return None
         refusal = self._registry.register(message, self._clock())
+        self._heard()
         if foreign is not None:
             return None  # other engines do not read answers
         if refusal is not None:

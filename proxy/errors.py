@@ -116,6 +116,21 @@ class TooManyViewers(ProxyError):
     code = "too_many_viewers"
 
 
+class Overloaded(ProxyError):
+    """Every agent that could serve has all that it can run, and the queue for them is no help."""
+
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self._retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self._retry_after_s)}
+
+
 class AgentLost(ProxyError):
     """An agent broke off before the end of its leg, or failed by its own account: another may be asked."""
 

@@ -3,14 +3,15 @@
 
 The life of a streamed request, as `Exchange.events` tells it:
 
-1. **Route.** The policy picks a pair; the attempt takes a slot at both agents and a fresh transfer id.
+1. **Route.** The router picks a pair with room, if need be after a wait (`admission`); the attempt holds
+   slots at both agents and has a fresh transfer id.
 2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
    go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
 3. **First token.** The client gets it now: it need not wait for the KV to move.
 4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`. The ids
    of the tokens that pass are noted (`Progress`).
 
-However an attempt ends, `_end` runs exactly once: the slots go back, and KV that is still pinned is dropped.
+However an attempt ends, `_end` runs exactly once: its hold goes back, and KV that is still pinned is dropped.
 A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
 of that leg closes and its agent stops; there is nothing else to cancel.
 
@@ -24,19 +25,23 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from proxy import sse
+from proxy.admission import Admission, Hold
 from proxy.api_keys import ApiKeys
+from proxy.ask import ask_about
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.drops import Drops
 from proxy.errors import (
     AgentLost,
     AgentRefused,
+    AgentTimeout,
     BadAnswer,
+    InvalidRequest,
     ModelNotFound,
     NoAgent,
     StreamBroken,
@@ -48,11 +53,11 @@ from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
 from proxy.pairing import alike
-from proxy.policy import NOBODY, NoPair, Pair, RoundRobin
 from proxy.progress import Progress
 from proxy.record import Phase, Record
 from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
+from proxy.router import NOBODY, NoPair, Pair, Router
 from proxy.slots import Slots
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
@@ -64,13 +69,14 @@ class Services:
 
     config: ProxyConfig
     registry: Registry
-    policy: RoundRobin
+    router: Router
     slots: Slots
+    admission: Admission
+    retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
     open_requests: OpenRequests
     metrics: Metrics
-    retry_budget: RetryBudget
     history: History
     live: Live
     api_keys: ApiKeys | None
@@ -89,9 +95,13 @@ class Answer:
 class Attempt:
     """One try with one pair. `pinned`: the prefill agent may hold KV that nobody has read yet."""
 
-    pair: Pair
+    hold: Hold
     transfer_id: TransferId
     pinned: bool = False
+
+    @property
+    def pair(self) -> Pair:
+        return self.hold.pair
 
 
 class Exchange:
@@ -101,6 +111,7 @@ class Exchange:
         self._services = services
         self._request = request
         self._ids = ids
+        self._ask = ask_about(request, ids.session)
         self._record = record
         self._retries_left = services.config.retries
         self._migrations_left = services.config.migrations
@@ -115,7 +126,7 @@ class Exchange:
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
         while True:
-            attempt = self._begin()
+            attempt = await self._begin()
             try:
                 return await self._answer_from(attempt)
             except AgentLost as lost:
@@ -132,7 +143,7 @@ class Exchange:
         progress = Progress(request.n)
         begun_by: Register | None = None
         while True:
-            attempt = self._begin(begun_by)
+            attempt = await self._begin(begun_by)
             try:
                 if attempt.pair.alone:
                     agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
@@ -159,36 +170,47 @@ class Exchange:
             finally:
                 self._end(attempt)
 
-    def _begin(self, begun_by: Register | None = None) -> Attempt:
-        """Route: choose a pair and take its slots. Raises `NoAgent`, `ModelNotFound` or `InvalidRequest`.
+    async def _begin(self, begun_by: Register | None = None) -> Attempt:
+        """Route: wait for a pair with room and hold its slots.
 
         `begun_by` is an agent from which the client has tokens: others must go on with that very answer.
+        Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
         services, model = self._services, self._request.model
-        if not self._avoid:
+        retrying = bool(self._avoid)
+        if not retrying:
             services.retry_budget.request()
-        snapshot = services.registry.snapshot(_now())
-        if begun_by is not None:
-            # An agent alone would begin again with token 1.
-            snapshot = alike(snapshot, begun_by)
-            pair = services.policy.choose(snapshot, model, self._avoid, apart=True)
-        elif self._request.max_tokens == 1:
-            pair = services.policy.choose_alone(snapshot, model, self._avoid)
-        else:
-            pair = services.policy.choose(snapshot, model, self._avoid, apart=False)
-        if pair is NoPair.UNKNOWN_MODEL:
-            raise ModelNotFound(f"{pair.value}: {model!r}", param="model")
-        if isinstance(pair, NoPair):
-            raise NoAgent(f"{pair.value}: {model!r}")
-        check_context(self._request, min(node.info.max_model_len for node in pair.nodes))
-        services.slots.take(pair)
-        attempt = Attempt(pair, new_transfer_id())
-        self._record.tell_attempt(pair, attempt.transfer_id)
+        by = min(_now() + services.config.queue_timeout_s, self._deadline)
+        hold = await services.admission.enter(self._ask, lambda: self._route(begun_by), by=by, first=retrying)
+        if hold is NoPair.UNKNOWN_MODEL:
+            raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
+        if isinstance(hold, NoPair):
+            raise NoAgent(f"{hold.value}: {model!r}")
+        try:
+            check_context(self._request, min(node.info.max_model_len for node in hold.pair.nodes))
+        except InvalidRequest:
+            hold.give_back()
+            raise
+        attempt = Attempt(hold, new_transfer_id())
+        self._record.tell_attempt(attempt.pair, attempt.transfer_id)
         return attempt
+
+    def _route(self, begun_by: Register | None) -> Pair | NoPair:
+        """Which pair may have the request now."""
+        services, now = self._services, _now()
+        snapshot = services.registry.snapshot(now)
+        if begun_by is not None:
+            snapshot = alike(snapshot, begun_by)
+        # An agent alone would begin again with token 1, which the client may have by now.
+        apart = begun_by is not None
+        pair = services.router.choose(snapshot, self._ask, self._avoid, apart=apart)
+        if isinstance(pair, Pair):
+            services.registry.sent((node.incarnation for node in pair.nodes), now)
+        return pair
 
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
-        self._services.slots.give_back(attempt.pair)
+        attempt.hold.give_back()
         if attempt.pinned:
             self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
 
@@ -198,18 +220,27 @@ class Exchange:
         if lost.refused:
             services.registry.connection_refused(lost.agent, _now())
         if self._record.phase is Phase.DECODE:
-            if not self._migrations_left or not services.retry_budget.take():
+            if not self._may_repeat(self._migrations_left):
                 raise StreamBroken(lost.message) from lost
             self._migrations_left -= 1
             services.metrics.migrations.inc()
         else:
-            if not self._retries_left or not services.retry_budget.take():
+            if not self._may_repeat(self._retries_left):
                 raise lost
             self._retries_left -= 1
             leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
             services.metrics.retries.labels(leg).inc()
         self._avoid |= {lost.agent}
         self._record.enter(Phase.ROUTE)
+
+    def _may_repeat(self, left: int) -> bool:
+        """Whether one more try is allowed, by this request's own allowance and by the proxy's budget."""
+        if not left:
+            return False
+        if not self._services.retry_budget.take():
+            self._services.metrics.retries_denied.inc()
+            return False
+        return True
 
     async def _answer_from(self, attempt: Attempt) -> Answer:
         """One attempt at an answer that is not streamed."""
@@ -235,14 +266,15 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, body, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
+                prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
             attempt.pinned = False
             raise
         except AgentLost as lost:
             attempt.pinned = not lost.refused
             raise
-        prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         attempt.pinned = prefill.params is not None
+        attempt.hold.prefill_over()
         return prefill
 
     async def _fetch(self, agent: Register, body: bytes) -> Answer:
@@ -283,17 +315,22 @@ class Exchange:
                 raise AgentLost(f"{agent.address} ended its stream without [DONE]", lost)
             await answer.finish()
 
-    def _post(
+    @asynccontextmanager
+    async def _post(
         self, agent: Register, body: bytes, *, headers_by: float, by: float
-    ) -> AbstractAsyncContextManager[AgentAnswer]:
-        return self._services.upstream.post(
-            agent,
-            native.path(self._request),
-            body,
-            native.headers(self._ids),
-            headers_by=headers_by,
-            by=by,
-        )
+    ) -> AsyncIterator[AgentAnswer]:
+        """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
+        services, incarnation = self._services, Incarnation(agent.incarnation)
+        path, headers = native.path(self._request), native.headers(self._ids)
+        try:
+            async with services.upstream.post(
+                agent, path, body, headers, headers_by=headers_by, by=by
+            ) as answer:
+                yield answer
+        except (AgentLost, AgentTimeout, BadAnswer):
+            services.registry.leg_failed(incarnation, _now())
+            raise
+        services.registry.leg_succeeded(incarnation)
 
     def _first_byte_deadline(self) -> float:
         return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)

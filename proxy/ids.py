@@ -23,6 +23,7 @@ class Identity:
     """Who one request is, the same on every leg and on every attempt.
 
     `created` is in Unix seconds. `seed` draws the answer's noise, so a retry draws the same tokens (I4).
+    `session`: the client's `X-Session-Id`, for the policy that keeps a session's requests together.
     """
 
     request_id: RequestId
@@ -30,6 +31,7 @@ class Identity:
     created: int
     seed: int
     traceparent: str | None = None
+    session: str | None = None
 
 
 def new_transfer_id() -> TransferId:
@@ -50,7 +52,11 @@ def request_id_from(header: str | None) -> RequestId:
 
 
 def new_identity(
-    endpoint: Endpoint, request_id: RequestId, seed: int | None, traceparent: str | None
+    endpoint: Endpoint,
+    request_id: RequestId,
+    seed: int | None,
+    traceparent: str | None,
+    session: str | None = None,
 ) -> Identity:
     """Mint what the client's request did not bring along."""
     return Identity(
@@ -59,4 +65,5 @@ def new_identity(
         created=int(time.time()),
         seed=new_seed() if seed is None else seed,
         traceparent=traceparent,
+        session=session,
     )

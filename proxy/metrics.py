@@ -73,6 +73,22 @@ class Metrics:
         self.migrations = Counter(
             "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
         )
+        self.retries_denied = Counter(
+            "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
+        )
+        self.queue_length = Gauge(
+            "kvferry_queue_length", "Requests that wait for an agent with room.", registry=registry
+        )
+        self.queue_wait = Histogram(
+            "kvferry_queue_wait_seconds",
+            "How long requests waited for an agent with room, of those that had to.",
+            buckets=_PHASE_BUCKETS,
+            registry=registry,
+        )
+        self.rejections = Counter(
+            "kvferry_rejections", "Requests refused because all agents were busy.", ["reason"],
+            registry=registry,
+        )  # fmt: skip
         self.drops = Counter(
             "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
             registry=registry,

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, refused_pairs
-from proxy.policy import can_serve
-from proxy.registry import Node, NodeState, Snapshot
+from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, mismatch, refused_pairs
+from proxy.registry import Leg, Node, NodeState, Snapshot
+from proxy.router import can_serve
 from proxy.slots import Slots
 
 
@@ -40,7 +41,8 @@ def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.why.value}
         for pair in refused_pairs(snapshot)
     ]
-    return {"nodes": [_node(node, slots, now) for node in snapshot.nodes], "refused_pairings": refused}
+    nodes = [_node(node, snapshot, slots, now) for node in snapshot.nodes]
+    return {"nodes": nodes, "refused_pairings": refused}
 
 
 def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -58,13 +60,14 @@ def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _node(node: Node, slots: Slots, now: float) -> dict[str, Any]:
+def _node(node: Node, snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
     info = node.info
-    paired = info.dialect in SUPPORTED_DIALECTS
     return {
         "address": info.address,
         "role": info.role,
         "state": node.state.value,
+        "drained": node.drained,
+        "breaker": node.breaker.value,
         "dialect": info.dialect,
         "model": info.model,
         "incarnation": info.incarnation,
@@ -78,8 +81,32 @@ def _node(node: Node, slots: Slots, now: float) -> dict[str, Any]:
             "kv_blocks_free": info.load.kv_blocks_free,
             "kv_blocks_total": info.load.kv_blocks_total,
             "kv_blocks_leased": info.load.kv_blocks_leased,
+            "max_running": info.load.max_running,
         },
         "in_flight": slots.in_flight(node.incarnation),
         "last_ping_s": round(now - node.heard_at, 3),
-        "not_paired": None if paired else Mismatch.DIALECT.value,
+        "not_paired": _not_paired(node, snapshot),
     }
+
+
+def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
+    """Why no request goes to this agent, or None if one could."""
+    if node.info.dialect not in SUPPORTED_DIALECTS:
+        return Mismatch.DIALECT.value
+    if node.state is not NodeState.READY:
+        return f"it is {node.state.value}"
+    reasons = [
+        reason for leg in ("prefill", "decode") if node.serves(leg) for reason in _apart(node, leg, snapshot)
+    ]
+    if not reasons:
+        return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
+    return None if None in reasons else next(reason.value for reason in reasons if reason is not None)
+
+
+def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[Mismatch | None]:
+    """For each ready agent of the other leg, what keeps it from serving with this one, if anything."""
+    for other in snapshot.nodes:
+        if leg == "prefill" and other.serves("decode"):
+            yield mismatch(node.info, other.info)
+        if leg == "decode" and other.serves("prefill"):
+            yield mismatch(other.info, node.info)

@@ -13,7 +13,7 @@ from proxy.history import Failure, History
 from proxy.ids import Endpoint, RequestId, TransferId
 from proxy.metrics import Metrics
 from proxy.openai_api import ClientRequest
-from proxy.policy import Pair
+from proxy.router import Pair
 
 logger = logging.getLogger(__name__)
 

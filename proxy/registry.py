@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from proxy.breaker import Breaker, BreakerSettings, BreakerState
 from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
 
 logger = logging.getLogger(__name__)
@@ -36,17 +38,26 @@ class NodeState(enum.StrEnum):
     DRAINING = "draining"
     REFUSING = "refusing"
     """A connection to it was refused after its last believable ping."""
+    TRIPPED = "tripped"
+    """It failed too often in a row; a probe is not due yet (`proxy.breaker`)."""
     STALLED = "stalled"
     """Something runs on it, but its engine has not stepped for 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One agent at one moment."""
+    """One agent at one moment.
+
+    `ours_at_ping`: sequences that this proxy had in flight there when it heard the agent's load. `drained`:
+    an operator told this proxy, not the agent, to give it nothing new.
+    """
 
     info: Register
     state: NodeState
     heard_at: float
+    ours_at_ping: int = 0
+    drained: bool = False
+    breaker: BreakerState = BreakerState.CLOSED
 
     @property
     def incarnation(self) -> Incarnation:
@@ -73,13 +84,26 @@ class _Record:
     info: Register
     heard_at: float
     progress_at: float
+    breaker: Breaker
+    ours_at_ping: int = 0
     refused_at: float | None = None
+    drained: bool = False
 
 
 class Registry:
-    """The agents that announced themselves, by incarnation; at most one incarnation per address."""
+    """The agents that announced themselves, by incarnation; at most one incarnation per address.
 
-    def __init__(self) -> None:
+    Args:
+        in_flight: How many sequences this proxy has in flight at an agent.
+    """
+
+    def __init__(
+        self,
+        in_flight: Callable[[Incarnation], int] = lambda _: 0,
+        breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        self._in_flight = in_flight
+        self._breakers = breakers
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
@@ -102,12 +126,14 @@ class Registry:
                 return f"this proxy already knows {MAX_NODES} agents"
             self._replace_at(info.address)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
-            self._records[incarnation] = _Record(info, heard_at=now, progress_at=now)
+            breaker = Breaker(incarnation, self._breakers)
+            self._records[incarnation] = record = _Record(info, now, now, breaker)
         else:
             if info.address != record.info.address:
                 self._by_address.pop(record.info.address, None)
                 self._replace_at(info.address)
             self._hear(record, info, now)
+        record.ours_at_ping = self._in_flight(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
             self._models[info.model] = now
@@ -129,6 +155,32 @@ class Registry:
             logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
             record.refused_at = now
 
+    def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
+        """Give the agent nothing new from now on, or again; what runs there goes on. False: no such agent."""
+        record = self._records.get(incarnation)
+        if record is None:
+            return False
+        if record.drained != drained:
+            logger.info("agent %s is %s", incarnation, "drained" if drained else "in rotation again")
+        record.drained = drained
+        return True
+
+    def sent(self, agents: Iterable[Incarnation], now: float) -> None:
+        """An attempt goes to these agents, which the latest snapshot had in rotation."""
+        for incarnation in agents:
+            if (record := self._records.get(incarnation)) is not None:
+                record.breaker.sent(now)
+
+    def leg_succeeded(self, incarnation: Incarnation) -> None:
+        """The agent did what a leg asked of it."""
+        if (record := self._records.get(incarnation)) is not None:
+            record.breaker.succeeded()
+
+    def leg_failed(self, incarnation: Incarnation, now: float) -> None:
+        """The agent was lost, or silent for too long, or answered nonsense."""
+        if (record := self._records.get(incarnation)) is not None:
+            record.breaker.failed(now)
+
     def sweep(self, now: float) -> None:
         """Forget the agents that were silent for too long, and the models that nobody serves any more.
 
@@ -149,7 +201,7 @@ class Registry:
     def snapshot(self, now: float) -> Snapshot:
         """What routing may rely on at this moment."""
         self.sweep(now)
-        nodes = [Node(record.info, _state(record, now), record.heard_at) for record in self._records.values()]
+        nodes = [_node(record, now) for record in self._records.values()]
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
         return Snapshot(tuple(nodes), frozenset(self._models))
 
@@ -191,14 +243,27 @@ def _expiry(record: _Record) -> float:
     return EXPIRY_S.get(record.info.dialect, NODE_EXPIRY_S)
 
 
+def _node(record: _Record, now: float) -> Node:
+    return Node(
+        record.info,
+        _state(record, now),
+        record.heard_at,
+        record.ours_at_ping,
+        record.drained,
+        record.breaker.state,
+    )
+
+
 def _state(record: _Record, now: float) -> NodeState:
     """The one reason that counts, strongest first."""
-    if record.info.state == "draining":
+    if record.drained or record.info.state == "draining":
         return NodeState.DRAINING
     if record.info.state == "starting":
         return NodeState.STARTING
     if record.refused_at is not None:
         return NodeState.REFUSING
+    if not record.breaker.allows(now):
+        return NodeState.TRIPPED
     if record.info.load.running > 0 and now - record.progress_at >= STALL_S:
         return NodeState.STALLED
     return NodeState.READY

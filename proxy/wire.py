@@ -66,13 +66,17 @@ class ClusterKey:
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How busy an agent is. Blocks that are cached but evictable count as free."""
+    """How busy an agent is, in sequences and KV blocks. Cached blocks that can be evicted count as free.
+
+    `max_running` is how many sequences it runs at once; None when it does not say.
+    """
 
     running: int
     waiting: int
     kv_blocks_free: int
     kv_blocks_total: int
     kv_blocks_leased: int
+    max_running: int | None = None
 
 
 class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

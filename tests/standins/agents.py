@@ -89,6 +89,8 @@ class StandInAgent:
     """Fields of the registration that differ from the default."""
     ping_interval_s: float = 0.2
     drop_delay_s: float = 0.0
+    max_running: int | None = None
+    """What it says that it runs at once; it does not hold itself to that."""
     keep_requests: bool = True
 
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -182,6 +184,7 @@ class StandInAgent:
                 kv_blocks_free=64,
                 kv_blocks_total=64,
                 kv_blocks_leased=len(self.leases),
+                max_running=self.max_running,
             ),
         }
         return wire.Register(**(fields | self.overrides))

@@ -37,7 +37,7 @@ BLOCK_TOKENS = 16
 # layers × (K, V) × KV heads × head_dim × tokens × bytes of float32, of the bundled model
 BLOCK_BYTES = 4 * 2 * 4 * 32 * BLOCK_TOKENS * 4
 SMALL, FULL = 60, 500
-SHORT_TOKENS = 250
+SHORT_TOKENS = 150
 
 Cell = tuple[str, int, str]
 """Sampling, n, task."""

@@ -9,8 +9,9 @@ from proxy.registry import Node, NodeState, Snapshot
 from proxy.wire import Load, Register, Role
 
 
-def load(running: int = 0) -> Load:
-    return Load(running=running, waiting=0, kv_blocks_free=1, kv_blocks_total=1, kv_blocks_leased=0)
+def load(running: int = 0, **fields: Any) -> Load:
+    values = {"waiting": 0, "kv_blocks_free": 1000, "kv_blocks_total": 1000, "kv_blocks_leased": 0}
+    return Load(running=running, **(values | fields))
 
 
 def registration(role: Role, port: int, **fields: Any) -> Register:

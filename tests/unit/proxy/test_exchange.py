@@ -179,14 +179,14 @@ async def test_the_lost_agent_is_avoided_on_the_retry(stage: Stage, monkeypatch:
     await stage.pair()
     lost, _ = await stage.pair()
     avoided = []
-    policy = stage.proxy.services.policy
-    choose = policy.choose
+    router = stage.proxy.services.router
+    choose = router.choose
 
-    def spy(snapshot: Any, model: str, avoid: frozenset[Any], *, apart: bool) -> Any:
+    def spy(snapshot: Any, ask: Any, avoid: frozenset[Any], *, apart: bool) -> Any:
         avoided.append(avoid)
-        return choose(snapshot, model, avoid, apart=apart)
+        return choose(snapshot, ask, avoid, apart=apart)
 
-    monkeypatch.setattr(policy, "choose", spy)
+    monkeypatch.setattr(router, "choose", spy)
     lost.faults.append(Fault("prefill", "reset"))
     for _ in range(2):
         assert (await stage.ask(BODY))[0] == 200

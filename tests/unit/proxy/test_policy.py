@@ -1,147 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pair takes the next request."""
+"""Each policy, put to a fixed set of agents."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.pairing import mismatch
-from proxy.policy import NoPair, Pair, RoundRobin, can_serve
-from proxy.registry import NodeState, Snapshot
+from proxy.ask import BYTES_PER_TOKEN, CHUNK_TOKENS, Ask
+from proxy.policy import LeastLoaded, LoadOf, PowerOfTwo, RoundRobin, Session
+from proxy.prefix_aware import MAX_HOLDERS, OVERLOAD_FACTOR, OVERLOAD_SLACK, PrefixAware, PrefixIndex
+from proxy.registry import Node
 from proxy.wire import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
+ASK = Ask(model="m")
+CHUNK = "x" * CHUNK_TOKENS * BYTES_PER_TOKEN
 
-def fleet(prefills: int, decodes: int, boths: int = 0) -> Snapshot:
-    return snapshot(
-        *(registration("prefill", 100 + index) for index in range(prefills)),
-        *(registration("decode", 200 + index) for index in range(decodes)),
-        *(registration("both", 300 + index) for index in range(boths)),
+
+def agents(count: int) -> tuple[Node, ...]:
+    return snapshot(*(registration("decode", 200 + index) for index in range(count))).nodes
+
+
+def busy(nodes: Sequence[Node], *loads: int) -> LoadOf:
+    known = {node.incarnation: load for node, load in zip(nodes, loads, strict=True)}
+    return lambda node: known[node.incarnation]
+
+
+def idle(_: Node) -> int:
+    return 0
+
+
+def test_round_robin_goes_by_turn_whatever_the_load() -> None:
+    nodes = agents(3)
+    picked = [RoundRobin().pick(nodes, ASK, turn, busy(nodes, 9, 0, 0)) for turn in range(6)]
+    assert picked == [*nodes, *nodes]
+
+
+@given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=6), turn=st.integers(0, 50))
+def test_least_loaded_is_least_loaded(loads: list[int], turn: int) -> None:
+    nodes = agents(len(loads))
+    load = busy(nodes, *loads)
+    assert load(LeastLoaded().pick(nodes, ASK, turn, load)) == min(loads)
+
+
+def test_equally_loaded_agents_take_turns() -> None:
+    nodes = agents(3)
+    assert [LeastLoaded().pick(nodes, ASK, turn, idle) for turn in range(3)] == list(nodes)
+
+
+def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others() -> None:
+    nodes = agents(5)
+    load, policy = busy(nodes, 1, 2, 3, 4, 5), PowerOfTwo(random.Random(1))
+    picked = Counter(load(policy.pick(nodes, ASK, 0, load)) for _ in range(400))
+    assert set(picked) == {1, 2, 3, 4}
+    assert picked[1] > picked[4]
+    assert policy.pick(nodes[:1], ASK, 0, load) is nodes[0]
+
+
+@given(session=st.text(max_size=20), gone=st.integers(0, 4))
+def test_a_session_stays_unless_its_own_agent_goes(session: str, gone: int) -> None:
+    nodes, policy, ask = agents(5), Session(), Ask(model="m", session=session)
+    home = policy.pick(nodes, ask, 0, idle)
+    assert policy.pick(nodes, ask, 7, busy(nodes, 9, 9, 9, 9, 9)) is home
+    left = [node for index, node in enumerate(nodes) if index != gone]
+    if home in left:
+        assert policy.pick(left, ask, 0, idle) is home
+
+
+def test_sessions_are_spread_and_a_request_without_one_goes_where_load_is_least() -> None:
+    nodes, policy = agents(4), Session()
+    homes = Counter(
+        policy.pick(nodes, Ask(model="m", session=f"user-{index}"), 0, idle).info.address
+        for index in range(400)
     )
+    assert len(homes) == 4 and min(homes.values()) > 60
+    assert policy.pick(nodes, ASK, 0, busy(nodes, 2, 1, 0, 3)) is nodes[2]
 
 
-def ports(pair: Pair | NoPair) -> tuple[int, int]:
-    assert isinstance(pair, Pair)
-    return tuple(int(node.info.address.rsplit(":", 1)[1]) for node in (pair.prefill, pair.decode))  # type: ignore[return-value]
+def test_a_prompt_goes_where_most_of_its_beginning_was_computed() -> None:
+    nodes, policy = agents(3), PrefixAware(PrefixIndex())
+    policy.note(nodes[1], Ask(model="m", prompt=CHUNK + "b"))
+    policy.note(nodes[2], Ask(model="m", prompt=CHUNK * 2 + "c"))
+    longest = Ask(model="m", prompt=CHUNK * 3)
+    assert policy.pick(nodes, longest, 0, idle) is nodes[2]
+    assert policy.cached_tokens(nodes[2], longest) == 2 * CHUNK_TOKENS
+    assert policy.cached_tokens(nodes[1], longest) == CHUNK_TOKENS
+    assert policy.cached_tokens(nodes[0], longest) == 0
+    assert policy.pick(nodes[:2], longest, 0, idle) is nodes[1], "the next best, when the best is gone"
+    assert policy.pick(nodes, Ask(model="m", prompt="y" * len(CHUNK)), 1, idle) is nodes[1], "by turn"
 
 
-@given(prefills=st.integers(1, 6), decodes=st.integers(1, 6), warm_up=st.integers(0, 50))
-def test_every_pair_is_used_evenly(prefills: int, decodes: int, warm_up: int) -> None:
-    """X8: the two turns do not correlate; over P * D requests each pair is used once, from any start."""
-    policy, agents = RoundRobin(), fleet(prefills, decodes)
-    for _ in range(warm_up * prefills * decodes):
-        policy.choose(agents, "m")
-    used = Counter(ports(policy.choose(agents, "m")) for _ in range(prefills * decodes))
-    assert len(used) == prefills * decodes
-    assert set(used.values()) == {1}
+def test_a_prompt_leaves_an_overloaded_agent_for_the_least_loaded() -> None:
+    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), Ask(model="m", prompt=CHUNK)
+    policy.note(nodes[0], ask)
+    bearable = int(4 * OVERLOAD_FACTOR + OVERLOAD_SLACK)
+    assert policy.pick(nodes, ask, 0, busy(nodes, bearable, 5, 4)) is nodes[0]
+    assert policy.pick(nodes, ask, 0, busy(nodes, bearable + 1, 5, 4)) is nodes[2]
 
 
-@given(prefills=st.integers(1, 6), decodes=st.integers(1, 6), requests=st.integers(1, 60))
-def test_each_role_takes_turns(prefills: int, decodes: int, requests: int) -> None:
-    policy, agents = RoundRobin(), fleet(prefills, decodes)
-    pairs = [ports(policy.choose(agents, "m")) for _ in range(requests)]
-    for leg, size in ((0, prefills), (1, decodes)):
-        loads = Counter(dict.fromkeys(range((100, 200)[leg], (100, 200)[leg] + size), 0))
-        loads.update(pair[leg] for pair in pairs)
-        slack = 1 if leg == 0 else 2  # decode's turn moves on by one extra whenever the two fall in step
-        assert max(loads.values()) - min(loads.values()) <= slack
+def test_of_several_holders_the_least_loaded_takes_it() -> None:
+    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), Ask(model="m", prompt=CHUNK)
+    policy.note(nodes[0], ask)
+    policy.note(nodes[1], ask)
+    assert policy.pick(nodes, ask, 0, busy(nodes, 3, 2, 0)) is nodes[1]
 
 
-def test_the_turns_of_one_model_do_not_depend_on_anothers_requests() -> None:
-    agents = snapshot(
-        *(registration("prefill", 100 + index, model="a") for index in range(2)),
-        *(registration("decode", 200 + index, model="a") for index in range(2)),
-        registration("both", 300, model="b"),
-    )
-    policy, used = RoundRobin(), Counter[tuple[int, int]]()
-    for _ in range(4):
-        used[ports(policy.choose(agents, "a"))] += 1
-        policy.choose(agents, "b")
-        policy.choose_alone(agents, "a")
-    assert len(used) == 4
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.sampled_from("ab"), min_size=1, max_size=6)), max_size=40
+    ),
+    capacity=st.integers(1, 12),
+)
+def test_the_index_stays_within_its_bound_and_never_invents_a_match(
+    steps: list[tuple[int, list[str]]], capacity: int
+) -> None:
+    """Forgetting may only shorten a match; what was remembered last and fits is still known."""
+    index = PrefixIndex(capacity)
+    seen: dict[Incarnation, set[bytes]] = {}
+    for agent, letters in steps:
+        key = Incarnation(str(agent))
+        chunks = ["".join(letters[: end + 1]).encode() for end in range(len(letters))]
+        index.remember(chunks, key)
+        seen.setdefault(key, set()).update(chunks)
+        assert len(index) <= capacity
+        assert index.matched(chunks, key) == min(len(chunks), capacity), "the beginning is forgotten last"
+        for other, known in seen.items():
+            assert set(chunks[: index.matched(chunks, other)]) <= known
 
 
-def test_a_single_agent_with_role_both_serves_alone() -> None:
-    pair = RoundRobin().choose(fleet(0, 0, boths=1), "m")
-    assert isinstance(pair, Pair) and pair.alone and len(pair.nodes) == 1
-
-
-def test_agents_with_role_both_serve_either_leg() -> None:
-    policy, agents = RoundRobin(), fleet(1, 1, boths=1)
-    pairs = {ports(policy.choose(agents, "m")) for _ in range(4)}
-    assert pairs == {(100, 200), (100, 300), (300, 200), (300, 300)}
-
-
-def test_a_request_of_one_token_takes_prefill_agents_in_turn() -> None:
-    policy, agents = RoundRobin(), fleet(2, 1)
-    chosen = [ports(policy.choose_alone(agents, "m")) for _ in range(4)]
-    assert chosen == [(100, 100), (101, 101)] * 2
-
-
-def test_agents_to_avoid_are_taken_only_if_nobody_else_is_left() -> None:
-    policy, agents = RoundRobin(), fleet(2, 2)
-    bad = frozenset({Incarnation(f"{100:016x}"), Incarnation(f"{201:016x}")})
-    assert {ports(policy.choose(agents, "m", bad)) for _ in range(8)} == {(101, 200)}
-    assert isinstance(policy.choose(fleet(1, 1), "m", bad), Pair)
-    assert isinstance(policy.choose_alone(fleet(1, 0), "m", bad), Pair)
-
-
-def test_an_avoided_both_agent_is_avoided_on_both_legs() -> None:
-    policy, agents = RoundRobin(), fleet(1, 1, boths=1)
-    bad = frozenset({Incarnation(f"{300:016x}")})
-    assert {ports(policy.choose(agents, "m", bad)) for _ in range(6)} == {(100, 200)}
-
-
-def test_apart_means_two_agents() -> None:
-    policy, agents = RoundRobin(), fleet(0, 0, boths=2)
-    assert {ports(policy.choose(agents, "m", apart=True)) for _ in range(4)} == {(300, 301), (301, 300)}
-    assert policy.choose(fleet(0, 0, boths=1), "m", apart=True) is NoPair.INCOMPATIBLE
-
-
-def test_the_reasons_are_told_apart() -> None:
-    policy = RoundRobin()
-    assert policy.choose(snapshot(), "m") is NoPair.NO_AGENT
-    assert policy.choose(fleet(1, 1), "other") is NoPair.UNKNOWN_MODEL
-    assert policy.choose(fleet(0, 1), "m") is NoPair.NO_PREFILL
-    assert policy.choose(fleet(1, 0), "m") is NoPair.NO_DECODE
-    apart = snapshot(registration("prefill", 1), registration("decode", 2, layout="other"))
-    assert policy.choose(apart, "m") is NoPair.INCOMPATIBLE
-    assert policy.choose_alone(fleet(0, 1), "m") is NoPair.NO_PREFILL
-    assert policy.choose_alone(fleet(0, 1), "other") is NoPair.UNKNOWN_MODEL
-    assert can_serve(fleet(1, 1), "m") is None
-    assert can_serve(fleet(1, 0), "m") is NoPair.NO_DECODE
-
-
-def test_agents_out_of_rotation_are_not_chosen() -> None:
-    for state in set(NodeState) - {NodeState.READY}:
-        agents = snapshot(registration("both", 1), state=state)
-        assert RoundRobin().choose(agents, "m") is NoPair.NO_PREFILL
-
-
-def test_only_pairs_that_fit_are_chosen_and_they_evenly() -> None:
-    """Two kinds of prefill agent with their own decode agents: nobody's turn is lost to the other kind."""
-    agents = snapshot(
-        registration("prefill", 100, layout="x"),
-        registration("prefill", 101, layout="y"),
-        registration("prefill", 102, layout="z"),
-        *(registration("decode", 200 + index, layout="x") for index in range(2)),
-        *(registration("decode", 210 + index, layout="y") for index in range(2)),
-    )
-    policy = RoundRobin()
-    chosen = [policy.choose(agents, "m") for _ in range(8)]
-    assert all(
-        isinstance(pair, Pair) and mismatch(pair.prefill.info, pair.decode.info) is None for pair in chosen
-    )
-    assert Counter(ports(pair) for pair in chosen) == {
-        (100, 200): 2, (100, 201): 2, (101, 210): 2, (101, 211): 2,
-    }  # fmt: skip
-
-
-def test_unknown_models_take_no_room() -> None:
-    policy = RoundRobin()
-    for index in range(1000):
-        policy.choose(fleet(1, 1), f"invented-{index}")
-    assert len(policy._pair_counts) == 0
+def test_a_chunk_that_all_share_remembers_a_bounded_number_of_agents() -> None:
+    index = PrefixIndex()
+    for number in range(MAX_HOLDERS + 2):
+        index.remember([b"c"], Incarnation(str(number)))
+    known = [number for number in range(MAX_HOLDERS + 2) if index.matched([b"c"], Incarnation(str(number)))]
+    assert known == list(range(2, MAX_HOLDERS + 2))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from proxy.breaker import BreakerSettings, BreakerState
 from proxy.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
 from proxy.wire import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
@@ -188,3 +189,53 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
+
+
+def test_a_drained_agent_is_out_of_rotation_until_told_otherwise_or_restarted() -> None:
+    registry = Registry()
+    registry.register(ONE, 0.0)
+    assert registry.drain(ONE_ID)
+    registry.register(ONE, 1.0)
+    [node] = registry.snapshot(1.0).nodes
+    assert (node.state, node.drained) == (NodeState.DRAINING, True), "its pings do not undo it"
+    assert registry.drain(ONE_ID, drained=False)
+    assert states(registry, 1.0) == {ONE.incarnation: NodeState.READY}
+    registry.drain(ONE_ID)
+    registry.register(registration("both", 1, incarnation="f" * 16), 2.0)
+    assert set(states(registry, 2.0).values()) == {NodeState.READY}
+    assert not registry.drain(ONE_ID), "nobody of that name"
+
+
+def test_an_agent_that_keeps_failing_is_out_but_for_its_probes() -> None:
+    registry = Registry(breakers=BreakerSettings(failures=2, pause_s=1.0))
+    registry.register(ONE, 0.0)
+    for _ in range(2):
+        registry.leg_failed(ONE_ID, 0.0)
+    assert states(registry, 0.9) == {ONE.incarnation: NodeState.TRIPPED}
+    assert states(registry, 1.0) == {ONE.incarnation: NodeState.READY}
+    registry.sent([ONE_ID], 1.0)
+    assert states(registry, 1.1) == {ONE.incarnation: NodeState.TRIPPED}, "one probe at a time"
+    registry.leg_succeeded(ONE_ID)
+    [node] = registry.snapshot(1.1).nodes
+    assert (node.state, node.breaker) == (NodeState.READY, BreakerState.CLOSED)
+
+
+def test_a_restart_begins_with_a_clean_record() -> None:
+    registry = Registry(breakers=BreakerSettings(failures=1))
+    registry.register(ONE, 0.0)
+    registry.leg_failed(ONE_ID, 0.0)
+    registry.register(registration("both", 1, incarnation="f" * 16), 0.1)
+    assert set(states(registry, 0.1).values()) == {NodeState.READY}
+    for late in (registry.leg_failed, lambda agent, now: registry.sent([agent], now)):
+        late(ONE_ID, 0.1)  # legs of the old one may still end
+    registry.leg_succeeded(ONE_ID)
+
+
+def test_a_ping_is_kept_with_what_was_in_flight_when_it_came() -> None:
+    in_flight = 3
+    registry = Registry(lambda _: in_flight)
+    registry.register(ONE, 0.0)
+    in_flight = 5
+    assert registry.snapshot(0.5).nodes[0].ours_at_ping == 3
+    registry.register(ONE, 1.0)
+    assert registry.snapshot(1.0).nodes[0].ours_at_ping == 5

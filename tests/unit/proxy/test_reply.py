@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from proxy import sse
+from proxy.history import History
 from proxy.ids import RequestId
 from proxy.metrics import Metrics
 from proxy.record import Record
@@ -27,7 +28,7 @@ async def later(*items: bytes) -> AsyncGenerator[bytes, None]:
 async def test_a_client_is_served_once_it_has_done(last: bytes, status: str) -> None:
     """Clients hang up on `[DONE]` without waiting for the end of the body: that is not leaving early."""
     metrics = Metrics(lambda: Snapshot((), frozenset()))
-    record = Record("completions", RequestId("r"), metrics)
+    record = Record("completions", RequestId("r"), metrics, History())
     deadline = asyncio.get_running_loop().time() + 10
     with pytest.raises(asyncio.CancelledError):
         async with EventStream(EVENT, later(last, EVENT), record, deadline) as events:

@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.policy import Pair
 from proxy.slots import Slots
-from tests.unit.proxy.builders import registration, snapshot
+from proxy.wire import Incarnation
+
+FIRST, SECOND = Incarnation("1"), Incarnation("2")
 
 
 def test_slots_are_counted_per_agent_and_given_back() -> None:
-    first, second = snapshot(registration("both", 1), registration("decode", 2)).nodes
-    apart, alone, slots = Pair(first, second), Pair(first, first), Slots()
-    slots.take(apart)
-    slots.take(alone)
-    assert (slots.in_flight(first.incarnation), slots.in_flight(second.incarnation)) == (2, 1)
-    slots.give_back(apart)
-    slots.give_back(alone)
+    slots = Slots()
+    slots.take(FIRST, 1)
+    slots.take(SECOND, 4)
+    slots.take(FIRST, 1)
+    assert (slots.in_flight(FIRST), slots.in_flight(SECOND)) == (2, 4)
+    slots.give_back(FIRST, 2)
+    slots.give_back(SECOND, 4)
     assert slots.idle
     with pytest.raises(KeyError):
-        slots.give_back(alone)
+        slots.give_back(FIRST, 1)
+
+
+def test_more_than_was_taken_cannot_be_given_back() -> None:
+    slots = Slots()
+    slots.take(FIRST, 1)
+    with pytest.raises(AssertionError):
+        slots.give_back(FIRST, 2)

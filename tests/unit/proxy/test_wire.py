@@ -17,6 +17,14 @@ def test_agents_messages_make_the_round_trip(message: wire.AgentMessage) -> None
     assert wire.decode_agent_message(wire.encode(message)) == message
 
 
+def test_an_agent_need_not_say_how_many_sequences_it_runs() -> None:
+    """Agents from before the field existed stay welcome."""
+    body = msgpack.unpackb(wire.encode(registration("decode", 1)))
+    del body["load"]["max_running"]
+    message = wire.decode_agent_message(msgpack.packb(body))
+    assert isinstance(message, wire.Register) and message.load.max_running is None
+
+
 @pytest.mark.parametrize("message", [wire.Ack(proxy="p", index=3), wire.Refused(reason="r")])
 def test_proxies_messages_make_the_round_trip(message: wire.ProxyMessage) -> None:
     assert wire.decode_proxy_message(wire.encode(message)) == message

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routing may know of a request. There is no tokenizer here: lengths of text are estimates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from proxy.openai_api import ClientRequest
+
+BYTES_PER_TOKEN = 4
+"""Of ordinary text under a large vocabulary; other text is misjudged by a small factor."""
+CHUNK_TOKENS = 64
+MAX_CHUNKS = 512
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """The question that policies answer.
+
+    `prompt` is the client's own: text, token ids, or a chat's messages. It is looked at only by those who
+    ask for `tokens` or `chunks`. `one_token`: no more than one is wanted. `session`: whose request it is.
+    """
+
+    model: str
+    prompt: str | list[Any] = ""
+    n: int = 1
+    one_token: bool = False
+    session: str | None = None
+
+    @cached_property
+    def tokens(self) -> int:
+        """The prompt's length in tokens: exact for token ids, else about."""
+        material = self._material
+        return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
+
+    @cached_property
+    def chunks(self) -> tuple[bytes, ...]:
+        """A digest for each whole chunk of the prompt's beginning, of all that precedes it, and of the model.
+
+        Two prompts share as many leading digests as they share whole chunks.
+        """
+        digest = self.model.encode(errors="surrogatepass")
+        digests = []
+        for chunk in self._cut():
+            digest = hashlib.blake2b(digest + chunk, digest_size=_DIGEST_BYTES).digest()
+            digests.append(digest)
+        return tuple(digests)
+
+    def _cut(self) -> Iterator[bytes]:
+        material = self._material
+        size = CHUNK_TOKENS if isinstance(material, list) else CHUNK_TOKENS * BYTES_PER_TOKEN
+        for start in range(0, min(len(material) - size + 1, size * MAX_CHUNKS), size):
+            chunk = material[start : start + size]
+            yield chunk if isinstance(chunk, bytes) else repr(chunk).encode()
+
+    @cached_property
+    def _material(self) -> bytes | list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]  # a batch of one
+        if isinstance(prompt, str):
+            return prompt.encode(errors="surrogatepass")
+        if prompt and isinstance(prompt[0], dict):
+            return msgspec.json.encode(prompt)
+        return prompt
+
+
+def ask_about(request: ClientRequest, session: str | None) -> Ask:
+    """The question that a client's request puts to the router."""
+    return Ask(
+        model=request.model,
+        prompt=request.body["messages" if request.chat else "prompt"],
+        n=request.n,
+        one_token=request.max_tokens == 1,
+        session=session,
+    )
