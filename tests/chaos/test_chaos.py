@@ -12,7 +12,8 @@ import pytest_asyncio
 from tests.chaos.run import Settings, ask_alone, run
 from tests.system.client import Answer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+# Three minutes of CI's fifteen: until CI's bound is wider, this form runs with `make test-full`.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ NIXL does not authenticate readers: whoever has an agent's metadata can read its
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import secrets
@@ -31,6 +32,8 @@ _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _PROOF_BYTES = 32
+_SETTLE_S = 0.02
+_SETTLE_STEP_S = 0.001
 
 
 class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +130,8 @@ class NixlTransfer:
 
     def _end(self, status: Status, reason: str | None) -> None:
         """NIXL is through with the transfer; what we decided earlier stands."""
+        if status is Status.FAILED:
+            self._api.failed = True
         if self._status is Status.PENDING:
             self._status = status
             self.reason = reason
@@ -184,7 +189,7 @@ class NixlEngine:
         self._peers: list[NixlPeer] = []
         self._region: NixlRegion | None = None
         self._proof = np.frombuffer(secrets.token_bytes(_PROOF_BYTES), dtype=np.uint8).copy()
-        self.register_host(self._proof)
+        self._registrations = [self.register_host(self._proof)]
 
     def admit(self, secret: bytes) -> None:
         """NIXL has no way to check a token."""
@@ -193,7 +198,7 @@ class NixlEngine:
         region = NixlRegion(pool)
         address = region.address
         row = (address.address, address.nbytes, address.device, "")
-        self._api.agent.register_memory([row], address.kind)
+        self._registrations.append(self._api.agent.register_memory([row], address.kind))
         self._region = region
         return region
 
@@ -251,11 +256,31 @@ class NixlEngine:
         return None
 
     def close(self) -> None:
-        transfers = [transfer for peer in self._peers for transfer in peer.transfers]
+        if self._api.agent is None:
+            return
+        transfers = self._settle()
+        if self._api.failed and not transfers:
+            # Nothing can write into the pool any more, so the agent need not go; what peers could read goes.
+            self._api.keep([*self._registrations, *(peer.registration for peer in self._peers)])
+        else:
+            self._api.close()
         self._peers.clear()
-        self._api.close()
         for transfer in transfers:
             transfer.abandon()
+
+    def _settle(self) -> list[NixlTransfer]:
+        """Give UCX a moment to end what a dead peer left in flight; returns the reads that did not end."""
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            self._api.drive()
+            now = time.monotonic()
+            transfers = [transfer for peer in self._peers for transfer in peer.transfers]
+            for transfer in transfers:
+                transfer.progress(now)
+            left = [transfer for transfer in transfers if not transfer.quiescent]
+            if not left or until <= now:
+                return left
+            time.sleep(_SETTLE_STEP_S)
 
     def _post(
         self, peer: NixlPeer, local: tuple[Any, str], remote: tuple[Any, str], timeout_s: float
@@ -291,6 +316,7 @@ class _Api:
     """NIXL's agent object and the exceptions that it raises."""
 
     def __init__(self, name: str) -> None:
+        self.failed = False  # NIXL has reported a failed transfer, so an endpoint may be broken
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             import nixl._bindings as bindings
@@ -314,6 +340,28 @@ class _Api:
             self.agent.remove_remote_agent(name)
         except self.errors:
             return
+
+    def drive(self) -> None:
+        """Advance the worker on the way out, when an error has nobody left to act on it."""
+        try:
+            self.agent.get_new_notifs()
+        except self.errors:
+            return
+
+    def keep(self, registrations: Sequence[Any]) -> None:
+        """Let go of the agent without destroying it, which leaks it for the life of the process on purpose.
+
+        Where a peer died with reads in flight, destroying UCX's worker can abort the whole process
+        (`arbiter.c:36 Assertion ucs_arbiter_group_is_empty`). The agent has no thread of its own, so nothing
+        drives the one that is left; its memory is deregistered.
+        """
+        for registration in registrations:
+            try:
+                self.agent.deregister_memory(registration)
+            except self.errors:
+                continue
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.agent))
+        self.agent = None
 
     def close(self) -> None:
         """Destroy the agent."""
