@@ -37,7 +37,7 @@ BLOCK_TOKENS = 16
 # layers × (K, V) × KV heads × head_dim × tokens × bytes of float32, of the bundled model
 BLOCK_BYTES = 4 * 2 * 4 * 32 * BLOCK_TOKENS * 4
 SMALL, FULL = 60, 500
-SHORT_TOKENS = 150
+SHORT_TOKENS = 80
 
 Cell = tuple[str, int, str]
 """Sampling, n, task."""
@@ -77,7 +77,7 @@ def prompts(task: str, count: int) -> list[Prompt]:
         return every
     if task == "ignore_eos":
         every = [prompt for prompt in every if prompt.prompt_tokens <= SHORT_TOKENS]
-    return [every[int(len(every) * (index / count) ** 1.5)] for index in range(count)]
+    return [every[int(len(every) * (index / count) ** 2)] for index in range(count)]
 
 
 def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]:
