@@ -80,7 +80,10 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One agent's ping. `address` and `control` are what peers must dial, apart from what is bound."""
+    """One agent's ping. `address` and `control` are what peers must dial, apart from what is bound.
+
+    `prefill_chunk` is how many tokens of a prompt it computes per step; None when it does not say.
+    """
 
     v: Literal[2] = 2
     type: Literal["register"] = "register"
@@ -104,6 +107,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     state: NodeState
     steps: int
     load: Load
+    prefill_chunk: int | None = None
 
 
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from transfer.first_tokens import FirstTokens
 from transfer.ids import Incarnation, TransferId
 
 MAX_STAGED = 1024
@@ -73,13 +74,17 @@ class DuplicateTransfer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer to an `open`: readable blocks from number `first_block` of the prompt on."""
+    """Answer to an `open`: readable blocks from number `first_block` of the prompt on.
+
+    `first_tokens` come with `ready`, if the prefill told any.
+    """
 
     ready: bool
     first_block: int
     block_ids: tuple[int, ...]
     num_tokens: int
     ids_hash: str
+    first_tokens: FirstTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class _Lease:
     readable: int = 0
     num_tokens: int = 0
     ids_hash: str = ""
+    first_tokens: FirstTokens | None = None
     reader: Incarnation | None = None
     parked: _ParkedOpen | None = None
 
@@ -146,7 +152,14 @@ class _Lease:
         ready = self.state is LeaseState.READY
         if not ready and not (self.state is LeaseState.FILLING and self.readable > have):
             return None
-        return Grant(ready, have, self.block_ids[have : self.readable], self.num_tokens, self.ids_hash)
+        return Grant(
+            ready=ready,
+            first_block=have,
+            block_ids=self.block_ids[have : self.readable],
+            num_tokens=self.num_tokens,
+            ids_hash=self.ids_hash,
+            first_tokens=self.first_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +243,15 @@ class LeaseTable:
         lease.readable = readable
         return self._answer_parked(lease)
 
-    def ready(self, now: float, transfer_id: TransferId) -> list[Effect]:
+    def ready(
+        self, now: float, transfer_id: TransferId, first_tokens: FirstTokens | None = None
+    ) -> list[Effect]:
         """The whole prompt is computed on every rank; the lease clock starts. Ignored once it has ended."""
         lease = self._alive(now, transfer_id)
         if lease is None:
             return []
         lease.transition(LeaseState.READY)
+        lease.first_tokens = first_tokens
         lease.readable = len(lease.block_ids)
         lease.deadline = self._extended(now, lease)
         return self._answer_parked(lease)

@@ -13,6 +13,7 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
+from transfer.first_tokens import FirstTokens
 from transfer.ids import TransferId
 from transfer.layout import KVGeometry
 
@@ -89,7 +90,10 @@ class Open(_Frame, frozen=True, tag="open"):
 
 
 class Opened(_Frame, frozen=True, tag="opened"):
-    """Readable blocks, from number `first_block` of the prompt on. `ready`: those are all."""
+    """Readable blocks, from number `first_block` of the prompt on.
+
+    `ready`: those are all, and `first_tokens` are what the prefill drew, if it said so.
+    """
 
     transfer_id: _Id
     state: Literal["filling", "ready"]
@@ -98,6 +102,7 @@ class Opened(_Frame, frozen=True, tag="opened"):
     num_tokens: _Count
     lease_s: _Seconds
     ids_hash: _Word
+    first_tokens: FirstTokens | None = None
 
 
 class Pending(_Frame, frozen=True, tag="pending"):

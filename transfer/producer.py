@@ -14,6 +14,7 @@ from transfer import messages as wire
 from transfer.control import Caller, ControlServer
 from transfer.control_fault import ControlFaults
 from transfer.events import LeaseEnded
+from transfer.first_tokens import FirstTokens
 from transfer.ids import Incarnation, TransferId
 from transfer.layout import differences
 from transfer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
@@ -78,8 +79,8 @@ class Producer:
     def advance(self, transfer_id: TransferId, readable_blocks: int) -> None:
         self._perform(self._table.advance(time.monotonic(), transfer_id, readable_blocks))
 
-    def ready(self, transfer_id: TransferId) -> None:
-        self._perform(self._table.ready(time.monotonic(), transfer_id))
+    def ready(self, transfer_id: TransferId, first_tokens: FirstTokens | None) -> None:
+        self._perform(self._table.ready(time.monotonic(), transfer_id, first_tokens))
 
     def fail(self, transfer_id: TransferId) -> None:
         if self._table.is_registered(transfer_id):
@@ -199,6 +200,7 @@ class Producer:
                     num_tokens=grant.num_tokens,
                     lease_s=self._config.lease_s,
                     ids_hash=grant.ids_hash,
+                    first_tokens=grant.first_tokens,
                 )
             case NotYet():
                 self._answer(reply.waiter, wire.Pending, transfer_id=reply.transfer_id)
