@@ -24,7 +24,7 @@ NOBODY: frozenset[Incarnation] = frozenset()
 class Pair:
     """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
 
-    `streamed`: the prompt is long enough for its KV to move while it is computed.
+    `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
     """
 
     prefill: Node
@@ -131,7 +131,8 @@ class Router:
         prefill = self._pick("prefill", prefills, ask, count)
         _, partners = open_pairs[prefill.incarnation]
         decode = self._pick("decode", partners, ask, _skewed(count, len(prefills), len(partners)))
-        return self._noted(Pair(prefill, decode, self._is_long(ask, prefill)), ask)
+        streamed = _has_spare_room(decode) and self._is_long(ask, prefill)
+        return self._noted(Pair(prefill, decode, streamed), ask)
 
     def _lone(self, snapshot: Snapshot, ask: Ask, leg: Leg) -> Node | NoPair:
         """The agent of the leg's role that would serve all of the request."""
@@ -149,6 +150,7 @@ class Router:
         return ask.tokens - self._policies["decode"].cached_tokens(node, ask) < self._split_min_tokens
 
     def _is_long(self, ask: Ask, prefill: Node) -> bool:
+        """Whether the prefill takes so long that KV should move meanwhile."""
         least = self._stream_pull_min_tokens
         if least is None:
             chunk = prefill.info.prefill_chunk
@@ -215,6 +217,16 @@ def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
         for node in snapshot.nodes
         if node.info.model == model and node.serves(leg) and node.info.dialect in SUPPORTED_DIALECTS
     ]
+
+
+def _has_spare_room(decode: Node) -> bool:
+    """Whether the agent can set blocks aside for KV that is yet to be computed.
+
+    In one that is more than half full they would be missing for prompts whose prefill is over; in the worst
+    case those hold up, by the blocks that they pin, the very prefills that are waited for.
+    """
+    load = decode.info.load
+    return 2 * load.kv_blocks_free >= load.kv_blocks_total > 0
 
 
 def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:

@@ -55,7 +55,7 @@ async def idle(cluster: Cluster, names: tuple[str, ...]) -> None:
 
 
 async def test_when_the_prefill_ends_only_its_last_chunk_is_left_to_pull(cluster: Cluster) -> None:
-    """The machine may be too busy for that once, but not always; and never is a block read before its time."""
+    """A busy machine may miss that once, but not always; and never is a block read before its time."""
     prompt = LONGEST[0]
     before_last = (prompt.prompt_tokens - 1) // CHUNK * CHUNK // BLOCK
     num_blocks = -(-prompt.prompt_tokens // BLOCK)

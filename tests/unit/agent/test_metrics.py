@@ -45,6 +45,7 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert page["kvferry_leases_ended_total", "expired"] == 3
     assert page["kvferry_leases_ended_total", "dropped"] == 0, "a cause is shown before it first occurs"
     assert page["kvferry_recomputes_total",] == 1
+    assert page["kvferry_streamed_transfers_total",] == 14
     latest.pop()
     assert ("kvferry_running",) not in samples(metrics)
 
@@ -63,6 +64,9 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     assert page["kvferry_phase_seconds_sum", "queue"] == 1.5
     assert page["kvferry_phase_seconds_count", "queue"] == 2
     assert page["kvferry_phase_seconds_count", "pull"] == 1
+    assert ("kvferry_phase_seconds_count", "pull_tail") not in page
+    metrics.finished(200, Timing(pull_s=2.5, pull_tail_s=0.25, pull_early_blocks=3, backend="tcp"))
+    assert samples(metrics)["kvferry_phase_seconds_sum", "pull_tail"] == 0.25
     assert page["kvferry_requests_total", "200"] == 2
 
 
