@@ -82,6 +82,18 @@ def test_only_choices_that_go_on_fork_and_all_are_told() -> None:
     engine.assert_all_free()
 
 
+def test_the_trunk_answers_to_the_choice_that_it_has_become() -> None:
+    engine = pulling(n=2, max_tokens=4)
+    arrive(engine, first_tokens(2, ended=(0,)))
+    engine.step()
+    engine.scheduler.stop_choice("d", 1)
+    engine.run()
+    assert len(engine.tokens("d", 1)) == 2
+    last = engine.last("d")
+    assert isinstance(last, Output) and last.done
+    engine.assert_all_free()
+
+
 def test_a_stop_string_within_token_1_ends_its_choice() -> None:
     """What the API process says after the first output finds the choices forked already."""
     engine = pulling(n=2)

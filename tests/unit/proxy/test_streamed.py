@@ -253,7 +253,9 @@ async def test_without_budget_a_lost_leg_is_a_typed_error(stage: Stage, stream: 
 
 
 async def test_a_hung_decode_leg_ends_at_its_deadline(start_stage: StartStage) -> None:
-    stage = await start_stage(stream_pull_min_tokens=1, first_byte_timeout_s=0.3, retries=0)
+    stage = await start_stage(
+        stream_pull_min_tokens=1, first_byte_timeout_s=0.3, total_timeout_s=60.0, retries=0
+    )
     _, decode = await stage.pair()
     decode.faults.append(Fault("decode", "hang"))
     streamed = await stage.stream(BODY)

@@ -129,8 +129,8 @@ async def test_a_prefill_may_outlast_the_time_that_moving_may_take() -> None:
     """I5: both have their deadlines, one after the other."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         slow, dead = new_transfer_id(), new_transfer_id()
-        decode.plane.pull(dead, prefill.remote(4), [15], 0, 0.2, fill_s=0.4)
-        decode.plane.pull(slow, prefill.remote(TOKENS), OURS, 0, 0.5, fill_s=30.0)
+        decode.plane.pull(slow, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=30.0)
+        decode.plane.pull(dead, prefill.remote(4), [15], 0, 0.3, fill_s=0.3)
         prefill.plane.register(slow, THEIRS, TOKENS, "hash", 30.0)
         failed = await decode.event(PullFailed)
         assert (failed.transfer_id, failed.reason) == (dead, "deadline")
@@ -139,10 +139,16 @@ async def test_a_prefill_may_outlast_the_time_that_moving_may_take() -> None:
 
 
 async def test_once_the_prefill_has_ended_moving_may_take_no_longer_than_it_may() -> None:
-    async with Agent(seed=1, tcp_fault="stall:count=1") as prefill, Agent(seed=2) as decode:
+    """Even if the rank that reads has stopped to say anything."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        known = prefill.lend([11], 4)
+        decode.plane.pull(known, prefill.remote(4), [12], 0, 10.0)
+        await decode.event(PullDone)
+        decode.workers[0].close()
         transfer_id = prefill.lend(THEIRS, TOKENS)
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=600.0)
-        assert (await decode.event(PullFailed)).reason == "deadline"
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.quiescent) == ("deadline", False)
 
 
 async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
