@@ -2,9 +2,10 @@
 PYTHON ?= python3
 # Another package index for torch, for example one that holds CPU-only builds: make test TORCH_INDEX=URL
 TORCH_INDEX ?=
-# What to run: make test-gpu TESTS=tests/system
+# What to run: make test-full TESTS=tests/system
 TESTS ?= tests
 JOBS ?= 0
+GPU_JOBS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -43,7 +44,8 @@ chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and
 		$(if $(BACKEND),--backend $(BACKEND))
 
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
-	$(BIN)/python -m pytest -m gpu -rs $(TESTS)
+	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
+	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .

@@ -55,9 +55,9 @@ class Work:
         firsts [num_programs]       the span that holds it
         """
         n = self.num_spans
-        starts, sources, destinations, bounds, firsts = np.split(
-            table[: self.table_size(num_programs)], (n + 1, 2 * n + 1, 3 * n + 1, 3 * n + 2 + num_programs)
-        )
+        starts, sources, destinations = table[: n + 1], table[n + 1 : 2 * n + 1], table[2 * n + 1 : 3 * n + 1]
+        bounds = table[3 * n + 1 : 3 * n + 2 + num_programs]
+        firsts = table[3 * n + 2 + num_programs : self.table_size(num_programs)]
         starts[0] = 0
         np.cumsum(self._addresses[:, 2] // self.word_bytes, out=starts[1:])
         sources[:] = self._addresses[:, 1]
