@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy bench-transfer train clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 env: $(STAMP) ## make .venv with pinned dependencies
 
@@ -58,6 +58,10 @@ format: $(STAMP) ## format the code and mend what the linter can
 
 bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
 	$(BIN)/python -m tests.bench.proxy_cost
+
+bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m tests.bench.transfer
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny

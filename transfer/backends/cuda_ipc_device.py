@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -123,13 +124,15 @@ class CudaDevice:
 
     def _compile(self, device: torch.device) -> None:
         """Both forms of the kernel, now: later it would hold up a request, or fail it."""
+        from triton.errors import TritonError
+
         scratch = self._torch.zeros(2 * WIDE_BYTES, dtype=self._torch.uint8, device=device)
         self._torch.cuda.current_stream(device).synchronize()
         try:
             for length in (WIDE_BYTES, 1):
                 spans = np.array([(WIDE_BYTES, 0, length)], dtype=np.int64)
                 self.launch(Work([(spans, scratch.data_ptr(), scratch.data_ptr())])).wait()
-        except (RuntimeError, OSError, ValueError) as error:
+        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             self.close()
             raise BackendUnavailable(f"cuda_ipc: Triton does not work here: {error}") from error
 

@@ -40,19 +40,23 @@ def gather(table, num_spans, num_programs, ALIGNED: tl.constexpr, BLOCK: tl.cons
         at = position - start
         size = end - start
         while at + BLOCK <= size:
-            # Without a mask, so that a thread may move 16 bytes at once.
             reads = source + at + lanes
             writes = destination + at + lanes
             if ALIGNED:
                 reads = tl.multiple_of(reads, 16)
                 writes = tl.multiple_of(writes, 16)
-            # Nobody reads a word twice: keep it out of the caches that the model uses.
-            words = tl.load(reads, cache_modifier=".cg", eviction_policy="evict_first")
-            tl.store(writes, words, cache_modifier=".cs")
+            # Nobody reads a word twice: leave the caches to the model.
+            tl.store(writes, tl.load(reads, eviction_policy="evict_first"), eviction_policy="evict_first")
             at += BLOCK
         if at < size:
-            rest = at + lanes < size
-            words = tl.load(source + at + lanes, mask=rest)
-            tl.store(destination + at + lanes, words, mask=rest)
+            inside = at + lanes < size
+            reads = source + at + lanes
+            writes = destination + at + lanes
+            if ALIGNED:
+                inside = tl.max_constancy(inside, 2)
+                reads = tl.multiple_of(reads, 16)
+                writes = tl.multiple_of(writes, 16)
+            words = tl.load(reads, mask=inside, eviction_policy="evict_first")
+            tl.store(writes, words, mask=inside, eviction_policy="evict_first")
         position = end
         span += 1

@@ -83,16 +83,30 @@ def test_little_work_takes_few_programs() -> None:
     assert (small.num_programs(33, 8192), large.num_programs(33, 8192)) == (1, 33)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_copies_what_the_table_says() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+def run_module(name: str, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.transfer.gather_interpreted"],
+        [sys.executable, "-m", f"tests.unit.transfer.{name}"],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=50,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["same"] * 6
+    return done.stdout.split()
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@needs_triton
+def test_the_kernel_copies_what_the_table_says() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    assert run_module("gather_interpreted", TRITON_INTERPRET="1") == ["same"] * 6
+
+
+@needs_triton
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here_and_moves_16_bytes_at_once() -> None:
+    assert run_module("gather_compiled") == ["wide", "narrow"]
