@@ -16,19 +16,32 @@ import zmq
 
 from transfer import messages as wire
 from transfer.aggregate import Outcome
+from transfer.checksum import SumTable
 from transfer.control_fault import ControlFaults
 from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
-from transfer.layout import plan_spans
+from transfer.layout import num_columns, plan_spans, source_columns
 from transfer.lease import DuplicateTransfer, Grant
 from transfer.link import Link, LinkState
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
-from transfer.pull import Connect, Effect, Emit, Pull, PullState, Read, SendDrop, SendOpen, SendRelease
+from transfer.pull import (
+    Connect,
+    Effect,
+    Emit,
+    Pull,
+    PullState,
+    Read,
+    SendDrop,
+    SendOpen,
+    SendRelease,
+    Verify,
+)
 from transfer.quarantine import Quarantine
 from transfer.rank_messages import CancelRead, Rebuild, pack_spans
 from transfer.rank_messages import Read as ReadCommand
 from transfer.ranks import RankGroup
+from transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
 
@@ -75,6 +88,7 @@ class Consumer:
         self.nbytes = 0
         self.descriptors = 0
         self.seconds = 0.0
+        self.verify_seconds = 0.0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Begin to take pulls."""
@@ -231,7 +245,7 @@ class Consumer:
 
     def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
-        pull = Pull(transfer_id, remote.num_tokens)
+        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv)
         entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry
@@ -262,6 +276,8 @@ class Consumer:
                     self._read(entry, effect)
                 case CancelReadEffect():
                     self._ranks.broadcast(CancelRead(transfer_id=entry.pull.transfer_id, seq=effect.seq))
+                case Verify():
+                    self._verify(entry, effect)
                 case SendRelease():
                     self._release(entry, effect)
                 case SendDrop():
@@ -318,12 +334,16 @@ class Consumer:
             return []
         if answer.block_ids and max(answer.block_ids) >= link.num_blocks:
             return entry.pull.fail("mismatch", f"block {max(answer.block_ids)} of {link.num_blocks}")
+        checksums: tuple[bytes, ...] = ()
+        if self._config.verify_kv:
+            checksums = rows(answer.checksums, num_columns(self._config.geometry, link.tp_size))
         grant = Grant(
             ready=answer.state == "ready",
             first_block=answer.first_block,
             block_ids=answer.block_ids,
             num_tokens=answer.num_tokens,
             ids_hash=answer.ids_hash,
+            checksums=checksums,
         )
         return entry.pull.opened(time.monotonic(), grant)
 
@@ -351,6 +371,25 @@ class Consumer:
             )
             commands.append(command)
         self._ranks.read(transfer_id, effect.seq, commands)
+
+    def _verify(self, entry: _Entry, effect: Verify) -> None:
+        if entry.link is None:
+            raise AssertionError(f"{entry.pull!r} verifies without a link")
+        check = partial(self._summed, entry, effect, entry.link.tp_size, time.monotonic())
+        self._ranks.sum_blocks(effect.local_blocks, check)
+
+    def _summed(
+        self, entry: _Entry, effect: Verify, remote_tp_size: int, begun: float, sums: SumTable
+    ) -> None:
+        self.verify_seconds += time.monotonic() - begun
+        config = self._config
+        found = flaw(
+            sums,
+            effect.checksums,
+            effect.local_blocks,
+            source_columns(config.geometry, tp_size=config.tp_size, remote_tp_size=remote_tp_size),
+        )
+        self._perform(entry, entry.pull.verified(found))
 
     def _tell(self, entry: _Entry, effect: Emit) -> None:
         event = effect.event

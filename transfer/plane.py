@@ -35,6 +35,7 @@ class PlaneConfig:
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
         rank_address: ZMQ address on which this agent's ranks report.
+        verify_kv: Sum every block that we lend, and check the sums of what we pull.
         control_fault: Loss and repetition of control messages that we send (tests).
     """
 
@@ -52,6 +53,7 @@ class PlaneConfig:
     weights: str
     host_id: str
     rank_address: str
+    verify_kv: bool = False
     control_fault: str | None = None
 
     @property

@@ -146,6 +146,7 @@ class SchedulerConnector:
             pull_descriptors=consumer.descriptors,
             pull_seconds=consumer.seconds,
             pull_failures=dict(consumer.failures),
+            verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
             rebuilds=consumer.rebuilds,
