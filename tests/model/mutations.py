@@ -115,8 +115,8 @@ MUTATIONS = (
     Mutation(
         sentence="Blocks are named to the reader before they are computed.",
         module="lease",
-        old="self.block_ids[have : self.readable]",
-        new="self.block_ids[have:]",
+        old="upto = min(self.readable, have + max_blocks)",
+        new="upto = min(len(self.block_ids), have + max_blocks)",
     ),
     Mutation(
         sentence="An expired lease never tells the scheduler.",
