@@ -68,4 +68,4 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     handshakes: int
     bad_frames: int
     rebuilds: int = 0
-    """Transfer engines destroyed and opened again, because a quarantine lasted too long or grew too large."""
+    """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""

@@ -37,7 +37,11 @@ class Producer:
         self._ranks = ranks
         self._emit = emit
         columns = num_columns(config.geometry, config.tp_size) if config.verify_kv else 0
-        self._table = LeaseTable(config.lease_s, max_blocks=wire.max_blocks(columns * SUM_BYTES))
+        self._table = LeaseTable(
+            config.lease_s,
+            max_blocks=wire.max_blocks(columns * SUM_BYTES),
+            max_staged=config.max_staged,
+        )
         self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
         self._server = ControlServer(self._requested, ControlFaults(config.control_fault))
         self._timer: asyncio.TimerHandle | None = None

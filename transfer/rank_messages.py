@@ -84,12 +84,13 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """Every producer rank is reachable, or why not."""
+    """Every producer rank is reachable, or why not. `broken`: not before our engine is opened anew."""
 
     rank: int
     link: int
     transfer: str
     error: str | None
+    broken: bool = False
 
 
 class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):

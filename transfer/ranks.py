@@ -53,7 +53,14 @@ class ReadQuiescent:
     seq: int
 
 
-RankEvent = LinkConnected | ReadEnded | ReadQuiescent
+@dataclass(frozen=True, slots=True)
+class EngineBroken:
+    """A rank has met a peer that this backend's engine will never reach again."""
+
+    transfer: str
+
+
+RankEvent = LinkConnected | EngineBroken | ReadEnded | ReadQuiescent
 
 
 @dataclass(slots=True)
@@ -174,6 +181,8 @@ class RankGroup:
             self._complete.set()
 
     def _connected(self, report: wire.Connected) -> None:
+        if report.broken:
+            self._on_event(EngineBroken(report.transfer))
         rank_report = RankReport(ok=report.error is None, reason=report.error or "")
         outcome = self._links.report((report.link, report.transfer), report.rank, rank_report)
         if outcome is not None:
