@@ -38,6 +38,7 @@ class AgentConfig:
         prefix_cache: Reuse blocks of prompts that begin alike.
         transfer: KV transfer backend; auto takes the best that works with the peer.
         transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
+        verify_kv: Checksum every KV block lent, and check those pulled; producers must have it on as well.
         lease_s: Seconds that a reader may stay silent before its blocks are taken back.
         pull_timeout_s: Deadline for pulling one prompt's KV, waiting for room included.
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
@@ -70,6 +71,7 @@ class AgentConfig:
     prefix_cache: bool = True
     transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     transfer_options: str = ""
+    verify_kv: bool = False
     lease_s: float = 10.0
     pull_timeout_s: float = 30.0
     on_pull_failure: Literal["recompute", "fail"] = "recompute"

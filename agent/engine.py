@@ -225,6 +225,8 @@ class Engine:
             pull_descriptors=plane.pull_descriptors,
             pull_seconds=plane.pull_seconds,
             pull_failures=plane.pull_failures,
+            verify_seconds=plane.verify_seconds,
+            rebuilds=plane.rebuilds,
             recomputes=counters.recomputes,
             leases_ended=plane.leases_ended,
             handshakes=plane.handshakes,
@@ -264,6 +266,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         weights=ready.weights,
         host_id=host_id(),
         rank_address=transfer_address(run_dir),
+        verify_kv=config.verify_kv,
         control_fault=config.control_fault,
     )
 

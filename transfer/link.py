@@ -186,6 +186,7 @@ class Link:
             weights=config.weights,
             transfers=self._offer,
             host_id=config.host_id,
+            verify_kv=config.verify_kv,
             ranks=ranks,
         )
         self._request(hello, HANDSHAKE_S, self._greeted)

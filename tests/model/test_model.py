@@ -11,10 +11,10 @@ from tests.model.scenarios import LONG, SHORT
 EVERY_STEP = {
     *("register", "advance", "ready", "preempt", "drop", "expire", "time", "restart"),
     *("open", "renew", "lose", "unanswered", "cancel", "crash", "deliver", "repeat"),
-    *("read", "break", "quiesce", "report", "report-again", "report-quiescent"),
+    *("read", "damage", "verify", "break", "quiesce", "report", "report-again", "report-quiescent"),
 }
 EVERY_END = {
-    *("pull done", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),
+    *("pull done", "pull checksum", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),
     *("pull unreachable", "pull lease_unknown", "pull lease_expired", "pull lease_dropped"),
     *("pull lease_finished", "pull lease_failed", "pull lease_gone", "quarantine ended"),
     *("lease released", "lease expired", "lease dropped"),
