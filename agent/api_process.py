@@ -84,7 +84,7 @@ class _Agent:
         run_dir: Path,
         port: int,
     ) -> None:
-        self._bearer = None if key is None else key.bearer
+        self._key = key
         self._config = config
         self._tokenizer = tokenizer
         self._run_dir = run_dir
@@ -127,7 +127,11 @@ class _Agent:
 
     async def _live(self, engine_module: str, stop: asyncio.Event) -> int:
         """Run the engine from its start to its end, or to the agent's; returns the agent's exit status."""
-        stdin = {"config": self._config, "incarnation": self._incarnation}
+        stdin = {
+            "config": self._config,
+            "incarnation": self._incarnation,
+            "curve_secret": None if self._key is None else self._key.secret.decode(),
+        }
         argv = ("-m", engine_module, "--run-dir", str(self._run_dir))
         child = await ChildProcess.start(argv, msgspec.json.encode(stdin), "engine")
         log.info("engine process %d started; waiting for it to load %s", child.pid, self._config.model)
@@ -185,7 +189,7 @@ class _Agent:
                 engine=self._engine,
                 lifecycle=self._lifecycle,
                 metrics=self._metrics,
-                bearer=self._bearer,
+                bearer=None if self._key is None else self._key.bearer,
             )
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from transfer.curve import CurveKey
 from transfer.layout import KVGeometry
 
 
@@ -36,6 +37,7 @@ class PlaneConfig:
         host_id: Identity of the host, for backends that work within one only.
         rank_address: ZMQ address on which this agent's ranks report.
         control_fault: Loss and repetition of control messages that we send (tests).
+        key: Locks the control channel: only agents with the same key speak to each other.
     """
 
     incarnation: str
@@ -53,6 +55,7 @@ class PlaneConfig:
     host_id: str
     rank_address: str
     control_fault: str | None = None
+    key: CurveKey | None = None
 
     @property
     def renewal_interval_s(self) -> float:

@@ -35,7 +35,7 @@ class Producer:
         self._ranks = ranks
         self._emit = emit
         self._table = LeaseTable(config.lease_s)
-        self._server = ControlServer(self._requested, ControlFaults(config.control_fault))
+        self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
         self._timer: asyncio.TimerHandle | None = None
         self._greeted_until = 0.0
         self._serving = False
