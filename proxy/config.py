@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from proxy.address_rules import AddressRules
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -43,6 +44,8 @@ class ProxyConfig:
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
         api_keys: File of the keys that clients must send; anybody is served when not given.
+        allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
+            others are refused. Any when not given.
         cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
         log_level: Least severe log line written.
     """
@@ -71,6 +74,7 @@ class ProxyConfig:
     keepalive_s: float = 30.0
     drain_s: float = 5.0
     api_keys: Path | None = None
+    allow_address: str = ""
     cluster_key: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -91,6 +95,7 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        AddressRules(self.allow_address)
         for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

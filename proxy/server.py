@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from proxy.address_rules import AddressRules
 from proxy.admission import Admission
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
@@ -75,7 +76,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     clock = asyncio.get_running_loop().time
     slots, history = Slots(), History()
     breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-    registry = Registry(slots.in_flight, breakers)
+    registry = Registry(slots.in_flight, breakers, AddressRules(config.allow_address))
     key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
     api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
