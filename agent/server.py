@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -177,7 +178,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def create_server(app: Quart) -> HttpServer:
+def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
     """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`."""
     return HttpServer(
         uvicorn.Config(
@@ -190,6 +191,7 @@ def create_server(app: Quart) -> HttpServer:
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
     )

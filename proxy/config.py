@@ -47,6 +47,10 @@ class ProxyConfig:
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
             others are refused. Any when not given.
         cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
+        tls_cert: PEM file with the certificate (and its chain) for serving clients by https; needs tls_key.
+        tls_key: PEM file with the key that belongs to it, without a password.
+        agent_ca: PEM file with the authority that signed the agents' certificates. With it, only agents of
+            https are let in; without it, those of https are checked by the system's authorities.
         log_level: Least severe log line written.
     """
 
@@ -76,6 +80,9 @@ class ProxyConfig:
     api_keys: Path | None = None
     allow_address: str = ""
     cluster_key: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    agent_ca: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
@@ -95,6 +102,8 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
         for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
