@@ -118,6 +118,23 @@ def check_context(request: ClientRequest, max_model_len: int) -> None:
         )
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def completion_tokens(answer: bytes) -> int:
+    """How many tokens a whole answer says it cost; 0 if it does not say."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Answered).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return 0 if usage is None else usage.completion_tokens
+
+
 def _parse_json(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
