@@ -94,6 +94,8 @@ class StandInAgent:
     """What it says that it runs at once; it does not hold itself to that."""
     keep_requests: bool = True
     tls: ssl.SSLContext | None = None
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    """Headers that all its answers carry."""
 
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     faults: list[Fault] = field(default_factory=list)
@@ -113,6 +115,7 @@ class StandInAgent:
 
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
+        app.on_response_prepare.append(self._add_headers)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/kv/drop", self._drop)
@@ -241,6 +244,9 @@ class StandInAgent:
         finally:
             self.running -= 1
             self.changed.set()
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.answer_headers)
 
     async def _drop(self, request: web.Request) -> web.Response:
         body = await request.json()
