@@ -46,6 +46,7 @@ class AgentConfig:
         cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.
         tls_cert: PEM file with the certificate (and its chain) for serving by https; needs tls_key.
         tls_key: PEM file with the key that belongs to it, without a password.
+        log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
         tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
         control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
@@ -80,6 +81,7 @@ class AgentConfig:
     cluster_key: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_fault: str | None = None
     control_fault: str | None = None

@@ -89,6 +89,8 @@ def create_app(
         entry = journal.open(g.request_id, request.headers.get("traceparent"))
         with entry.closed_on_failure():
             body = decode_body(await _read_body(), body_type)
+            if config.log_prompts:
+                entry.show_prompt(msgspec.json.encode(body.given_prompt))
             identity = _identity()
             if body.stream:
                 events = frontend.events(body, identity, entry)

@@ -103,7 +103,7 @@ async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, se
     if (allowance := g.get("allowance")) is not None:
         record.draw_on(allowance)
     asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
-    record.tell_request(asked)
+    record.tell_request(asked, show_prompt=services.config.log_prompts)
     traceparent, session = request.headers.get("traceparent"), request.headers.get("X-Session-Id")
     ids = new_identity(endpoint, request_id, asked.seed, traceparent, session)
     exchange = Exchange(services, asked, ids, record)

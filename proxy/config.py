@@ -51,6 +51,7 @@ class ProxyConfig:
         tls_key: PEM file with the key that belongs to it, without a password.
         agent_ca: PEM file with the authority that signed the agents' certificates. With it, only agents of
             https are let in; without it, those of https are checked by the system's authorities.
+        log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
     """
 
@@ -83,6 +84,7 @@ class ProxyConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     agent_ca: Path | None = None
+    log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:

@@ -83,6 +83,12 @@ class ClientRequest:
     def chat(self) -> bool:
         return self.endpoint == "chat/completions"
 
+    @property
+    def prompt(self) -> str | list[Any]:
+        """The client's own: text, token ids, or a chat's messages."""
+        prompt: str | list[Any] = self.body["messages" if self.chat else "prompt"]
+        return prompt
+
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 MAX_MODEL_CHARS = 100
+MAX_PROMPT_CHARS = 4096
 
 
 class Phase(enum.StrEnum):
@@ -87,13 +88,15 @@ class Record:
         if allowance.counts_tokens:
             self._allowance = allowance
 
-    def tell_request(self, request: ClientRequest) -> None:
-        """The body was read."""
+    def tell_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
+        """The body was read. `show_prompt`: its prompt is to be in the log."""
         if self._allowance is not None:
             self._allowance.used(ask_about(request, None).tokens, time.monotonic())
         self._choices = request.n
-        self._model = request.model
-        self._facts |= {"model": request.model, "stream": request.stream, "n": request.n}
+        self._model = request.model[:MAX_MODEL_CHARS]
+        self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
+        if show_prompt:
+            self._facts["prompt"] = json.dumps(request.prompt, ensure_ascii=False)[:MAX_PROMPT_CHARS]
 
     def tell_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """The request was routed, maybe again."""
@@ -146,13 +149,13 @@ class Record:
                 endpoint=self.endpoint,
                 status=status,
                 code=code or "",
-                model=self._model[:MAX_MODEL_CHARS],
+                model=self._model,
                 request_id=self.request_id,
             )
             self._history.failed(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
-        """No prompts and no answers: what users say stays out of the logs."""
+        """No answers, and no prompts unless asked for: what users say stays out of the logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,

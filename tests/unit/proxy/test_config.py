@@ -43,6 +43,7 @@ def test_the_flags_are_these() -> None:
         "tls_cert",
         "tls_key",
         "agent_ca",
+        "log_prompts",
         "log_level",
     ]
 
