@@ -10,28 +10,22 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from random import Random
 from typing import Any, cast
 
 import uvicorn
 
-from proxy.admission import Admission
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
-from proxy.breaker import BreakerSettings
 from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
 from proxy.history import History
 from proxy.live import Live
-from proxy.loads import Loads
+from proxy.local_fleet import LocalFleet
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
-from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
-from proxy.router import Router, make_policy
-from proxy.slots import Slots
 from proxy.upstream import Upstream
 from proxy.wire import ClusterKey
 
@@ -53,6 +47,7 @@ class RunningProxy:
     """A proxy that serves, and where."""
 
     services: Services
+    fleet: LocalFleet
     host: str
     port: int
     discovery_port: int
@@ -73,41 +68,36 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
     """
     clock = asyncio.get_running_loop().time
-    slots, history = Slots(), History()
-    breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-    registry = Registry(slots.in_flight, breakers)
     key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
     api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
-    metrics = Metrics(lambda: registry.snapshot(clock()))
+    metrics, history = Metrics(), History()
+    fleet = LocalFleet(config, metrics, history, clock)
     async with Upstream(config, None if key is None else key.bearer) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
-            registry=registry,
-            router=_router(config, slots),
-            slots=slots,
-            admission=Admission(slots, metrics, config.queue_limit),
+            fleet=fleet,
             retry_budget=RetryBudget(),
             upstream=upstream,
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
             history=history,
-            live=Live(registry, slots, metrics, history, clock),
+            live=Live(fleet),
             api_keys=api_keys,
         )
         discovery = Discovery(
-            registry,
+            fleet.registry,
             metrics,
             proxy_id=secrets.token_hex(8),
             clock=clock,
             key=key,
-            heard=services.admission.pump,
+            heard=fleet.admission.pump,
         )
         try:
             discovery_port = discovery.bind(config.host, config.discovery_port)
             with _listening_socket(config.host, config.port) as listener:
-                proxy = RunningProxy(services, config.host, listener.getsockname()[1], discovery_port)
+                proxy = RunningProxy(services, fleet, config.host, listener.getsockname()[1], discovery_port)
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(discovery.run())
                     server = HttpServer(_uvicorn_config(services))
@@ -123,16 +113,6 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
         finally:
             await drops.settle()
             discovery.close()
-
-
-def _router(config: ProxyConfig, slots: Slots) -> Router:
-    rng = Random()
-    return Router(
-        make_policy(config.prefill_policy, rng),
-        make_policy(config.decode_policy, rng),
-        Loads(slots, {"prefill": config.prefill_limit, "decode": config.decode_limit}),
-        config.split_min_tokens,
-    )
 
 
 def _uvicorn_config(services: Services) -> uvicorn.Config:
