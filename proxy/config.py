@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -20,6 +22,7 @@ class ProxyConfig:
     Args:
         host: Address that the HTTP server and discovery bind.
         port: HTTP port; 0 lets the OS choose.
+        workers: Processes that serve clients on that port; with 1, one process does everything.
         discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
         max_body_bytes: Largest request body accepted.
         body_timeout_s: Deadline for a client to send its body, in seconds.
@@ -49,6 +52,7 @@ class ProxyConfig:
 
     host: str = "127.0.0.1"
     port: int = 10001
+    workers: int = 1
     discovery_port: int = DEFAULT_DISCOVERY_PORT
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 60.0
@@ -79,6 +83,7 @@ class ProxyConfig:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
         for name in (
+            "workers",
             "max_body_bytes",
             "max_connections",
             "prefill_limit",
@@ -109,3 +114,13 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         prog="kvferry proxy",
         description="Takes OpenAI requests through a pair of prefill and decode agents.",
     )
+
+
+def config_to_json(config: ProxyConfig) -> bytes:
+    """The settings for another process of this proxy."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def config_from_json(raw: bytes) -> ProxyConfig:
+    """Read what `config_to_json` wrote. What msgspec does not know (paths) is written as its string."""
+    return msgspec.json.decode(raw, type=ProxyConfig, dec_hook=lambda kind, value: kind(value))

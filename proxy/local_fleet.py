@@ -71,19 +71,19 @@ class LocalFleet:
         snapshot = self.registry.snapshot(now)
         match name:
             case "models":
-                return _json(models_page(snapshot))
+                return as_json(models_page(snapshot))
             case "ready":
                 report = readiness(snapshot)
-                return _json(report, 200 if report["ready"] else 503)
+                return as_json(report, 200 if report["ready"] else 503)
             case "nodes":
-                return _json(nodes_page(snapshot, self.slots, now))
+                return as_json(nodes_page(snapshot, self.slots, now))
             case "targets":
-                return _json(scrape_targets(snapshot))
+                return as_json(scrape_targets(snapshot))
             case "metrics":
                 return Page(body=self.metrics.exposition(), content_type=metrics_page.CONTENT_TYPE)
             case "live":
                 in_flight = self.metrics.requests_in_flight()
-                return _json(overview(snapshot, self.slots, in_flight, self.history, now))
+                return as_json(overview(snapshot, self.slots, in_flight, self.history, now))
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """See `Fleet`."""
@@ -93,7 +93,7 @@ class LocalFleet:
         self.admission.pump()
         now = self.clock()
         page = nodes_page(self.registry.snapshot(now), self.slots, now)
-        return _json(next(node for node in page["nodes"] if node["incarnation"] == agent))
+        return as_json(next(node for node in page["nodes"] if node["incarnation"] == agent))
 
     def _route(self, call: Call) -> Pair | NoPair:
         """Which pair may have the request now."""
@@ -118,5 +118,6 @@ def _router(config: ProxyConfig, slots: Slots) -> Router:
     )
 
 
-def _json(value: Any, status: int = 200) -> Page:
+def as_json(value: Any, status: int = 200) -> Page:
+    """A page that is a JSON document."""
     return Page(status=status, body=msgspec.json.encode(value))

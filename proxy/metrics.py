@@ -101,6 +101,10 @@ class Metrics:
         """From now on show the agents of `snapshot()` too. Once."""
         self._registry.register(_Agents(snapshot))
 
+    def collect(self) -> Iterable[Metric]:
+        """All metrics as they are now."""
+        return self._registry.collect()
+
     def requests_in_flight(self) -> dict[str, int]:
         """Requests now in each phase that any request has been in."""
         samples = (sample for family in self.in_flight.collect() for sample in family.samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,15 +16,16 @@ import uvicorn
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.config import ProxyConfig
-from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
+from proxy.fleet import Fleet
 from proxy.history import History
 from proxy.live import Live
 from proxy.local_fleet import LocalFleet
+from proxy.membership import membership
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
-from proxy.retry_budget import RetryBudget
+from proxy.retry_budget import RESERVE, RetryBudget
 from proxy.upstream import Upstream
 from proxy.wire import ClusterKey
 
@@ -43,8 +43,24 @@ class HttpServer(uvicorn.Server):
 
 
 @dataclass(frozen=True, slots=True)
+class Keys:
+    """What opens which door; read once, before any socket is bound."""
+
+    cluster: ClusterKey | None
+    clients: ApiKeys | None
+
+    @classmethod
+    def read(cls, config: ProxyConfig) -> Keys:
+        """Read the files. Raises `OSError`, `BadKeyFile` or `BadClusterKey`."""
+        return cls(
+            cluster=ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None,
+            clients=ApiKeys.read(config.api_keys) if config.api_keys is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RunningProxy:
-    """A proxy that serves, and where."""
+    """A proxy of one process that serves, and where."""
 
     services: Services
     fleet: LocalFleet
@@ -55,8 +71,7 @@ class RunningProxy:
     @property
     def url(self) -> str:
         """Base URL for clients."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return base_url(self.host, self.port)
 
 
 @asynccontextmanager
@@ -67,52 +82,76 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     those that it had to cut, and closes everything. Raises `OSError` when a port is taken
     or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
     """
-    clock = asyncio.get_running_loop().time
-    key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
-    api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
+    keys = Keys.read(config)
     metrics, history = Metrics(), History()
-    fleet = LocalFleet(config, metrics, history, clock)
-    async with Upstream(config, None if key is None else key.bearer) as upstream:
+    fleet = LocalFleet(config, metrics, history, asyncio.get_running_loop().time)
+    with listening_socket(config.host, config.port) as listener:
+        async with (
+            membership(config, fleet, keys.cluster) as discovery_port,
+            serving(config, keys, fleet, metrics, history, listener) as services,
+        ):
+            port = listener.getsockname()[1]
+            yield RunningProxy(services, fleet, config.host, port, discovery_port)
+
+
+@asynccontextmanager
+async def serving(
+    config: ProxyConfig,
+    keys: Keys,
+    fleet: Fleet,
+    metrics: Metrics,
+    history: History,
+    listener: socket.socket,
+) -> AsyncIterator[Services]:
+    """Serve clients on `listener` while the context is open; leaving it ends as `running_proxy` says.
+
+    `fleet` must outlive the context: requests are still served while it is being left.
+    """
+    async with Upstream(config, None if keys.cluster is None else keys.cluster.bearer) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
             fleet=fleet,
-            retry_budget=RetryBudget(),
+            retry_budget=RetryBudget(RESERVE / config.workers),
             upstream=upstream,
             drops=drops,
             open_requests=OpenRequests(),
             metrics=metrics,
             history=history,
             live=Live(fleet),
-            api_keys=api_keys,
+            api_keys=keys.clients,
         )
-        discovery = Discovery(
-            fleet.registry,
-            metrics,
-            proxy_id=secrets.token_hex(8),
-            clock=clock,
-            key=key,
-            heard=fleet.admission.pump,
-        )
+        server = HttpServer(_uvicorn_config(services))
         try:
-            discovery_port = discovery.bind(config.host, config.discovery_port)
-            with _listening_socket(config.host, config.port) as listener:
-                proxy = RunningProxy(services, fleet, config.host, listener.getsockname()[1], discovery_port)
-                async with asyncio.TaskGroup() as tasks:
-                    listening = tasks.create_task(discovery.run())
-                    server = HttpServer(_uvicorn_config(services))
-                    serving = tasks.create_task(server.serve(sockets=[listener]))
-                    try:
-                        yield proxy
-                    finally:
-                        services.live.close()
-                        server.should_exit = True
-                        await asyncio.wait([serving])
-                        await services.open_requests.cut()
-                        listening.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                clients = tasks.create_task(server.serve(sockets=[listener]))
+                try:
+                    yield services
+                finally:
+                    services.live.close()
+                    server.should_exit = True
+                    await asyncio.wait([clients])
+                    await services.open_requests.cut()
         finally:
             await drops.settle()
-            discovery.close()
+
+
+@contextmanager
+def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[socket.socket]:
+    """A listening TCP socket; IPv6 where the host is an IPv6 address.
+
+    With `shared`, other processes of this user may listen on the same port, and the kernel spreads
+    connections over them.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared) as listener:
+        yield listener
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL of an HTTP server at this address."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
 
 
 def _uvicorn_config(services: Services) -> uvicorn.Config:
@@ -126,11 +165,3 @@ def _uvicorn_config(services: Services) -> uvicorn.Config:
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
         timeout_graceful_shutdown=math.ceil(services.config.drain_s),
     )
-
-
-@contextmanager
-def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """A listening TCP socket; IPv6 where the host is an IPv6 address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=BACKLOG) as listener:
-        yield listener

@@ -16,6 +16,7 @@ def test_the_flags_are_these() -> None:
     assert [field.name for field in dataclasses.fields(ProxyConfig)] == [
         "host",
         "port",
+        "workers",
         "discovery_port",
         "max_body_bytes",
         "body_timeout_s",
