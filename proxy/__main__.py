@@ -15,6 +15,7 @@ import uvloop
 
 from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
+from proxy.engine_server import BadEngineServer
 from proxy.server import RunningProxy, running_proxy
 from proxy.wire import BadClusterKey
 from proxy.workers import RunningWorkers, WorkersFailed, running_workers
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     try:
         uvloop.run(_serve(config))
-    except* (OSError, BadKeyFile, BadClusterKey, WorkersFailed) as failed:
+    except* (OSError, BadKeyFile, BadClusterKey, BadEngineServer, WorkersFailed) as failed:
         status = 1
         for error in _leaves(failed):
             print(f"kvferry proxy: {error}", file=sys.stderr)

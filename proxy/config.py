@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -24,6 +25,10 @@ class ProxyConfig:
         port: HTTP port; 0 lets the OS choose.
         workers: Processes that serve clients on that port; with 1, one process does everything.
         discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
+        prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
+        decode: Decode server of another engine, likewise.
+        dialect: What the servers speak that name no dialect of their own.
+        nodes: YAML file that names servers of other engines.
         max_body_bytes: Largest request body accepted.
         body_timeout_s: Deadline for a client to send its body, in seconds.
         connect_timeout_s: Deadline for connecting to an agent, in seconds.
@@ -54,6 +59,10 @@ class ProxyConfig:
     port: int = 10001
     workers: int = 1
     discovery_port: int = DEFAULT_DISCOVERY_PORT
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    dialect: EngineDialect | None = None
+    nodes: Path | None = None
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
@@ -96,9 +105,17 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        self.named_servers()
         for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def named_servers(self) -> tuple[EngineServer, ...]:
+        """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""
+        named = tuple(server_from_words(words, "prefill", self.dialect) for words in self.prefill)
+        named += tuple(server_from_words(words, "decode", self.dialect) for words in self.decode)
+        check_distinct(named)
+        return named
 
 
 def parse_config(argv: Sequence[str]) -> ProxyConfig:

@@ -13,6 +13,7 @@ from proxy import metrics as metrics_page
 from proxy.admission import Admission, Hold
 from proxy.breaker import BreakerSettings
 from proxy.config import ProxyConfig
+from proxy.engine_watch import EngineWatch
 from proxy.errors import NotFound
 from proxy.fleet import Call, Page, PageName
 from proxy.history import History
@@ -45,6 +46,8 @@ class LocalFleet:
         self.metrics = metrics
         self.history = history
         self.clock = clock
+        self.watches: tuple[EngineWatch, ...] = ()
+        """Of the servers that do not announce themselves; those that are down are shown with the reason."""
         metrics.watch_fleet(lambda: self.registry.snapshot(clock()))
 
     async def enter(self, call: Call) -> Hold | NoPair:
@@ -76,7 +79,7 @@ class LocalFleet:
                 report = readiness(snapshot)
                 return as_json(report, 200 if report["ready"] else 503)
             case "nodes":
-                return as_json(nodes_page(snapshot, self.slots, now))
+                return as_json(nodes_page(snapshot, self.slots, now) | {"down": self._down()})
             case "targets":
                 return as_json(scrape_targets(snapshot))
             case "metrics":
@@ -94,6 +97,13 @@ class LocalFleet:
         now = self.clock()
         page = nodes_page(self.registry.snapshot(now), self.slots, now)
         return as_json(next(node for node in page["nodes"] if node["incarnation"] == agent))
+
+    def _down(self) -> list[dict[str, str]]:
+        return [
+            {"address": watch.server.address, "role": watch.server.role, "reason": watch.why_down}
+            for watch in self.watches
+            if watch.why_down is not None
+        ]
 
     def _route(self, call: Call) -> Pair | NoPair:
         """Which pair may have the request now."""

@@ -22,7 +22,7 @@ from proxy.fleet import Fleet
 from proxy.history import History
 from proxy.live import Live
 from proxy.local_fleet import LocalFleet
-from proxy.membership import membership
+from proxy.membership import all_servers, membership
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.retry_budget import RESERVE, RetryBudget
@@ -80,14 +80,14 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
     those that it had to cut, and closes everything. Raises `OSError` when a port is taken
-    or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
+    or a file cannot be read, and `BadKeyFile`, `BadClusterKey` or `BadEngineServer` when it is not one.
     """
-    keys = Keys.read(config)
+    keys, servers = Keys.read(config), all_servers(config)
     metrics, history = Metrics(), History()
     fleet = LocalFleet(config, metrics, history, asyncio.get_running_loop().time)
     with listening_socket(config.host, config.port) as listener:
         async with (
-            membership(config, fleet, keys.cluster) as discovery_port,
+            membership(config, servers, fleet, keys.cluster) as discovery_port,
             serving(config, keys, fleet, metrics, history, listener) as services,
         ):
             port = listener.getsockname()[1]

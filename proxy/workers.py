@@ -29,7 +29,7 @@ from proxy.hub import Hub, WorkerLink
 from proxy.link import Link
 from proxy.link_messages import Begin, ToHub
 from proxy.local_fleet import LocalFleet
-from proxy.membership import membership
+from proxy.membership import all_servers, membership
 from proxy.metrics import Metrics
 from proxy.server import Keys, base_url, listening_socket
 
@@ -67,10 +67,13 @@ async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
 
     Raises what that one raises, and `WorkersFailed`, maybe in an exception group.
     """
-    keys = Keys.read(config)
+    keys, servers = Keys.read(config), all_servers(config)
     fleet = LocalFleet(config, Metrics(), History(), asyncio.get_running_loop().time)
     with reserved_port(config.host, config.port) as port:
-        async with membership(config, fleet, keys.cluster) as discovery_port, asyncio.TaskGroup() as tasks:
+        async with (
+            membership(config, servers, fleet, keys.cluster) as discovery_port,
+            asyncio.TaskGroup() as tasks,
+        ):
             crew = Crew(config, Hub(fleet), port)
             kept = [tasks.create_task(crew.keep_one()) for _ in range(config.workers)]
             try:
