@@ -17,7 +17,6 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 
-from proxy.engine_server import EngineServer
 from proxy.wire import Load
 
 LOOK_TIMEOUT_S = 3.0
@@ -67,13 +66,20 @@ class _Models(msgspec.Struct, frozen=True):
     data: Annotated[list[_Model], Meta(min_length=1)]
 
 
-async def look(http: aiohttp.ClientSession, server: EngineServer) -> Sighting:
-    """Look once, within `LOOK_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does."""
+async def look(
+    http: aiohttp.ClientSession, url: str, model: str | None = None, max_running: int | None = None
+) -> Sighting:
+    """Look once, within `LOOK_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
+
+    Args:
+        model: Which of the models that it lists it is to serve; the first when None.
+        max_running: Most sequences that it runs at once, which no engine tells.
+    """
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
-            await _get(http, server, "/health")
+            await _get(http, url + "/health")
             models, metrics = await asyncio.gather(
-                _get(http, server, "/v1/models"), _get(http, server, "/metrics", optional=True)
+                _get(http, url + "/v1/models"), _get(http, url + "/metrics", optional=True)
             )
     except TimeoutError:
         raise EngineDown(f"no answer within {LOOK_TIMEOUT_S:.0f} s") from None
@@ -81,40 +87,38 @@ async def look(http: aiohttp.ClientSession, server: EngineServer) -> Sighting:
         raise EngineDown(f"cannot connect: {error.os_error}", refused=True) from error
     except (aiohttp.ClientError, OSError) as error:
         raise EngineDown(f"{type(error).__name__}: {error}") from error
-    model = _model(models, server)
+    found = _model(models, model)
     samples = _samples(metrics.decode(errors="replace"))
     return Sighting(
-        model=model.id,
-        max_model_len=model.max_model_len or 0,
-        load=_load(samples, server.max_running),
+        model=found.id,
+        max_model_len=found.max_model_len or 0,
+        load=_load(samples, max_running),
         steps=_sum(samples, STEPS),
         started_at=next((value for name, _, value in samples if name == STARTED), None),
     )
 
 
-async def _get(
-    http: aiohttp.ClientSession, server: EngineServer, path: str, *, optional: bool = False
-) -> bytes:
-    async with http.get(server.address + path, allow_redirects=False) as response:
+async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False) -> bytes:
+    async with http.get(url, allow_redirects=False) as response:
         if response.status != 200:
             if optional:
                 return b""
-            raise EngineDown(f"{path} answered HTTP {response.status}", refused=True)
-        body = await response.content.read(MAX_PAGE_BYTES)
-        while not response.content.at_eof() and len(body) < MAX_PAGE_BYTES:
-            body += await response.content.read(MAX_PAGE_BYTES - len(body))
+            raise EngineDown(f"{url} answered HTTP {response.status}", refused=True)
+        body = b""
+        while len(body) < MAX_PAGE_BYTES and (part := await response.content.readany()):
+            body += part
         return body
 
 
-def _model(page: bytes, server: EngineServer) -> _Model:
+def _model(page: bytes, wanted: str | None) -> _Model:
     try:
         models = msgspec.json.decode(page, type=_Models).data
     except (msgspec.DecodeError, RecursionError) as error:
         raise EngineDown(f"/v1/models: {error}", refused=True) from error
     for model in models:
-        if server.model in (None, model.id):
+        if wanted in (None, model.id):
             return model
-    raise EngineDown(f"it does not serve {server.model!r}", refused=True)
+    raise EngineDown(f"it does not serve {wanted!r}", refused=True)
 
 
 _Samples = list[tuple[str, str, float]]

@@ -35,14 +35,18 @@ Say = Callable[[Register | Bye], None]
 
 
 class EngineWatch:
-    """Watches one server and says of it, by `say`, what its own pings would."""
+    """Watches one server and says of it, by `say`, what its own pings would.
 
-    def __init__(self, server: EngineServer, say: Say, version: str = "") -> None:
+    Args:
+        at: Base URL to look at, where that is not the one that others must dial.
+    """
+
+    def __init__(self, server: EngineServer, say: Say, at: str | None = None) -> None:
         self.server = server
+        self._at = (at or server.address).rstrip("/")
         self.why_down: str | None = "not looked at yet"
         """Why it is down, or None while it is up."""
         self._say = say
-        self._version = version
         self._incarnation: str | None = None
         self._started_at: float | None = None
         self._index = 0
@@ -52,7 +56,7 @@ class EngineWatch:
         """Look once per interval (seconds), for ever."""
         while True:
             try:
-                self.seen(await look(http, self.server))
+                self.seen(await look(http, self._at, self.server.model, self.server.max_running))
             except EngineDown as down:
                 self.missed(down)
             await asyncio.sleep(interval_s)
@@ -110,7 +114,7 @@ class EngineWatch:
             weights="",
             tokenizer="",
             transfer_mode=server.mode,
-            version=self._version,
+            version="",
             state="ready",
             # One that does not tell its steps is never taken for stalled.
             steps=self._index if sighting.steps is None else sighting.steps,

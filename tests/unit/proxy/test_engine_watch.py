@@ -13,7 +13,7 @@ import pytest
 
 from proxy import engine_look
 from proxy.engine_look import EngineDown, Sighting, look
-from proxy.engine_server import EngineServer, server_from_words
+from proxy.engine_server import server_from_words
 from proxy.engine_watch import MAX_MISSED, EngineWatch
 from proxy.wire import Bye, Load, Register
 from tests.standins.engine_server import StandInServer
@@ -34,14 +34,9 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-def named(server: StandInServer, **options: Any) -> EngineServer:
-    words = "".join(f",{name}={value}" for name, value in options.items())
-    return server_from_words(server.url + words, "prefill", "vllm-nixl")
-
-
 async def test_a_look_at_vllm_shows_model_load_and_start(http: aiohttp.ClientSession) -> None:
     async with StandInServer() as server:
-        seen = await look(http, named(server, max_running=9))
+        seen = await look(http, server.url, max_running=9)
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("m", 512, 7, 1000.0)
     assert seen.load == Load(
         running=5, waiting=4, kv_blocks_free=50, kv_blocks_total=80, kv_blocks_leased=0, max_running=9
@@ -56,7 +51,7 @@ async def test_what_an_engine_does_not_tell_stays_unknown(
     http: aiohttp.ClientSession, metrics: str | None, running: int, total: int
 ) -> None:
     async with StandInServer(metrics=metrics) as server:
-        seen = await look(http, named(server, model="adapter"))
+        seen = await look(http, server.url, "adapter")
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("adapter", 0, None, None)
     assert (seen.load.running, seen.load.kv_blocks_total) == (running, total)
 
@@ -81,16 +76,16 @@ async def test_a_server_that_cannot_serve_is_down_and_says_why(
     monkeypatch.setattr(engine_look, "LOOK_TIMEOUT_S", 0.3 if server.hangs else 5.0)
     async with server:
         with pytest.raises(EngineDown) as down:
-            await look(http, named(server))
+            await look(http, server.url)
     assert why in str(down.value) and down.value.refused is refused
 
 
 async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aiohttp.ClientSession) -> None:
     async with StandInServer() as server:
         with pytest.raises(EngineDown, match="other"):
-            await look(http, named(server, model="other"))
+            await look(http, server.url, "other")
     with pytest.raises(EngineDown) as down:
-        await look(http, named(server))
+        await look(http, server.url)
     assert down.value.refused
 
 
