@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check test-vllm check format bench-proxy train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,10 @@ chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
 	$(BIN)/python -m pytest -m gpu -rs $(TESTS)
 
+test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
+	$(BIN)/python -m tests.system.vllm.install .venv-vllm
+	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,4 +65,4 @@ train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
