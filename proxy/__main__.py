@@ -17,8 +17,11 @@ from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
 from proxy.engine_server import BadEngineServer
 from proxy.server import RunningProxy, running_proxy
+from proxy.tls import BadCertificate
 from proxy.wire import BadClusterKey
 from proxy.workers import RunningWorkers, WorkersFailed, running_workers
+
+BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     try:
         uvloop.run(_serve(config))
-    except* (OSError, BadKeyFile, BadClusterKey, BadEngineServer, WorkersFailed) as failed:
+    except* (OSError, *BAD_FILES, WorkersFailed) as failed:
         status = 1
         for error in _leaves(failed):
             print(f"kvferry proxy: {error}", file=sys.stderr)

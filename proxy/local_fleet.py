@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from proxy import metrics as metrics_page
+from proxy.address_rules import AddressRules
 from proxy.admission import Admission, Hold
 from proxy.breaker import BreakerSettings
 from proxy.config import ProxyConfig
@@ -40,7 +41,8 @@ class LocalFleet:
     ) -> None:
         self.slots = Slots()
         breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-        self.registry = Registry(self.slots.in_flight, breakers)
+        rules = AddressRules(config.allow_address, tls_only=config.agent_ca is not None)
+        self.registry = Registry(self.slots.in_flight, breakers, rules)
         self.router = _router(config, self.slots)
         self.admission = Admission(self.slots, metrics, config.queue_limit)
         self.metrics = metrics

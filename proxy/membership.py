@@ -16,6 +16,8 @@ from proxy.discovery import Discovery
 from proxy.engine_server import EngineServer, check_distinct, servers_from_file
 from proxy.engine_watch import EngineWatch
 from proxy.local_fleet import LocalFleet
+from proxy.refusals import Refusal
+from proxy.tls import client_context
 from proxy.wire import Bye, ClusterKey, Incarnation, Register
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ async def membership(
 ) -> AsyncIterator[int]:
     """Listen to agents, and watch `servers`, for as long as the context is open; yields the discovery port.
 
-    Raises `OSError` when the port is taken.
+    Raises `OSError` when the port is taken, and `BadCertificate`.
     """
     discovery = Discovery(
         fleet.registry,
@@ -41,7 +43,7 @@ async def membership(
     fleet.watches = tuple(watches)
     try:
         port = discovery.bind(config.host, config.discovery_port)
-        async with _http() as http, asyncio.TaskGroup() as tasks:
+        async with _http(config) as http, asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(discovery.run())]
             running += [tasks.create_task(watch.run(http)) for watch in watches]
             try:
@@ -67,7 +69,7 @@ class _Teller:
 
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
-        self._refusal: str | None = None
+        self._refusal: Refusal | None = None
 
     def __call__(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
@@ -76,17 +78,18 @@ class _Teller:
             self._heard(message, self._fleet.registry.register(message, self._fleet.clock()))
         self._fleet.admission.pump()
 
-    def _heard(self, message: Register, refusal: str | None) -> None:
+    def _heard(self, message: Register, refusal: Refusal | None) -> None:
         """Log a refusal once, not at every ping."""
         if refusal is not None and refusal != self._refusal:
-            logger.warning("%s is named, but %s", message.address, refusal)
+            logger.warning("%s is named, but refused: %s", message.address, refusal.value)
         self._refusal = refusal
 
 
-def _http() -> aiohttp.ClientSession:
-    """For looking at servers; each look has a deadline of its own."""
+def _http(config: ProxyConfig) -> aiohttp.ClientSession:
+    """For looking at servers; each look has a deadline of its own. Raises `BadCertificate`."""
+    tls = True if config.agent_ca is None else client_context(config.agent_ca)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,

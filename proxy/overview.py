@@ -37,6 +37,7 @@ def overview(
         "num_nodes": len(nodes),
         "refused_pairings": refused[:MAX_SHOWN],
         "num_refused_pairings": len(refused),
+        "refused_agents": fleet["refused_agents"],
         "in_flight": in_flight,
         "charts": history.charts(now),
         "failures": failures,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from proxy.membership import all_servers, membership
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.retry_budget import RESERVE, RetryBudget
+from proxy.tls import server_context
 from proxy.upstream import Upstream
 from proxy.wire import ClusterKey
 
@@ -48,11 +50,15 @@ class Keys:
 
     cluster: ClusterKey | None
     clients: ApiKeys | None
+    tls: ssl.SSLContext | None
 
     @classmethod
     def read(cls, config: ProxyConfig) -> Keys:
-        """Read the files. Raises `OSError`, `BadKeyFile` or `BadClusterKey`."""
+        """Read the files. Raises `OSError`, `BadKeyFile`, `BadClusterKey` or `BadCertificate`."""
         return cls(
+            tls=server_context(config.tls_cert, config.tls_key)
+            if config.tls_cert and config.tls_key
+            else None,
             cluster=ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None,
             clients=ApiKeys.read(config.api_keys) if config.api_keys is not None else None,
         )
@@ -64,14 +70,13 @@ class RunningProxy:
 
     services: Services
     fleet: LocalFleet
-    host: str
     port: int
     discovery_port: int
 
     @property
     def url(self) -> str:
         """Base URL for clients."""
-        return base_url(self.host, self.port)
+        return base_url(self.services.config, self.port)
 
 
 @asynccontextmanager
@@ -79,8 +84,8 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """Serve for as long as the context is open.
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
-    those that it had to cut, and closes everything. Raises `OSError` when a port is taken
-    or a file cannot be read, and `BadKeyFile`, `BadClusterKey` or `BadEngineServer` when it is not one.
+    those that it had to cut, and closes everything. Raises `OSError` when a port is taken or a file cannot be
+    read, and `BadKeyFile`, `BadClusterKey`, `BadCertificate` or `BadEngineServer` when a file is not one.
     """
     keys, servers = Keys.read(config), all_servers(config)
     metrics, history = Metrics(), History()
@@ -90,8 +95,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             membership(config, servers, fleet, keys.cluster) as discovery_port,
             serving(config, keys, fleet, metrics, history, listener) as services,
         ):
-            port = listener.getsockname()[1]
-            yield RunningProxy(services, fleet, config.host, port, discovery_port)
+            yield RunningProxy(services, fleet, listener.getsockname()[1], discovery_port)
 
 
 @asynccontextmanager
@@ -121,7 +125,7 @@ async def serving(
             live=Live(fleet),
             api_keys=keys.clients,
         )
-        server = HttpServer(_uvicorn_config(services))
+        server = HttpServer(_uvicorn_config(services, keys.tls))
         try:
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
@@ -148,13 +152,14 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[
         yield listener
 
 
-def base_url(host: str, port: int) -> str:
-    """The URL of an HTTP server at this address."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
+def base_url(config: ProxyConfig, port: int) -> str:
+    """The URL of the proxy that listens on `port`."""
+    scheme = "http" if config.tls_cert is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{port}"
 
 
-def _uvicorn_config(services: Services) -> uvicorn.Config:
+def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         cast(Any, create_app(services)),
         http="httptools",
@@ -163,5 +168,6 @@ def _uvicorn_config(services: Services) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         timeout_graceful_shutdown=math.ceil(services.config.drain_s),
     )

@@ -51,14 +51,14 @@ class WorkersFailed(RuntimeError):
 class RunningWorkers:
     """A proxy of several processes, and where it serves."""
 
-    host: str
+    config: ProxyConfig
     port: int
     discovery_port: int
 
     @property
     def url(self) -> str:
         """Base URL for clients."""
-        return base_url(self.host, self.port)
+        return base_url(self.config, self.port)
 
 
 @asynccontextmanager
@@ -78,7 +78,7 @@ async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
             kept = [tasks.create_task(crew.keep_one()) for _ in range(config.workers)]
             try:
                 await crew.complete()
-                yield RunningWorkers(config.host, port, discovery_port)
+                yield RunningWorkers(config, port, discovery_port)
             finally:
                 crew.stop()
                 await asyncio.wait(kept, timeout=config.drain_s + 2 * END_TIMEOUT_S)

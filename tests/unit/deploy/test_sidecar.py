@@ -16,6 +16,7 @@ import pytest
 from deploy.cli import main as kvferry
 from deploy.keygen import main as keygen
 from proxy.config import ProxyConfig
+from proxy.refusals import Refusal
 from proxy.registry import Node
 from proxy.server import RunningProxy, running_proxy
 from tests.standins.engine_server import StandInServer
@@ -43,7 +44,7 @@ def nodes(proxy: RunningProxy) -> list[Node]:
 
 def said_bye(proxy: RunningProxy, node: Node) -> bool:
     """Whether it left with a goodbye, not by falling silent: then its pings are not believed any more."""
-    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is not None
+    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is Refusal.RETIRED
 
 
 async def until(claim: Callable[[], Any]) -> None:
