@@ -69,7 +69,7 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
 
 
 def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
-    """Every prefill and decode agent of one model that are up but cannot be paired. Quadratic: not for routing.
+    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
 
     Agents of different models are no pair that anybody would miss.
     """
