@@ -69,10 +69,14 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
 
 
 def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
-    """Every prefill and decode agent that are up but cannot be paired. Quadratic: not for routing."""
+    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
+
+    Agents of different models are no pair that anybody would miss.
+    """
     for prefill in snapshot.nodes:
         for decode in snapshot.nodes:
-            if prefill.serves("prefill") and decode.serves("decode"):
+            of_one_model = prefill.info.model == decode.info.model
+            if of_one_model and prefill.serves("prefill") and decode.serves("decode"):
                 why = mismatch(prefill.info, decode.info)
                 if why is not None:
                     yield RefusedPair(prefill.info, decode.info, why)
