@@ -45,6 +45,9 @@ class AgentConfig:
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
         max_body_bytes: Largest request body accepted.
         cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.
+        tls_cert: PEM file with the certificate (and its chain) for serving by https; needs tls_key.
+        tls_key: PEM file with the key that belongs to it, without a password.
+        log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
         tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
         control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
@@ -78,6 +81,9 @@ class AgentConfig:
     threads: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
     cluster_key: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_fault: str | None = None
     control_fault: str | None = None
@@ -97,6 +103,8 @@ class AgentConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
         if self.control_fault is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "mori": "transfer.backends.mori",
+        "cuda_ipc": "transfer.backends.cuda_ipc",
         "nixl": "transfer.backends.nixl",
         "mooncake": "transfer.backends.mooncake",
         "nccl": "transfer.backends.nccl",

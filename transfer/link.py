@@ -80,7 +80,7 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(remote.host, remote.port, self._broken, faults)
+        self._client = ControlClient(remote.host, remote.port, self._broken, faults, config.key)
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from transfer.curve import CurveKey
 from transfer.layout import KVGeometry
 from transfer.lease import MAX_STAGED
 
@@ -39,6 +40,7 @@ class PlaneConfig:
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         max_staged: Readers that may wait for prefills which have not begun.
         control_fault: Loss and repetition of control messages that we send (tests).
+        key: Locks the control channel: only agents with the same key speak to each other.
     """
 
     incarnation: str
@@ -58,6 +60,7 @@ class PlaneConfig:
     verify_kv: bool = False
     max_staged: int = MAX_STAGED
     control_fault: str | None = None
+    key: CurveKey | None = None
 
     @property
     def renewal_interval_s(self) -> float:

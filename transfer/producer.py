@@ -43,7 +43,7 @@ class Producer:
             max_staged=config.max_staged,
         )
         self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
-        self._server = ControlServer(self._requested, ControlFaults(config.control_fault))
+        self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
         self._timer: asyncio.TimerHandle | None = None
         self._greeted_until = 0.0
         self._serving = False

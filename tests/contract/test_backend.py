@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.contract.conftest import POOL_BYTES, Reader, ServingPeer
+from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer
 from transfer.engine import EngineOptions, PeerUnreachable, Status, open_engine
 from transfer.tokens import mint, new_secret
 
@@ -197,7 +197,7 @@ def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: st
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize("cell", ["nccl", "tcp"], indirect=True)
+@pytest.mark.parametrize("cell", ["nccl", "tcp", ON_GPUS[0]], indirect=True)
 def test_a_reader_without_a_token_of_this_agent_is_refused(reader: Reader, start_peer: StartPeer) -> None:
     """X22: nobody reads who was not admitted on the control channel."""
     other = start_peer()

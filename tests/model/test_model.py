@@ -26,6 +26,7 @@ def visited() -> dict[str, Coverage]:
     return {}
 
 
+@pytest.mark.xdist_group("coverage")
 @pytest.mark.parametrize("name", SHORT)
 def test_every_reachable_state_is_right(name: str, visited: dict[str, Coverage]) -> None:
     """The assertions, and which invariant each of them is, are listed in `tests/model/protocol.py`."""
@@ -35,6 +36,7 @@ def test_every_reachable_state_is_right(name: str, visited: dict[str, Coverage])
     assert coverage.complete == (SHORT[name].depth == 64)
 
 
+@pytest.mark.xdist_group("coverage")
 def test_together_they_take_every_step_and_reach_every_end(visited: dict[str, Coverage]) -> None:
     """A check that a world never reaches proves nothing."""
     if len(visited) < len(SHORT):

@@ -4,7 +4,7 @@
 It has run on a stand-in only, never on AMD hardware. What it takes care of, beyond what the library does:
 
 * The library ends its process on a failed topology or registration, so a child process tries first.
-* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`mori_greeting`).
+* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`greeting`).
 * It has no deadline, no cancel, and an error that is not the end of writing (`mori_transfer`).
 * Its queue pairs to an engine are made once and stay broken once they are; such a peer is refused from then
   on, which makes the link fall back to another backend, and our engine be opened anew when it is idle.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transfer import tokens
-from transfer.backends.mori_greeting import Doorkeeper, GreetingAddress, Visit
+from transfer.backends.greeting import Doorkeeper, GreetingAddress, Visit
 from transfer.backends.mori_library import Library
 from transfer.backends.mori_peer import MoriPeer
 from transfer.backends.mori_probe import find_reason

@@ -120,8 +120,8 @@ def test_no_new_options() -> None:
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
-        "--on-pull-failure", "--threads", "--max-body-bytes", "--log-level", "--cluster-key", "--tcp-fault",
-        "--control-fault",
+        "--on-pull-failure", "--threads", "--max-body-bytes", "--log-prompts", "--log-level", "--cluster-key",
+        "--tls-cert", "--tls-key", "--tcp-fault", "--control-fault",
     }  # fmt: skip
 
 

@@ -68,6 +68,15 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     assert page["kvferry_requests_total", "200"] == 2
 
 
+def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agent.request")
+    entry = Journal(Metrics(lambda: None)).open("r1")
+    entry.show_prompt(('"' + "ü" * 5000 + '"').encode())
+    entry.close(200)
+    (record,) = caplog.records
+    assert json.loads(record.message)["prompt"] == '"' + "ü" * 2047
+
+
 @pytest.mark.parametrize(
     ("failure", "status"),
     [
