@@ -191,7 +191,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot for pings and metrics, sent on change and at least every second while anything runs.
 
-    Counters only grow. `leases_ended`, `pull_failures` are by cause.
+    Counters only grow. `leases_ended`, `pull_failures` are by cause. `refusals`: why we can never pull from
+    some producers, by incarnation.
     """
 
     steps: int
@@ -209,9 +210,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     pull_descriptors: int
     pull_seconds: float
     pull_failures: dict[str, int]
+    verify_seconds: float
+    rebuilds: int
     recomputes: int
     leases_ended: dict[str, int]
     handshakes: int
+    refusals: dict[str, str]
     integrity_errors: int
 
 

@@ -82,7 +82,8 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One agent's ping. `address` and `control` are what peers must dial, apart from what is bound.
 
-    `prefill_chunk` is how many tokens of a prompt it computes per step; None when it does not say.
+    `refusals`: prefill agents, by incarnation, whose KV it found at first contact that it can never read, and
+    why. At most 64. `prefill_chunk`: tokens of a prompt that it computes per step; None when it does not say.
     """
 
     v: Literal[2] = 2
@@ -105,6 +106,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_mode: Literal["read", "write"]
     version: str
     state: NodeState
+    refusals: dict[str, str] = {}
     steps: int
     load: Load
     prefill_chunk: int | None = None

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,21 +16,41 @@ import zmq
 
 from transfer import messages as wire
 from transfer.aggregate import Outcome
+from transfer.checksum import SumTable
 from transfer.control_fault import ControlFaults
 from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
-from transfer.layout import plan_spans
+from transfer.layout import num_columns, plan_spans, source_columns
 from transfer.lease import DuplicateTransfer, Grant
 from transfer.link import Link, LinkState
+from transfer.mending import Mending
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
-from transfer.pull import Connect, Effect, Emit, Pull, PullState, Read, SendDrop, SendOpen, SendRelease
+from transfer.pull import (
+    Connect,
+    Effect,
+    Emit,
+    Pull,
+    PullState,
+    Read,
+    SendDrop,
+    SendOpen,
+    SendRelease,
+    Verify,
+)
 from transfer.quarantine import Quarantine
 from transfer.rank_messages import CancelRead, Rebuild, pack_spans
 from transfer.rank_messages import Read as ReadCommand
 from transfer.ranks import RankGroup
+from transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
+MAX_REFUSALS = 64
+"""Producers remembered that we do not fit."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0
+"""Before asking a producer again that did not let us wait: its map of early readers is full."""
+_MEND_S = 0.25
+"""How often to look whether a backend that is to be opened anew has fallen idle."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +60,8 @@ class _Entry:
     """One pull or hold. `deadline` is when it is given up (`time.monotonic`), and `timer` does it.
 
     `move_s` is how long after the producer's `ready` that may be, at most, and how long one read may take.
+    `patient_until`: a producer that answers the `open` with nothing earlier did not let us wait; `pause` then
+    delays the next one.
     """
 
     pull: Pull
@@ -48,6 +70,14 @@ class _Entry:
     deadline: float
     move_s: float
     timer: asyncio.TimerHandle
+    patient_until: float = 0.0
+    pause_s: float = 0.0
+    pause: asyncio.TimerHandle | None = None
+
+    def stop_timers(self) -> None:
+        self.timer.cancel()
+        if self.pause is not None:
+            self.pause.cancel()
 
 
 class Consumer:
@@ -66,12 +96,16 @@ class Consumer:
         self._entries: dict[TransferId, _Entry] = {}
         self._links: dict[str, Link] = {}
         """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
+        self.refusals: OrderedDict[str, str] = OrderedDict()
+        """Why some producers, by incarnation, are never to be asked again."""
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
         self._renewal: asyncio.TimerHandle | None = None
         self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
         self._quarantine_timer: asyncio.TimerHandle | None = None
+        self._mending = Mending(config.quarantine_s)
+        self._mending_timer: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
         self.rebuilds = 0
@@ -80,6 +114,7 @@ class Consumer:
         self.nbytes = 0
         self.descriptors = 0
         self.seconds = 0.0
+        self.verify_seconds = 0.0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Begin to take pulls."""
@@ -88,9 +123,9 @@ class Consumer:
     def close(self) -> None:
         """Let go of every producer. Pulls end without an event."""
         for entry in self._entries.values():
-            entry.timer.cancel()
+            entry.stop_timers()
         self._entries.clear()
-        for timer in (self._renewal, self._quarantine_timer):
+        for timer in (self._renewal, self._quarantine_timer, self._mending_timer):
             if timer is not None:
                 timer.cancel()
         for link in list(self._by_number.values()):
@@ -158,6 +193,11 @@ class Consumer:
         if link is not None:
             link.connected(outcome)
 
+    def engine_broken(self, transfer: str) -> None:
+        self._mending.ask(time.monotonic(), transfer)
+        if self._mending_timer is None:
+            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
+
     def read_ended(self, transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
         entry = self._entries.get(transfer_id)
         if entry is None:
@@ -175,9 +215,9 @@ class Consumer:
     # Links.
 
     def _link(self, remote: Remote) -> Link | None:
-        """The link to a producer, made now if there is none; None if its address makes no sense."""
+        """The link to a producer, made now if there is none; None if there can be none."""
         link = self._links.get(remote.engine_id)
-        if link is not None:
+        if link is not None or remote.engine_id in self.refusals:
             return link
         if self._context is None:
             raise AssertionError("not started")
@@ -211,6 +251,10 @@ class Consumer:
 
     def _link_lost(self, link: Link, reason: str, detail: str) -> None:
         self._forget(link)
+        if link.refusal:
+            self.refusals[link.engine_id] = link.refusal
+            while len(self.refusals) > MAX_REFUSALS:
+                self.refusals.popitem(last=False)
         for entry in self._users(link):
             entry.link = None
             if (
@@ -238,7 +282,7 @@ class Consumer:
 
     def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
-        pull = Pull(transfer_id, remote.num_tokens)
+        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv)
         entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry
@@ -269,6 +313,8 @@ class Consumer:
                     self._read(entry, effect)
                 case CancelReadEffect():
                     self._ranks.broadcast(CancelRead(transfer_id=entry.pull.transfer_id, seq=effect.seq))
+                case Verify():
+                    self._verify(entry, effect)
                 case SendRelease():
                     self._release(entry, effect)
                 case SendDrop():
@@ -284,18 +330,34 @@ class Consumer:
             self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
-        if entry.link is None:
+        if entry.link is None and entry.remote.engine_id in self.refusals:
+            self._perform(entry, entry.pull.lost("refused", self.refusals[entry.remote.engine_id]))
+        elif entry.link is None:
             address = f"{entry.remote.host}:{entry.remote.port}"
             self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {address}"))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
 
     def _open(self, entry: _Entry, effect: SendOpen) -> None:
-        if entry.link is not None:
-            left = max(entry.deadline - time.monotonic(), 0.0)
-            entry.link.open(
-                entry.pull.transfer_id, effect.have, min(_OPEN_WAIT_S, left), partial(self._answered, entry)
-            )
+        if entry.link is None:
+            return
+        now = time.monotonic()
+        wait_s = min(_OPEN_WAIT_S, max(entry.deadline - now, 0.0))
+        entry.patient_until = now + wait_s / 2
+        entry.link.open(entry.pull.transfer_id, effect.have, wait_s, partial(self._answered, entry))
+
+    def _pending(self, entry: _Entry) -> None:
+        """Nothing new yet: ask again, but not without pause if the producer has no place for us to wait."""
+        if time.monotonic() >= entry.patient_until:
+            entry.pause_s = 0.0
+            self._perform(entry, entry.pull.pending())
+        elif entry.pause is None:
+            entry.pause_s = min(max(2 * entry.pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
+            entry.pause = asyncio.get_running_loop().call_later(entry.pause_s, self._paused, entry)
+
+    def _paused(self, entry: _Entry) -> None:
+        entry.pause = None
+        self._perform(entry, entry.pull.pending())
 
     def _release(self, entry: _Entry, effect: SendRelease) -> None:
         if entry.link is not None:
@@ -310,7 +372,8 @@ class Consumer:
             case wire.Opened():
                 effects = self._opened(entry, answer)
             case wire.Pending():
-                effects = pull.pending()
+                self._pending(entry)
+                return
             case wire.Gone():
                 effects = pull.gone(answer.reason)
             case wire.Released():
@@ -325,12 +388,16 @@ class Consumer:
             return []
         if answer.block_ids and max(answer.block_ids) >= link.num_blocks:
             return entry.pull.fail("mismatch", f"block {max(answer.block_ids)} of {link.num_blocks}")
+        checksums: tuple[bytes, ...] = ()
+        if self._config.verify_kv:
+            checksums = rows(answer.checksums, num_columns(self._config.geometry, link.tp_size))
         grant = Grant(
             ready=answer.state == "ready",
             first_block=answer.first_block,
             block_ids=answer.block_ids,
             num_tokens=answer.num_tokens,
             ids_hash=answer.ids_hash,
+            checksums=checksums,
             first_tokens=answer.first_tokens,
         )
         if grant.ready and entry.deadline - time.monotonic() > entry.move_s:
@@ -362,6 +429,25 @@ class Consumer:
             commands.append(command)
         self._ranks.read(transfer_id, effect.seq, commands)
 
+    def _verify(self, entry: _Entry, effect: Verify) -> None:
+        if entry.link is None:
+            raise AssertionError(f"{entry.pull!r} verifies without a link")
+        check = partial(self._summed, entry, effect, entry.link.tp_size, time.monotonic())
+        self._ranks.sum_blocks(effect.local_blocks, check)
+
+    def _summed(
+        self, entry: _Entry, effect: Verify, remote_tp_size: int, begun: float, sums: SumTable
+    ) -> None:
+        self.verify_seconds += time.monotonic() - begun
+        config = self._config
+        found = flaw(
+            sums,
+            effect.checksums,
+            effect.local_blocks,
+            source_columns(config.geometry, tp_size=config.tp_size, remote_tp_size=remote_tp_size),
+        )
+        self._perform(entry, entry.pull.verified(found))
+
     def _tell(self, entry: _Entry, effect: Emit) -> None:
         event = effect.event
         if isinstance(event, PullDone):
@@ -377,7 +463,7 @@ class Consumer:
         self._watch_quarantine(entry, event)
 
     def _remove(self, entry: _Entry) -> None:
-        entry.timer.cancel()
+        entry.stop_timers()
         if self._entries.get(entry.pull.transfer_id) is not entry:
             return
         del self._entries[entry.pull.transfer_id]
@@ -415,13 +501,24 @@ class Consumer:
     def _rebuild_due(self) -> None:
         self._quarantine_timer = None
         for transfer in self._quarantine.take_due(time.monotonic()):
-            _log.warning("rebuilding the %s engines: a quarantine is too old or too large", transfer)
-            self.rebuilds += 1
-            for link in list(self._by_number.values()):
-                if link.transfer == transfer:
-                    link.lose("unreachable", f"our {transfer} engines are being rebuilt")
-            self._ranks.broadcast(Rebuild(transfer=transfer))
+            self._rebuild(transfer, "a quarantine is too old or too large")
         self._arm_quarantine()
+
+    def _mend(self) -> None:
+        self._mending_timer = None
+        reading = {entry.pull.backend for entry in self._entries.values() if entry.pull.reading}
+        for transfer in self._mending.take_due(time.monotonic(), reading):
+            self._rebuild(transfer, "it can reach some peer no more")
+        if self._mending:
+            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
+
+    def _rebuild(self, transfer: str, why: str) -> None:
+        _log.warning("rebuilding the %s engines: %s", transfer, why)
+        self.rebuilds += 1
+        for link in list(self._by_number.values()):
+            if link.transfer == transfer:
+                link.lose("unreachable", f"our {transfer} engines are being rebuilt")
+        self._ranks.broadcast(Rebuild(transfer=transfer))
 
     # Renewals.
 

@@ -39,8 +39,8 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
     `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
-    invalid, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. What the
-    prefill drew (`first_tokens`) is right even so, if it was told before the failure.
+    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. What
+    the prefill drew (`first_tokens`) is right even so, if it was told before the failure.
     """
 
     transfer_id: str
@@ -70,9 +70,13 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     pull_descriptors: int
     pull_seconds: float
     pull_failures: dict[str, int]
+    verify_seconds: float = 0.0
+    """Spent on checking what was pulled; part of `pull_seconds`."""
     handshakes: int
     bad_frames: int
     streamed_pulls: int = 0
     """Pulls that ended well and had blocks before the producer had computed all of them."""
+    refusals: dict[str, str] = {}
+    """Producers that we do not fit, by incarnation, and why: the field, their value and ours."""
     rebuilds: int = 0
-    """Transfer engines destroyed and opened again, because a quarantine lasted too long or grew too large."""
+    """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""

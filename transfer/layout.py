@@ -123,11 +123,40 @@ def merge_spans(table: SpanTable) -> SpanTable:
     """Join neighbouring rows that are adjacent both locally and remotely."""
     if len(table) < 2:
         return table
-    ends = table[:-1, :2] + table[:-1, 2:]
-    starts = np.flatnonzero(np.r_[True, (ends != table[1:, :2]).any(axis=1)])
+    local, remote, length = table.T
+    apart = (local[:-1] + length[:-1] != local[1:]) | (remote[:-1] + length[:-1] != remote[1:])
+    if apart.all():
+        return table
+    starts = np.flatnonzero(np.r_[True, apart])
     merged = table[starts]
     merged[:, 2] = np.add.reduceat(table[:, 2], starts)
     return merged
+
+
+def num_columns(geometry: KVGeometry, tp_size: int) -> int:
+    """Heads over all ranks, in order of rank; one that several ranks hold counts once for each."""
+    return sum(len(geometry.local_heads(tp_size, rank)) for rank in range(tp_size))
+
+
+def source_columns(geometry: KVGeometry, *, tp_size: int, remote_tp_size: int) -> list[int]:
+    """Where each of the consumer's columns (`num_columns`) comes from: the producer's column by its number.
+
+    That is, of each head, the producer rank's that `plan_spans` has the consumer's rank read from.
+    """
+    starts, total = [], 0
+    for remote_rank in range(remote_tp_size):
+        starts.append(total)
+        total += len(geometry.local_heads(remote_tp_size, remote_rank))
+    columns: list[int] = []
+    for rank in range(tp_size):
+        mine = geometry.local_heads(tp_size, rank)
+        column_of = {
+            head: starts[remote_rank] + head - geometry.local_heads(remote_tp_size, remote_rank).start
+            for remote_rank, heads in _sources(geometry, mine, rank, remote_tp_size).items()
+            for head in heads
+        }
+        columns += [column_of[head] for head in mine]
+    return columns
 
 
 def _sources(geometry: KVGeometry, mine: range, rank: int, remote_tp_size: int) -> dict[int, range]:

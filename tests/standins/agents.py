@@ -16,6 +16,7 @@ import json
 import secrets
 import signal
 import socket
+import ssl
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -95,6 +96,9 @@ class StandInAgent:
     keep_requests: bool = True
     prefill_gate: asyncio.Event | None = None
     """When given, a prefill leg neither answers nor fails before it is set."""
+    tls: ssl.SSLContext | None = None
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    """Headers that all its answers carry."""
 
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     faults: list[Fault] = field(default_factory=list)
@@ -102,6 +106,8 @@ class StandInAgent:
     leases: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
     running: int = 0
+    peak: int = 0
+    """The most it ever had running."""
     aborted: int = 0
     acks: int = 0
     refusals: list[str] = field(default_factory=list)
@@ -114,6 +120,7 @@ class StandInAgent:
 
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
+        app.on_response_prepare.append(self._add_headers)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/kv/drop", self._drop)
@@ -124,7 +131,7 @@ class StandInAgent:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._listener = socket.create_server((self.host, self.port), family=family)
         self.port = self._listener.getsockname()[1]
-        await web.SockSite(self._runner, self._listener).start()
+        await web.SockSite(self._runner, self._listener, ssl_context=self.tls).start()
         self._http = aiohttp.ClientSession()
         if self.proxies:
             self._pinger = asyncio.get_running_loop().create_task(self._ping())
@@ -157,7 +164,7 @@ class StandInAgent:
     @property
     def address(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{shown}:{self.port}"
 
     def registration(self) -> wire.Register:
         """What it says of itself in its next ping."""
@@ -234,6 +241,7 @@ class StandInAgent:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self.running += 1
+        self.peak = max(self.peak, self.running)
         self.changed.set()
         try:
             yield
@@ -243,6 +251,9 @@ class StandInAgent:
         finally:
             self.running -= 1
             self.changed.set()
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.answer_headers)
 
     async def _drop(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -347,9 +358,11 @@ class StandInAgent:
         host = params["remote_host"]
         shown = f"[{host}]" if ":" in host else host
         what = "open" if params.get("streamed") else "release"
-        url = f"http://{shown}:{params['remote_port']}/stand-in/{what}"
+        scheme = "http" if self.tls is None else "https"
+        url = f"{scheme}://{shown}:{params['remote_port']}/stand-in/{what}"
+        body = {"transfer_id": params["transfer_id"]}
         with suppress(aiohttp.ClientError):
-            async with self._http.post(url, json={"transfer_id": params["transfer_id"]}) as answer:
+            async with self._http.post(url, json=body, ssl=False) as answer:
                 await answer.read()
 
     async def _stream(self, request: web.Request, drawn: _Drawn, fault: Fault | None) -> web.StreamResponse:

@@ -49,14 +49,23 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     assert table.leased == 0
 
 
-def test_the_first_tokens_come_with_the_end_of_the_prefill_and_not_before() -> None:
-    table, first = filling(), FirstTokens(choices=(FirstToken(id=3),))
+def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
+    table, first = filling(max_blocks=1), FirstTokens(choices=(FirstToken(id=3),))
     table.advance(0.0, T, 1)
-    assert ask(table, 1.0)[0].answer.first_tokens is None
-    ask(table, 1.0, have=1)
-    (reply,) = table.ready(2.0, T, first)
-    assert isinstance(reply, Reply) and isinstance(reply.answer, Grant)
-    assert (reply.answer.block_ids, reply.answer.first_tokens) == ((6, 7), first)
+    table.tell(T, first)
+    assert only_answer(ask(table, 1.0)).first_tokens is None
+    table.ready(2.0, T)
+    assert only_answer(ask(table, 2.0, have=1)).first_tokens is None
+    assert only_answer(ask(table, 2.0, have=2)).first_tokens == first
+
+
+def test_more_blocks_than_fit_an_answer_are_told_in_turn() -> None:
+    """Ready is said with the last of them; each comes with its own checksum."""
+    table = filling(max_blocks=2)
+    table.advance(0.0, T, 1, (b"5",))
+    table.ready(0.0, T, (b"6", b"7"))
+    assert only_answer(ask(table, 1.0)) == Grant(False, 0, (5, 6), 40, "hash", (b"5", b"6"))
+    assert only_answer(ask(table, 1.0, have=2)) == Grant(True, 2, (7,), 40, "hash", (b"7",))
 
 
 def test_a_repeated_release_gets_the_same_answer_and_frees_once() -> None:

@@ -24,6 +24,7 @@ REQUESTS = [
         weights="w",
         transfers=("nixl", "tcp"),
         host_id="h",
+        verify_kv=True,
         ranks=({"tcp": DESCRIPTION},),
     ),
     wire.Open(**HEAD, transfer_id="t", consumer="c", have=3, wait_s=0.5),
@@ -43,16 +44,18 @@ ANSWERS = [
         num_tokens=30,
         lease_s=10.0,
         ids_hash="x",
+        checksums=b"\xff" * 64,
     ),
     wire.Opened(
         **HEAD,
         transfer_id="t",
         state="ready",
         first_block=0,
-        block_ids=tuple(range(4096)),
-        num_tokens=65536,
+        block_ids=tuple(range(wire.max_blocks(0))),  # with first tokens of every kind it still fits
+        num_tokens=1 << 21,
         lease_s=10.0,
         ids_hash="x",
+        checksums=b"",
         first_tokens=FirstTokens(
             choices=tuple(
                 FirstToken(id=token, logprob=-0.1, top=((token, -0.1),) * MAX_ALTERNATIVES)

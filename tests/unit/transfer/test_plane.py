@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transfer.engine import PeerUnreachable, usable
 from transfer.first_tokens import FirstToken, FirstTokens
 from transfer.ids import new_transfer_id
 from transfer.layout import KVGeometry
+from transfer.lease import LeaseTable
 
 THEIRS = [3, 4, 5, 9, 1]
 OURS = [20, 21, 22, 7, 30]
@@ -92,7 +94,9 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
         await asyncio.sleep(0.1)
         prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 2)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10.0):
+            while not prefill.heads(THEIRS[1]).equal(decode.heads(OURS[1])):
+                await asyncio.sleep(0.01)
         assert_same_kv(prefill, THEIRS[:2], decode, OURS[:2])
         assert not decode.plane.take_events()
         prefill.plane.ready(transfer_id)
@@ -149,6 +153,29 @@ async def test_once_the_prefill_has_ended_moving_may_take_no_longer_than_it_may(
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=600.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("deadline", False)
+
+
+async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R24: its answer is `pending` at once, so the reader paces itself, and still gets its blocks."""
+    asked: list[float] = []
+    take = LeaseTable.open
+
+    def counted(table: LeaseTable, now: float, *rest: Any) -> Any:
+        asked.append(now)
+        return take(table, now, *rest)
+
+    monkeypatch.setattr(LeaseTable, "open", counted)
+    async with Agent(seed=1, max_staged=0) as prefill, Agent(seed=2) as decode:
+        transfer_id = new_transfer_id()
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(1.0)
+        assert 2 <= len(asked) <= 8
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.ready(transfer_id)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
 async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
@@ -388,6 +415,26 @@ async def test_other_weights_are_refused() -> None:
         assert (failed.reason, failed.detail) == ("refused", "weights: theirs other, ours w")
 
 
+async def test_a_producer_that_refused_us_is_not_asked_again() -> None:
+    async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
+        held = prefill.lend([9], 4)
+        decode.plane.hold(held, prefill.remote(4), 10.0)
+        for _ in range(2):
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            assert (await decode.event(PullFailed)).reason == "refused"
+        assert decode.plane.stats().refusals == {prefill.config.incarnation: "weights: theirs other, ours w"}
+        decode.plane.cancel(held)
+
+
+async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        remote = prefill.remote(TOKENS, engine_id="of-an-earlier-life")
+        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "incarnation"
+        (why,) = decode.plane.stats().refusals.values()
+        assert prefill.config.incarnation in why and "of-an-earlier-life" in why
+
+
 @needs_nixl
 async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
@@ -503,6 +550,23 @@ async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
         assert (await decode.event(PullDone)).backend == "tcp"
         assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+@needs_nixl
+async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nixl does not connect, and the others are not theirs: another time nixl may."""
+
+    def unreachable(peer: object) -> bool:
+        raise PeerUnreachable("no path")
+
+    monkeypatch.setattr("transfer.backends.nixl.NixlPeer.poll", unreachable)
+    async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="auto") as decode:
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.detail) == ("refused", "transfers: theirs nixl, ours tcp")
+        assert decode.plane.stats().refusals == {}
 
 
 async def test_a_plane_can_be_closed_after_its_ranks() -> None:
