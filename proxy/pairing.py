@@ -23,6 +23,7 @@ class Mismatch(enum.StrEnum):
     TOKENIZER = "different tokenizers"
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
+    REFUSED = "refused at their first contact"
     TRANSFER = "no transfer in common that works between them"
 
 
@@ -30,6 +31,11 @@ class RefusedPair(NamedTuple):
     prefill: Register
     decode: Register
     why: Mismatch
+
+    @property
+    def text(self) -> str:
+        """For operators; with the values that differ where the agents named them."""
+        return reason(self.prefill, self.decode, self.why)
 
 
 def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
@@ -48,9 +54,18 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.LAYOUT
     if prefill.transfer_mode != decode.transfer_mode:
         return Mismatch.MODE
+    if prefill.incarnation in decode.refusals:
+        return Mismatch.REFUSED
     if not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
+
+
+def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
+    """What operators are told; `why` as `mismatch` found it."""
+    if why is Mismatch.REFUSED:
+        return f"{why.value}: {decode.refusals[prefill.incarnation]}"
+    return why.value
 
 
 def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
