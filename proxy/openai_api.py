@@ -126,9 +126,11 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     )
 
 
-def check_context(request: ClientRequest, max_model_len: int) -> None:
-    """Refuse what no agent of the model has room for. Raises `InvalidRequest`."""
+def check_context(request: ClientRequest, max_model_len: int | None) -> None:
+    """Refuse what the agents, if they say how much, have no room for. Raises `InvalidRequest`."""
     wanted = request.max_tokens or 1
+    if max_model_len is None:
+        return
     if request.prompt_tokens is not None and request.prompt_tokens + wanted > max_model_len:
         raise InvalidRequest(
             f"the context holds {max_model_len} tokens; the prompt has {request.prompt_tokens} "

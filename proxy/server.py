@@ -20,6 +20,7 @@ from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.breaker import BreakerSettings
 from proxy.config import ProxyConfig
+from proxy.dialects.catalogue import other_dialects
 from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
@@ -28,6 +29,7 @@ from proxy.live import Live
 from proxy.loads import Loads
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
+from proxy.peers import Peers
 from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
 from proxy.router import Router, make_policy
@@ -90,6 +92,8 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             retry_budget=RetryBudget(),
             upstream=upstream,
             drops=drops,
+            dialects=other_dialects(config),
+            peers=Peers(),
             open_requests=OpenRequests(),
             metrics=metrics,
             history=history,
