@@ -18,6 +18,7 @@ from proxy.openai_api import ClientRequest
 
 ENGINE = "vLLM servers"
 HAND_OVER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+NULL = msgspec.Raw(b"null")
 FETCH: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
 
 _OF_NO_USE_TO_PREFILL = frozenset(
@@ -44,7 +45,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens_details: msgspec.Raw | None = None
+    prompt_tokens_details: msgspec.Raw = NULL
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +58,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens_details(self) -> bytes:
         """The JSON in its usage that says how much of the prompt was cached there."""
-        details = self.usage.prompt_tokens_details if self.usage else None
-        return b"null" if details is None else bytes(details)
+        return bytes(self.usage.prompt_tokens_details if self.usage else NULL)
 
 
 class VllmDialect(Dialect):
