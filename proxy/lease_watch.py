@@ -93,7 +93,7 @@ class LeaseWatch:
 
     async def _count_before(self) -> float | None:
         """The count while the lease is surely alive; most requests have ended before it is asked for."""
-        await asyncio.sleep(self.sure_until - self._lease_s / 3 - asyncio.get_running_loop().time())
+        await asyncio.sleep(self.sure_until - self._lease_s / 2 - asyncio.get_running_loop().time())
         count = await self._count()
         return count if self.is_sure else None
 

@@ -130,7 +130,7 @@ class PartLegs:
         )
         if not watch.is_sure:
             raise late
-        unread_until = _now() + ACCEPT_S
+        accepted_by = _now() + ACCEPT_S
 
         async def check() -> None:
             verdict = await watch.judge()
@@ -140,15 +140,15 @@ class PartLegs:
 
         try:
             async with self._send(ends.decode, leg, headers_by=watch.sure_until) as told:
-                unread_until = 0.0
                 await self._receive(told, answer, ends.decode, check)
         except AgentTimeout:
             if watch.is_sure:
                 raise
             raise late from None
-        finally:
-            if _now() < unread_until:
+        except asyncio.CancelledError:
+            if _now() < accepted_by:
                 self._release(ends, prefilled)
+            raise
 
     async def _concurrent(self, ends: Ends, peer: Peer | None) -> PartAnswer:
         answer = PartAnswer(self._part, ends.decode)

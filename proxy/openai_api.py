@@ -90,8 +90,9 @@ class ClientRequest:
     def undivided(self) -> bool:
         """Whether the prompt must be computed where the tokens are drawn: it has logprobs of its own."""
         body = self.body
-        echoed = body.get("echo") and body.get("logprobs") not in (None, False)
-        return bool(echoed) or body.get("prompt_logprobs") is not None
+        logprobs = body.get("logprobs")
+        echoed = bool(body.get("echo")) and logprobs is not None and logprobs is not False
+        return echoed or body.get("prompt_logprobs") is not None
 
     @property
     def chat(self) -> bool:

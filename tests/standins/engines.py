@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in servers of other engines: their P/D protocols over real HTTP, with invented tokens and no KV.
 
-Each does what its engine was read to do in `vllm-sglang.md` and `atom-mori-lightllm.md`, as far as a router can
-tell: a decode server draws its tokens from the prompt that its *partner* was given, so KV of another prompt
-gives another answer; one that asks for KV too late is given another prompt's; servers of a concurrent protocol
-wait for each other. Whatever a real server would refuse, mix up or wait for in vain is noted in
+Each does what its engine was read to do in `vllm-sglang.md` and `atom-mori-lightllm.md`, as far as a router
+can tell: a decode server draws its tokens from the prompt that its *partner* was given, so KV of another
+prompt gives another answer; one that asks for KV too late is given another prompt's; servers of a concurrent
+protocol wait for each other. Whatever a real server would refuse, mix up or wait for in vain is noted in
 `Fabric.wrongs`, which every test expects to be empty.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import zlib
@@ -49,9 +48,12 @@ class Fabric:
     wrongs: list[str] = field(default_factory=list)
     _meetings: dict[tuple[str, str], asyncio.Future[Any]] = field(default_factory=dict)
 
-    def keep(self, key: str, prompt: str, lease_s: float) -> None:
-        self.expect(key not in self.kept, f"{key} was used before")
-        self.kept[key] = Kept(prompt, _now() + lease_s)
+    def keep(self, prompt: str, lease_s: float, *keys: str) -> None:
+        """Keep a prompt's KV under one or more keys."""
+        kept = Kept(prompt, _now() + lease_s)
+        for key in keys:
+            self.expect(key not in self.kept, f"{key} was used before")
+            self.kept[key] = kept
 
     def read(self, key: str) -> str:
         """The prompt whose KV lies at `key`; another one if its lease is over or it was read before."""
@@ -90,7 +92,6 @@ class StandInServer(StandInAgent):
     """A server of another engine. Its registration is what a sidecar would send for it."""
 
     dialect: ClassVar[str]
-    hands_over: ClassVar[bool] = True
 
     fabric: Fabric
     dp_size: int = 1
@@ -98,6 +99,9 @@ class StandInServer(StandInAgent):
     lease_s: float = 30.0
     hold_s: float = 0.0
     """How long a decode leg waits before it asks for KV."""
+    hands_over: bool = True
+    counts: bool = True
+    """Whether its metrics tell of expired leases."""
     engine_id: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def __post_init__(self) -> None:
@@ -118,6 +122,8 @@ class StandInServer(StandInAgent):
         router.add_get("/metrics", self._metrics)
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        if not self.counts:
+            return web.Response(text="# nothing\n")
         return web.Response(text=f'vllm:nixl_num_kv_expired_reqs_total{{rank="0"}} {self.fabric.expired}.0\n')
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -161,7 +167,9 @@ class StandInServer(StandInAgent):
             return
         expect((body.get("n") or 1) == 1, "n > 1 in one transfer")
         expect(isinstance(body.get("prompt", ""), str), "several prompts in one transfer")
-        expect((body.get("min_tokens") or 0) <= (body.get("max_tokens") or 1000), "min_tokens over max_tokens")
+        expect(
+            (body.get("min_tokens") or 0) <= (body.get("max_tokens") or 1000), "min_tokens over max_tokens"
+        )
 
     async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """The prefill leg's answer."""
@@ -218,7 +226,11 @@ class Drawn:
         """Text of token 1, if another server drew it."""
         self._min_tokens = body.get("min_tokens") or 0
         self._include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        self._envelope = {"id": f"cmpl-{request.headers['X-Request-Id']}", "created": 1, "model": body["model"]}
+        self._envelope = {
+            "id": f"cmpl-{request.headers['X-Request-Id']}",
+            "created": 1,
+            "model": body["model"],
+        }
 
     def token(self, choice: int, position: int) -> str:
         if position == 0 and self.first is not None:
@@ -276,7 +288,10 @@ class Drawn:
         told = {"index": choice, **shown, "logprobs": None, "finish_reason": reason}
         chunk = {**self._envelope, "object": "chunk", "choices": [told]}
         if reason is not None:
-            chunk["kv_transfer_params"] = {"do_remote_prefill": True, "remote_engine_id": "of the decode server"}
+            chunk["kv_transfer_params"] = {
+                "do_remote_prefill": True,
+                "remote_engine_id": "of the decode server",
+            }
         return _event(chunk)
 
 
@@ -296,10 +311,11 @@ class VllmNixlServer(StandInServer):
 
     async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.expect_pared_down(body)
+        if not self.hands_over:
+            return _answered(request, body, None)
         request_id = f"cmpl-{request.headers['X-Request-Id']}-0-{secrets.token_hex(4)}"
-        self.fabric.keep(request_id, Drawn(request, body).prompts[0], self.lease_s)
-        if self.pushes:
-            self.fabric.keep(request.headers["X-Request-Id"], Drawn(request, body).prompts[0], self.lease_s)
+        keys = (request_id, request.headers["X-Request-Id"])
+        self.fabric.keep(Drawn(request, body).prompts[0], self.lease_s, *keys[: 1 + self.pushes])
         params = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[2, 3]],
             "remote_engine_id": self.engine_id, "remote_request_id": request_id, "remote_host": self.host,
@@ -357,7 +373,7 @@ class VllmMoriioServer(StandInServer):
             rank = int(request.headers.get("X-data-parallel-rank", 0))
             self.fabric.expect(other["remote_dp_rank"] == rank, "the prefill server's rank")
         else:
-            self.fabric.keep(transfer_id, drawn.prompts[0], self.lease_s)
+            self.fabric.keep(drawn.prompts[0], self.lease_s, transfer_id)
         answer = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [1],
             "remote_engine_id": self.engine_id, "remote_host": self.host, "remote_handshake_port": 6301,
@@ -428,7 +444,9 @@ class SglangServer(StandInServer):
         if self.leg_of(body) == "alone":
             raise web.HTTPBadRequest(text="Disaggregated request received without bootstrap room id")
         self.fabric.expect(0 <= body["bootstrap_room"] < 2**63, "a room of 63 bits")
-        self.fabric.expect((body["bootstrap_host"], body["bootstrap_port"]) == ("10.0.0.7", 8998), "bootstrap")
+        self.fabric.expect(
+            (body["bootstrap_host"], body["bootstrap_port"]) == ("10.0.0.7", 8998), "bootstrap"
+        )
         if self.role == "prefill" and self.dp_size > 1:
             rank = int(headers["X-data-parallel-rank"])
             self.fabric.expect(rank == body["bootstrap_room"] % self.dp_size, "the rank that the room says")
@@ -471,11 +489,11 @@ class AtomServer(StandInServer):
         drawn, transfer_id = Drawn(request, body), secrets.randbits(30)
         params = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "None",
-            "remote_block_ids": [4], "remote_host": "wrong", "remote_port": 1, "remote_dp_rank": 0, "tp_size": 1,
-            "transfer_id": transfer_id, "first_token_id": 5,
+            "remote_block_ids": [4], "remote_host": "wrong", "remote_port": 1, "remote_dp_rank": 0, "tp_size":
+            1, "transfer_id": transfer_id, "first_token_id": 5,
         }  # fmt: skip
-        self.fabric.keep(str(transfer_id), drawn.prompts[0], self.lease_s)
-        self.fabric.keep(f"first/{transfer_id}", drawn.token(0, 0), self.lease_s)
+        self.fabric.keep(drawn.prompts[0], self.lease_s, str(transfer_id))
+        self.fabric.keep(drawn.token(0, 0), self.lease_s, f"first/{transfer_id}")
         return _answered(request, body, params)
 
     async def fetch(self, request: web.Request, body: dict[str, Any], drawn: Drawn) -> None:
