@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ format: $(STAMP) ## format the code and mend what the linter can
 
 bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
 	$(BIN)/python -m tests.bench.proxy_cost
+
+dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
+	$(BIN)/python -m tests.unit.proxy.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny

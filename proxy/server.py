@@ -25,6 +25,7 @@ from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
 from proxy.history import History
+from proxy.introductions import Introductions
 from proxy.live import Live
 from proxy.loads import Loads
 from proxy.metrics import Metrics
@@ -83,6 +84,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     metrics = Metrics(lambda: registry.snapshot(clock()))
     async with Upstream(config, None if key is None else key.bearer) as upstream:
         drops = Drops(upstream, metrics)
+        introductions = Introductions(upstream, clock)
         services = Services(
             config=config,
             registry=registry,
@@ -107,6 +109,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             clock=clock,
             key=key,
             heard=services.admission.pump,
+            complete=introductions.complete,
         )
         try:
             discovery_port = discovery.bind(config.host, config.discovery_port)
@@ -126,6 +129,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                         listening.cancel()
         finally:
             await drops.settle()
+            await introductions.close()
             discovery.close()
 
 

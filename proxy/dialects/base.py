@@ -185,9 +185,10 @@ def traceable_id(part: Part) -> str:
 
 
 def refuse(request: ClientRequest, engine: str, *fields: str) -> None:
-    """Raise `InvalidRequest` when the client set one of these fields to anything but null, false or 0."""
+    """Raise `InvalidRequest` when the client set one of these fields to anything but null or false."""
     for field in fields:
-        if request.body.get(field):
+        value = request.body.get(field)
+        if value is not None and value is not False:
             raise InvalidRequest(f"{field} is not supported with {engine}", param=field)
 
 

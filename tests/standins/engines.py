@@ -20,7 +20,16 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from tests.standins.agents import Asked, Fault, StandInAgent, _connection, _error, _event, _reset
+from tests.standins.agents import (
+    CONTEXT_TOKENS,
+    Asked,
+    Fault,
+    StandInAgent,
+    _connection,
+    _error,
+    _event,
+    _reset,
+)
 
 PATIENCE_S = 5.0
 STOPS_AT_ONCE = "stop at once"
@@ -120,6 +129,11 @@ class StandInServer(StandInAgent):
         router.add_post("/v1/completions", self._answer)
         router.add_post("/v1/chat/completions", self._answer)
         router.add_get("/metrics", self._metrics)
+        router.add_get("/v1/models", self._models)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        served = {"id": self.model, "object": "model", "max_model_len": CONTEXT_TOKENS}
+        return web.json_response({"object": "list", "data": [served]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         if not self.counts:

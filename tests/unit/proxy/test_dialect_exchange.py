@@ -324,7 +324,7 @@ async def test_a_restarted_prefill_server_is_looked_up_again(fleet: Fleet) -> No
 
 
 LEASE_S = 2.0
-"""Of which the proxy believes five sixths; a server whose decode legs wait longer than that is too late for it."""
+"""Of which the proxy believes five sixths; a decode leg that waits for longer is too late."""
 
 
 @only("vllm-nixl-pull")

@@ -56,7 +56,7 @@ async def test_tokens_that_come_in_time_are_proven_without_asking(
 async def test_late_tokens_are_judged_by_the_counter(
     upstream: Upstream, server: VllmNixlServer, expire: int, verdict: Verdict
 ) -> None:
-    """Row 3 (vllm #52234). A decode server renews the lease while it waits, so late is not wrong by itself."""
+    """Row 3 (vllm #52234). A decode server renews its lease while it waits, so late is not always wrong."""
     async with watch(upstream, server, 1.0) as watched:
         await asyncio.sleep(watched.sure_until - now())
         server.fabric.expired += expire
