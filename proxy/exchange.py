@@ -325,6 +325,9 @@ class Exchange:
         self._record.enter(Phase.DECODE_WAIT)
         by = self._deadline
         async with self._post(agent, self._leg(body), headers_by=by, by=by) as answer:
+            if not answer.content_type.startswith("application/json"):
+                # Nothing that a browser would run may be served from where the operator's page is.
+                raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
             return Answer(
                 content_type=answer.content_type,
                 body=await answer.body(),

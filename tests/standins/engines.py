@@ -109,6 +109,7 @@ class StandInServer(StandInAgent):
     hold_s: float = 0.0
     """How long a decode leg waits before it asks for KV."""
     hands_over: bool = True
+    models_asked: int = 0
     counts: bool = True
     """Whether its metrics tell of expired leases."""
     engine_id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -132,6 +133,7 @@ class StandInServer(StandInAgent):
         router.add_get("/v1/models", self._models)
 
     async def _models(self, _: web.Request) -> web.Response:
+        self.models_asked += 1
         served = {"id": self.model, "object": "model", "max_model_len": CONTEXT_TOKENS}
         return web.json_response({"object": "list", "data": [served]})
 

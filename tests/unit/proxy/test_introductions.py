@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from tests.standins.engines import SERVERS, Fabric, StandInServer
-from tests.unit.proxy.conftest import Stage
+from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4}
 
@@ -91,6 +91,21 @@ async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> Non
     finally:
         pinging.cancel()
         await asyncio.wait([pinging])
+
+
+async def test_an_address_outside_the_rules_is_not_even_asked(start_stage: StartStage) -> None:
+    """Otherwise anybody who can ping could have the proxy send requests anywhere."""
+    stage = await start_stage(allow_address="10.0.0.0/8")
+    async with SERVERS["atom"](role="prefill", fabric=Fabric()) as server:
+        pinging = asyncio.get_running_loop().create_task(ping(stage, [atom_ping(server)]))
+        try:
+            async with asyncio.timeout(10):
+                while not stage.metric('kvferry_refused_pings_total{reason="address"}'):
+                    await asyncio.sleep(0.02)
+        finally:
+            pinging.cancel()
+            await asyncio.wait([pinging])
+        assert not server.models_asked
 
 
 async def nodes_of(stage: Stage) -> list[dict[str, Any]]:
