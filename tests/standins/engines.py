@@ -208,8 +208,9 @@ class StandInServer(StandInAgent):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         kind = None if fault is None else fault.kind
-        if kind == "silent":
-            await asyncio.Event().wait()
+        if kind == "empty":
+            await response.write(b"data: [DONE]\n\n")
+            return response
         for number, event in enumerate(drawn.events()):
             if fault is not None and number == fault.after_events:
                 if kind == "failure":

@@ -214,14 +214,17 @@ async def test_a_verdict_on_the_request_ends_both_legs(fleet: Fleet) -> None:
 
 @every_kind
 async def test_an_error_under_http_200_is_no_answer(fleet: Fleet) -> None:
-    """Row 5 (smg #2382): finish_reason `error`, or an error event, means that the server is lost."""
+    """Rows 5, 17 (smg #2382, kthena #984): finish_reason `error`, an error event, a stream of no events."""
     _, decode = await fleet.pair()
-    decode.faults.append(Fault("decode", "failure", after_events=0))
-    assert (await fleet.stage.stream(BODY)).error is None
+    kinds: tuple[Any, ...] = ("failure", "empty")
+    for kind in kinds:
+        decode.faults.append(Fault("decode", kind, after_events=0))
+        streamed = await fleet.stage.stream(BODY)
+        assert streamed.error is None and streamed.text(), kind
     decode.faults.append(Fault("decode", "error"))
     status, answer = await fleet.stage.ask(BODY)
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
-    assert fleet.stage.metric('kvferry_retries_total{leg="decode"}') == 2
+    assert fleet.stage.metric('kvferry_retries_total{leg="decode"}') == 3
 
 
 @every_kind

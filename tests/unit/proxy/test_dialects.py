@@ -6,8 +6,10 @@ Each file in `exchanges/` names its source; `tests/unit/proxy/test_dialect_excha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,13 @@ def test_every_choice_has_its_prompt_its_seed_and_a_transfer_of_its_own() -> Non
 
 def test_a_client_without_a_seed_is_given_none() -> None:
     assert "seed" not in only_part({"model": "m", "prompt": "p"}).body
+
+
+def test_the_ranks_of_both_legs_do_not_correlate() -> None:
+    """X8, `vllm-sglang.md` §8.12: every pair of ranks comes, about as often as any other."""
+    request = ask({"model": "m", "prompt": "p", "n": 128})
+    transfer_ids = [TransferId(hashlib.md5(bytes([number])).hexdigest()) for number in range(128)]
+    sizes = {"prefill": {"dp_size": 4}, "decode": {"dp_size": 2}}
+    ends = [ends_of(part, "vllm-nixl", sizes) for part in cut(request, IDS, transfer_ids)]
+    pairs = Counter((each.prefill_rank, each.decode_rank) for each in ends)
+    assert len(pairs) == 8 and min(pairs.values()) >= 8
