@@ -30,7 +30,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from proxy import sse
-from proxy.admission import Admission, Hold
+from proxy.admission import Hold
 from proxy.api_keys import ApiKeys
 from proxy.ask import ask_about
 from proxy.config import ProxyConfig
@@ -47,6 +47,7 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
+from proxy.fleet import Call, Fleet
 from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
 from proxy.legs import Tools
@@ -54,15 +55,12 @@ from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
-from proxy.pairing import alike
 from proxy.parts import cut, uncut
 from proxy.peers import Peers
 from proxy.progress import Progress
 from proxy.record import Phase, Record
-from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
-from proxy.router import NOBODY, NoPair, Pair, Router
-from proxy.slots import Slots
+from proxy.router import NOBODY, NoPair, Pair
 from proxy.spread import Spread
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
@@ -73,10 +71,7 @@ class Services:
     """What every exchange of one proxy works with."""
 
     config: ProxyConfig
-    registry: Registry
-    router: Router
-    slots: Slots
-    admission: Admission
+    fleet: Fleet
     retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
@@ -189,11 +184,10 @@ class Exchange:
         Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
         services, model = self._services, self._request.model
-        retrying = bool(self._avoid)
-        if not retrying:
+        if not self._avoid:
             services.retry_budget.request()
         by = min(_now() + services.config.queue_timeout_s, self._deadline)
-        hold = await services.admission.enter(self._ask, lambda: self._route(begun_by), by=by, first=retrying)
+        hold = await services.fleet.enter(Call(ask=self._ask, by=by, avoid=self._avoid, begun_by=begun_by))
         if hold is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
         if isinstance(hold, NoPair):
@@ -208,19 +202,6 @@ class Exchange:
         self._record.tell_attempt(attempt.pair, attempt.transfer_id)
         return attempt
 
-    def _route(self, begun_by: Register | None) -> Pair | NoPair:
-        """Which pair may have the request now."""
-        services, now = self._services, _now()
-        snapshot = services.registry.snapshot(now)
-        if begun_by is not None:
-            snapshot = alike(snapshot, begun_by)
-        # An agent alone would begin again with token 1, which the client may have by now.
-        apart = begun_by is not None
-        pair = services.router.choose(snapshot, self._ask, self._avoid, apart=apart)
-        if isinstance(pair, Pair):
-            services.registry.sent((node.incarnation for node in pair.nodes), now)
-        return pair
-
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
         attempt.hold.give_back()
@@ -231,7 +212,7 @@ class Exchange:
         """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
         services = self._services
         if lost.refused:
-            services.registry.connection_refused(lost.agent, _now())
+            services.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
             if not self._may_repeat(self._migrations_left):
                 raise StreamBroken(lost.message) from lost
@@ -374,9 +355,9 @@ class Exchange:
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):
-            services.registry.leg_failed(incarnation, _now())
+            services.fleet.leg_failed(incarnation)
             raise
-        services.registry.leg_succeeded(incarnation)
+        services.fleet.leg_succeeded(incarnation)
 
     def _leg(self, body: bytes) -> Leg:
         """A leg of the native dialect."""

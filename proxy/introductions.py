@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of servers whose pings do not name any (ATOM's, MoRIIO's): asked of each over HTTP.
+"""What other engines' pings (ATOM's, MoRIIO's) leave out, model, context and load, from looks at the servers.
 
-Their pings come from a process or thread of their own and prove little, so whether the server answers is also
-what decides about its state.
+Such pings come from a process or thread of their own and prove little, so whether a look shows the server
+healthy is also what decides about its state.
 """
 
 from __future__ import annotations
@@ -13,86 +13,79 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import aiohttp
 import msgspec
 
-from proxy.errors import ProxyError
-from proxy.upstream import Upstream
+from proxy.engine_look import EngineDown, Sighting, look
 from proxy.wire import Register
 
 logger = logging.getLogger(__name__)
 
-ASK_EVERY_S = 5.0
-ASK_TIMEOUT_S = 3.0
+LOOK_EVERY_S = 2.0
 MAX_KNOWN = 4096
-MAX_ASKING = 64
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: tuple[_Model, ...]
+MAX_LOOKING = 64
 
 
 @dataclass(slots=True)
 class _Known:
-    asked_at: float
-    model: _Model | None = None
+    looked_at: float
+    sighting: Sighting | None = None
+    steps: int = 0
 
 
 class Introductions:
-    """Completes registrations, and owns the questions that are on their way.
+    """Completes registrations, and owns the looks that are on their way.
 
     Args:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
-        self._upstream = upstream
+    def __init__(self, http: aiohttp.ClientSession, clock: Callable[[], float]) -> None:
+        self._http = http
         self._clock = clock
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._asking: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
 
     def complete(self, info: Register) -> Register:
-        """The registration with the model's name and context; `starting` until the server has told them.
+        """The registration with what the last look has shown; `starting` unless that was a healthy server.
 
         Returns at once. Needs a running event loop.
         """
         known = self._known.get(info.address)
-        if known is None or self._clock() - known.asked_at >= ASK_EVERY_S:
-            self._ask(info)
-        if known is None or known.model is None:
+        if known is None or self._clock() - known.looked_at >= LOOK_EVERY_S:
+            self._look(info.address)
+        if known is None or known.sighting is None:
             return msgspec.structs.replace(info, state="starting")
-        length = known.model.max_model_len or 0
-        return msgspec.structs.replace(info, model=known.model.id, max_model_len=length)
+        shown = known.sighting
+        return msgspec.structs.replace(
+            info, model=shown.model, max_model_len=shown.max_model_len, load=shown.load, steps=known.steps
+        )
 
     async def close(self) -> None:
-        """Take back the questions that nobody has answered."""
-        for task in self._asking:
+        """Take back the looks that have not ended."""
+        for task in self._looking:
             task.cancel()
-        if self._asking:
-            await asyncio.wait(self._asking)
+        if self._looking:
+            await asyncio.wait(self._looking)
 
-    def _ask(self, info: Register) -> None:
-        if len(self._asking) >= MAX_ASKING:
+    def _look(self, address: str) -> None:
+        if len(self._looking) >= MAX_LOOKING:
             return
-        self._known.setdefault(info.address, _Known(0.0)).asked_at = self._clock()
-        self._known.move_to_end(info.address)
+        known = self._known.setdefault(address, _Known(0.0))
+        known.looked_at = self._clock()
+        self._known.move_to_end(address)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        task = asyncio.get_running_loop().create_task(self._learn(info))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        task = asyncio.get_running_loop().create_task(self._learn(address, known))
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
 
-    async def _learn(self, info: Register) -> None:
-        by = asyncio.get_running_loop().time() + ASK_TIMEOUT_S
-        model: _Model | None = None
+    async def _learn(self, address: str, known: _Known) -> None:
         try:
-            raw = await self._upstream.get(info, f"{info.address}/v1/models", by=by)
-            model = next(iter(msgspec.json.decode(raw, type=_Models).data), None)
-        except (ProxyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.info("%s does not say which model it serves: %s", info.address, error)
-        if (known := self._known.get(info.address)) is not None:
-            known.model = model
+            known.sighting = await look(self._http, address)
+        except EngineDown as down:
+            logger.info("%s pings, but %s", address, down)
+            known.sighting = None
+        else:
+            # One that does not tell its steps is never taken for stalled.
+            known.steps = known.sighting.steps if known.sighting.steps is not None else known.steps + 1

@@ -131,6 +131,10 @@ class StandInServer(StandInAgent):
         router.add_post("/v1/chat/completions", self._answer)
         router.add_get("/metrics", self._metrics)
         router.add_get("/v1/models", self._models)
+        router.add_get("/health", self._health)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
 
     async def _models(self, _: web.Request) -> web.Response:
         self.models_asked += 1
