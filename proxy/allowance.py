@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from proxy.errors import RateLimited
@@ -59,11 +60,17 @@ class Bucket:
 
 
 class Allowance:
-    """One client's buckets; None for what is not limited."""
+    """One client's buckets; None for what is not limited.
+
+    Where several processes serve the client, each has the same buckets and takes from them what the others
+    tell: so a client cannot draw more than a moment's requests twice, whoever serves it.
+    """
 
     def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
+        self.tell: Callable[[int, int], None] = lambda requests, tokens: None
+        """Called with the requests and tokens that were used here."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -78,9 +85,18 @@ class Allowance:
             _check(self._tokens, "tokens", now)
         if self._requests is not None:
             self._requests.take(1.0, now)
+            self.tell(1, 0)
 
     def used(self, tokens: int, now: float) -> None:
         """So many more tokens of a prompt or an answer have become known."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
+            self.tell(0, tokens)
+
+    def used_elsewhere(self, requests: int, tokens: int, now: float) -> None:
+        """Another process has let in so many requests, or has seen so many tokens go."""
+        if self._requests is not None:
+            self._requests.take(requests, now)
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 

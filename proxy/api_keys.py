@@ -12,8 +12,9 @@ import base64
 import binascii
 import enum
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quart import Quart, Response, g, request
@@ -92,6 +93,16 @@ class ApiKeys:
             case _:
                 return NOBODY
         return self._clients.get(_digest(key), NOBODY)
+
+    def share(self, tell: Callable[[bytes, int, int], None]) -> None:
+        """From now on call `tell` with whose key (its digest), requests and tokens when any are used here."""
+        for digest, client in self._clients.items():
+            client.allowance.tell = partial(tell, digest)
+
+    def used_elsewhere(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
+        """Another process of this proxy, with the same file, has called its `tell`."""
+        if (client := self._clients.get(digest)) is not None:
+            client.allowance.used_elsewhere(requests, tokens, now)
 
 
 def guard(app: Quart, keys: ApiKeys) -> None:

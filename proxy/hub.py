@@ -32,6 +32,7 @@ from proxy.link_messages import (
     Reported,
     Show,
     Shown,
+    Spent,
     Stop,
     Succeeded,
     ToHub,
@@ -87,6 +88,11 @@ class Hub:
         """Remember what a worker has counted."""
         if seat in self._workers:
             self._reports.keep(seat, report)
+
+    def pass_on(self, spent: Spent, sender: WorkerSeat) -> None:
+        """Tell all other workers what a client has used."""
+        for seat in self._workers - {sender}:
+            seat.tell(spent)
 
     async def page(self, name: PageName) -> Page:
         """See `Fleet`. What workers have counted is in it."""
@@ -154,6 +160,10 @@ class WorkerSeat:
             missed = 0 if report is not None else missed + 1
         raise LinkLost("it does not report any more")
 
+    def tell(self, spent: Spent) -> None:
+        """What a client has used elsewhere."""
+        self._link.send(spent)
+
     def stop(self) -> None:
         """Tell it to finish what it has and end."""
         self._link.send(Stop())
@@ -202,6 +212,8 @@ class WorkerSeat:
             case Reported(seq=seq, report=report):
                 if (reported := self._collecting.get(seq)) is not None and not reported.done():
                     reported.set_result(report)
+            case Spent():
+                self._hub.pass_on(message, self)
             case Listening():
                 self._listening.set()
         return None

@@ -120,5 +120,13 @@ class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     report: Report
 
 
-ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect
-ToHub = Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Reported
+class Spent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A client has used some of what its key allows. The hub passes it on to all other workers."""
+
+    key_digest: bytes
+    requests: int
+    tokens: int
+
+
+ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect | Spent
+ToHub = Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Reported | Spent

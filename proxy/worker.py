@@ -61,8 +61,9 @@ async def _serve(link: HubLink, config: ProxyConfig, port: int) -> int:
     def report() -> Report:
         return Report(families=reports.families_of(metrics.collect()), history=history.state())
 
-    fleet = RemoteFleet(link, report, chunks="prefix_aware" in (config.prefill_policy, config.decode_policy))
     keys = Keys.read(config)
+    chunks = "prefix_aware" in (config.prefill_policy, config.decode_policy)
+    fleet = RemoteFleet(link, report, keys.clients, chunks=chunks)
     with listening_socket(config.host, port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
             hearing = tasks.create_task(fleet.listen())
