@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from proxy.pairing import Mismatch, refused_pairs
+from proxy.refusals import Refusal
 from proxy.registry import NodeState, Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -99,6 +100,8 @@ class Metrics:
         self.refused_pings = Counter(
             "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
         )
+        for reason in Refusal:  # so that a first one is seen as an increase
+            self.refused_pings.labels(reason.name.lower())
 
     def watch_fleet(self, snapshot: Callable[[], Snapshot]) -> None:
         """From now on show the agents of `snapshot()` too. Once."""
