@@ -62,15 +62,25 @@ class Bucket:
 class Allowance:
     """One client's buckets; None for what is not limited.
 
-    Where several processes serve the client, each has the same buckets and takes from them what the others
-    tell: so a client cannot draw more than a moment's requests twice, whoever serves it.
+    Several processes may serve one client, each with buckets of its own: `share` makes them agree, but for
+    what is on its way from one to the other.
     """
 
     def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
-        self.tell: Callable[[int, int], None] = lambda requests, tokens: None
-        """Called with the requests and tokens that were used here."""
+        self._tell: Callable[[int, int], None] | None = None
+
+    def share(self, tell: Callable[[int, int], None]) -> None:
+        """From now on tell the other processes how many requests and tokens were taken here."""
+        self._tell = tell
+
+    def take(self, requests: int, tokens: int, now: float) -> None:
+        """Take so many, which another process has told of."""
+        if self._requests is not None:
+            self._requests.take(requests, now)
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
 
     @property
     def counts_tokens(self) -> bool:
@@ -84,21 +94,17 @@ class Allowance:
         if self._tokens is not None:
             _check(self._tokens, "tokens", now)
         if self._requests is not None:
-            self._requests.take(1.0, now)
-            self.tell(1, 0)
+            self._spend(1, 0, now)
 
     def used(self, tokens: int, now: float) -> None:
         """So many more tokens of a prompt or an answer have become known."""
         if self._tokens is not None:
-            self._tokens.take(tokens, now)
-            self.tell(0, tokens)
+            self._spend(0, tokens, now)
 
-    def used_elsewhere(self, requests: int, tokens: int, now: float) -> None:
-        """Another process has let in so many requests, or has seen so many tokens go."""
-        if self._requests is not None:
-            self._requests.take(requests, now)
-        if self._tokens is not None:
-            self._tokens.take(tokens, now)
+    def _spend(self, requests: int, tokens: int, now: float) -> None:
+        self.take(requests, tokens, now)
+        if self._tell is not None:
+            self._tell(requests, tokens)
 
 
 def _check(bucket: Bucket, of_what: str, now: float) -> None:

@@ -78,6 +78,17 @@ class ApiKeys:
             raise BadKeyFile(f"{path} holds no key")
         return cls(clients)
 
+    def share(self, tell: Callable[[bytes, int, int], None]) -> None:
+        """From now on tell the other processes which client (by its key's digest) took how many requests and
+        tokens here. What they tell is for `taken`."""
+        for digest, client in self._clients.items():
+            client.allowance.share(partial(tell, digest))
+
+    def taken(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
+        """Another process has served a client; one that is not known here has no limits here either."""
+        if digest in self._clients:
+            self._clients[digest].allowance.take(requests, tokens, now)
+
     def client(self, authorization: str | None, method: str) -> Client:
         """Who sends a request with this `Authorization` header.
 
@@ -93,16 +104,6 @@ class ApiKeys:
             case _:
                 return NOBODY
         return self._clients.get(_digest(key), NOBODY)
-
-    def share(self, tell: Callable[[bytes, int, int], None]) -> None:
-        """From now on call `tell` with whose key (its digest), requests and tokens when any are used here."""
-        for digest, client in self._clients.items():
-            client.allowance.tell = partial(tell, digest)
-
-    def used_elsewhere(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
-        """Another process of this proxy, with the same file, has called its `tell`."""
-        if (client := self._clients.get(digest)) is not None:
-            client.allowance.used_elsewhere(requests, tokens, now)
 
 
 def guard(app: Quart, keys: ApiKeys) -> None:

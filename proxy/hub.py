@@ -84,15 +84,15 @@ class Hub:
         for seat in self._workers:
             seat.stop()
 
+    def pass_on(self, spent: Spent, teller: WorkerSeat) -> None:
+        """Let the other workers know."""
+        for seat in self._workers - {teller}:
+            seat.tell(spent)
+
     def keep(self, seat: WorkerSeat, report: Report) -> None:
         """Remember what a worker has counted."""
         if seat in self._workers:
             self._reports.keep(seat, report)
-
-    def pass_on(self, spent: Spent, sender: WorkerSeat) -> None:
-        """Tell all other workers what a client has used."""
-        for seat in self._workers - {sender}:
-            seat.tell(spent)
 
     async def page(self, name: PageName) -> Page:
         """See `Fleet`. What workers have counted is in it."""
@@ -160,13 +160,13 @@ class WorkerSeat:
             missed = 0 if report is not None else missed + 1
         raise LinkLost("it does not report any more")
 
-    def tell(self, spent: Spent) -> None:
-        """What a client has used elsewhere."""
-        self._link.send(spent)
-
     def stop(self) -> None:
         """Tell it to finish what it has and end."""
         self._link.send(Stop())
+
+    def tell(self, spent: Spent) -> None:
+        """Another worker has served a client."""
+        self._link.send(spent)
 
     def give_back(self) -> None:
         """Free what it held when it ended."""

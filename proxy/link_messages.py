@@ -102,6 +102,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     agent: Incarnation
 
 
+class Spent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A client with limits took so much; the hub passes it on to the other workers. `key`: its digest."""
+
+    key: bytes
+    requests: int
+    tokens: int
+
+
 class Show(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     name: PageName
@@ -118,14 +126,6 @@ class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     report: Report
-
-
-class Spent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A client has used some of what its key allows. The hub passes it on to all other workers."""
-
-    key_digest: bytes
-    requests: int
-    tokens: int
 
 
 ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect | Spent

@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from proxy.admission import Hold
-from proxy.api_keys import ApiKeys
 from proxy.errors import NoAgent, Overloaded
 from proxy.fleet import Call, Page, PageName
 from proxy.link import Link, LinkLost
@@ -55,24 +53,22 @@ class RemoteFleet:
 
     Args:
         report: What this worker has counted so far.
-        api_keys: Clients' keys; what is used of their allowances is shared with all workers.
         chunks: Whether a policy of this proxy looks at the beginnings of prompts.
+        spent: Told what clients took from other workers.
     """
 
     def __init__(
         self,
         link: HubLink,
         report: Callable[[], Report],
-        api_keys: ApiKeys | None = None,
         *,
         chunks: bool,
+        spent: Callable[[Spent], None] = lambda spent: None,
     ) -> None:
         self._link = link
         self._report = report
-        self._api_keys = api_keys
-        if api_keys is not None:
-            api_keys.share(self._tell_spent)
         self._chunks = chunks
+        self._spent = spent
         self._seq = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.stopped = asyncio.Event()
@@ -100,7 +96,7 @@ class RemoteFleet:
             case Collect(seq=seq):
                 self._link.send(Reported(seq=seq, report=self._report()))
             case Spent():
-                self._spent_elsewhere(message)
+                self._spent(message)
             case Begin():
                 raise AssertionError("the hub begins twice")
             case _:
@@ -197,13 +193,6 @@ class RemoteFleet:
 
     def _free(self, agent: Incarnation, count: int) -> None:
         self._link.send(Free(agent=agent, count=count))
-
-    def _tell_spent(self, key_digest: bytes, requests: int, tokens: int) -> None:
-        self._link.send(Spent(key_digest=key_digest, requests=requests, tokens=tokens))
-
-    def _spent_elsewhere(self, spent: Spent) -> None:
-        if self._api_keys is not None:
-            self._api_keys.used_elsewhere(spent.key_digest, spent.requests, spent.tokens, time.monotonic())
 
     def _nobody_can_tell(self) -> NoReturn:
         raise NoAgent("the proxy's hub does not answer") from None

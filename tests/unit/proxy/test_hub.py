@@ -5,27 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from proxy import hub as hub_module
+from proxy import link as link_module
 from proxy import reports
 from proxy.admission import Hold
-from proxy.api_keys import ApiKeys
 from proxy.ask import Ask
 from proxy.config import ProxyConfig, config_from_json, config_to_json
-from proxy.errors import NoAgent, Overloaded, RateLimited
+from proxy.errors import NoAgent, Overloaded
 from proxy.fleet import Call
 from proxy.history import Failure, History
 from proxy.hub import Hub
 from proxy.link import Link, LinkLost
-from proxy.link_messages import Collect, ToHub, ToWorker
+from proxy.link_messages import Begin, Collect, ToHub, ToWorker
 from proxy.local_fleet import LocalFleet
 from proxy.metrics import Metrics
 from proxy.remote_fleet import RemoteFleet
@@ -35,7 +33,6 @@ from proxy.wire import Incarnation
 from tests.unit.proxy.builders import load, registration
 
 DEADLINE_S = 5.0
-KEY, OTHER_KEY = "a-key-with-limits", "a-key-without-any"
 
 
 @dataclass(slots=True)
@@ -45,7 +42,6 @@ class Worker:
     fleet: RemoteFleet
     metrics: Metrics
     history: History
-    api_keys: ApiKeys
     end: Link
 
 
@@ -55,7 +51,6 @@ class Office:
 
     local: LocalFleet
     hub: Hub
-    key_file: Path
     stack: AsyncExitStack
 
     async def worker(self) -> Worker:
@@ -71,13 +66,12 @@ class Office:
         def report() -> Report:
             return Report(families=reports.families_of(metrics.collect()), history=history.state())
 
-        api_keys = ApiKeys.read(self.key_file)
-        fleet = RemoteFleet(worker_end, report, api_keys, chunks=True)
+        fleet = RemoteFleet(worker_end, report, chunks=True)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.hub.serve(hub_end, asyncio.Event()))
             tasks.create_task(fleet.listen())
             try:
-                yield Worker(fleet, metrics, history, api_keys, worker_end)
+                yield Worker(fleet, metrics, history, worker_end)
             finally:
                 worker_end.close()
 
@@ -86,16 +80,14 @@ class Office:
 
 
 @pytest.fixture
-async def office(tmp_path: Path) -> AsyncIterator[Office]:
+async def office() -> AsyncIterator[Office]:
     config = ProxyConfig(queue_limit=2)
     local = LocalFleet(config, Metrics(), History(), asyncio.get_running_loop().time)
     now = local.clock()
     for role, port in (("prefill", 1), ("decode", 2)):
         local.registry.register(registration(role, port, load=load(max_running=1)), now)
-    key_file = tmp_path / "keys"
-    key_file.write_text(f"{KEY} requests=3/h tokens=100/h\n{OTHER_KEY}\n")
     async with AsyncExitStack() as stack:
-        made = Office(local, Hub(local), key_file, stack)
+        made = Office(local, Hub(local), stack)
         yield made
     await made.until_free()
     local.admission.check_integrity()
@@ -202,34 +194,6 @@ async def test_a_drain_asked_of_one_holds_for_all(office: Office) -> None:
     assert (await one.fleet.drain(Incarnation("nobody"), True)).status == 404
 
 
-async def passed_on(workers: list[Worker]) -> None:
-    """Wait until what any worker has said before has reached all: links keep the order."""
-    for _ in range(2):
-        for worker in workers:
-            await worker.fleet.page("models")
-
-
-async def test_a_keys_rates_hold_whoever_serves_it(office: Office) -> None:
-    workers = [await office.worker() for _ in range(3)]
-    allowances = [worker.api_keys.client(f"Bearer {KEY}", "POST").allowance for worker in workers]
-    for allowance in allowances:
-        allowance.enter(time.monotonic())
-        await passed_on(workers)
-    for allowance in allowances:
-        with pytest.raises(RateLimited, match="requests"):
-            allowance.enter(time.monotonic())
-    for worker in workers:
-        worker.api_keys.client(f"Bearer {OTHER_KEY}", "POST").allowance.enter(time.monotonic())
-
-
-async def test_a_keys_tokens_are_everybodys(office: Office) -> None:
-    one, other = await office.worker(), await office.worker()
-    one.api_keys.client(f"Bearer {KEY}", "POST").allowance.used(101, time.monotonic())
-    await passed_on([one, other])
-    with pytest.raises(RateLimited, match="tokens"):
-        other.api_keys.client(f"Bearer {KEY}", "POST").allowance.enter(time.monotonic())
-
-
 def sample(body: bytes, name: str) -> float:
     found = [line for line in body.decode().splitlines() if line.startswith(f"{name} ")]
     return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
@@ -309,7 +273,19 @@ async def test_a_link_says_when_the_other_end_is_gone() -> None:
     link.close()
 
 
-def test_settings_reach_a_worker_as_they_are() -> None:
+async def test_an_end_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 100_000)
+    ours, theirs = socket.socketpair()
+    link: Link = await Link.over(ours, msgspec.msgpack.Decoder(ToHub))
+    with theirs:
+        for _ in range(1000):
+            link.send(Begin(config=bytes(10_000), port=1))
+        with pytest.raises(LinkLost):
+            await link.receive()
+        link.send(Begin(config=b"", port=1))
+
+
+def test_settings_reach_a_worker_as_they_are(tmp_path: object) -> None:
     config = ProxyConfig(port=5, workers=3, decode_policy="prefix_aware", api_keys="/keys")  # type: ignore[arg-type]
     again = config_from_json(config_to_json(config))
     assert again.workers == 3 and again.decode_policy == "prefix_aware"
