@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-full test-gpu test-vllm chaos model-check check format bench-proxy bench-streamed \
-	bench-transfer train clean
+	bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -70,6 +70,9 @@ bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled m
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
+
+dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
+	$(BIN)/python -m tests.unit.proxy.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny

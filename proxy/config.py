@@ -50,6 +50,9 @@ class ProxyConfig:
         queue_timeout_s: Longest wait for an agent with room, in seconds; then 429.
         breaker_failures: Failures in a row after which an agent gets only a probe now and then.
         breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
+        nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
+            `kv_lease_duration`.
+        moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
@@ -91,6 +94,8 @@ class ProxyConfig:
     queue_timeout_s: float = 30.0
     breaker_failures: int = 5
     breaker_pause_s: float = 1.0
+    nixl_lease_s: float = 30.0
+    moriio_lease_s: float = 60.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
     drain_s: float = 5.0

@@ -26,7 +26,7 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -36,6 +36,7 @@ from proxy.api_keys import ApiKeys
 from proxy.ask import ask_about
 from proxy.config import ProxyConfig
 from proxy.dialects import native
+from proxy.dialects.base import Dialect, Leg, Part
 from proxy.drops import Drops
 from proxy.errors import (
     AgentLost,
@@ -50,14 +51,18 @@ from proxy.errors import (
 from proxy.fleet import Call, Fleet
 from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
+from proxy.legs import Tools
 from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
+from proxy.parts import cut, uncut
+from proxy.peers import Peers
 from proxy.progress import Progress
 from proxy.record import Phase, Record
 from proxy.retry_budget import RetryBudget
 from proxy.router import NOBODY, NoPair, Pair
+from proxy.spread import Spread
 from proxy.streamed import EarlyLeg, FirstTokens
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
@@ -72,6 +77,8 @@ class Services:
     retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
+    dialects: Mapping[str, Dialect]
+    peers: Peers
     open_requests: OpenRequests
     metrics: Metrics
     history: History
@@ -142,6 +149,11 @@ class Exchange:
         while True:
             attempt = await self._begin(begun_by)
             try:
+                if (spread := self._spread(attempt)) is not None:
+                    async with aclosing(spread.events()) as told:
+                        async for events in told:
+                            yield events
+                    return
                 async with self._early_leg(attempt) as early:
                     agent, first_tokens = attempt.pair.decode.info, None
                     if attempt.pair.alone:
@@ -157,8 +169,8 @@ class Exchange:
                             body = native.decode_body(request, ids, prefill.params, progress.resume())
                             leg = self._last_leg(agent, body)
                         else:
-                            leg, told = early.answered(), native.first_tokens_event(prefill)
-                            first_tokens = FirstTokens(told, Incarnation(agent.incarnation))
+                            leg, event = early.answered(), native.first_tokens_event(prefill)
+                            first_tokens = FirstTokens(event, Incarnation(agent.incarnation))
                     async with aclosing(self._relay(leg, agent, progress, first_tokens)) as relayed:
                         async for events in relayed:
                             yield events
@@ -189,7 +201,8 @@ class Exchange:
         if isinstance(hold, NoPair):
             raise NoAgent(f"{hold.value}: {model!r}")
         try:
-            check_context(self._request, min(node.info.max_model_len for node in hold.pair.nodes))
+            check_context(self._request, _context_of(hold.pair))
+            (self._dialect(hold.pair) or native).check(self._request)
         except InvalidRequest:
             hold.give_back()
             raise
@@ -231,9 +244,39 @@ class Exchange:
             return False
         return True
 
+    def _spread(self, attempt: Attempt) -> Spread | None:
+        """What takes the attempt through another engine's servers; None for our own agents."""
+        services = self._services
+        dialect = self._dialect(attempt.pair)
+        if dialect is None:
+            return None
+        tools = Tools(
+            dialect=dialect,
+            post=self._post,
+            upstream=services.upstream,
+            peers=services.peers,
+            drops=services.drops,
+            metrics=services.metrics,
+            first_byte_s=services.config.first_byte_timeout_s,
+            by=self._deadline,
+        )
+        return Spread(tools, attempt.hold, self._record, self._parts(attempt))
+
+    def _parts(self, attempt: Attempt) -> tuple[Part, ...]:
+        if attempt.pair.alone:
+            return (uncut(self._request, self._ids, attempt.transfer_id),)
+        others = [new_transfer_id() for _ in range(1, self._request.sequences)]
+        self._record.tell_transfers(others)
+        return cut(self._request, self._ids, [attempt.transfer_id, *others])
+
+    def _dialect(self, pair: Pair) -> Dialect | None:
+        return self._services.dialects.get(pair.prefill.info.dialect)
+
     async def _answer_from(self, attempt: Attempt) -> Answer:
         """One attempt at an answer that is not streamed."""
         request, ids, agent = self._request, self._ids, attempt.pair.decode.info
+        if (spread := self._spread(attempt)) is not None:
+            return Answer(content_type="application/json", body=await spread.answer(), server_timing=None)
         if attempt.pair.alone:
             return await self._fetch(self._last_leg(agent, native.alone_body(request, ids)), agent)
         async with self._early_leg(attempt) as early:
@@ -273,12 +316,12 @@ class Exchange:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
         self._record.enter(Phase.PREFILL)
         agent = attempt.pair.prefill.info
-        body = native.prefill_body(self._request, self._ids, attempt.transfer_id)
+        leg = self._leg(native.prefill_body(self._request, self._ids, attempt.transfer_id))
         attempt.pinned = True
         try:
             # Its answer is short and comes at once, so the deadline for its first byte is that for its last.
             soon = self._first_byte_deadline()
-            async with self._post(agent, body, headers_by=soon, by=soon) as answer:
+            async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
@@ -299,7 +342,11 @@ class Exchange:
         `patience`: how many times the usual wait a stream may take to begin.
         """
         soon = self._first_byte_deadline(patience) if self._request.stream else self._deadline
-        return self._post(agent, body, headers_by=soon, by=self._deadline)
+        return self._post(agent, self._leg(body), headers_by=soon, by=self._deadline)
+
+    def _leg(self, body: bytes) -> Leg:
+        """A leg of the native dialect."""
+        return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
 
     async def _fetch(self, leg: AbstractAsyncContextManager[AgentAnswer], agent: Register) -> Answer:
         """All of a last leg's answer."""
@@ -351,14 +398,13 @@ class Exchange:
 
     @asynccontextmanager
     async def _post(
-        self, agent: Register, body: bytes, *, headers_by: float, by: float
+        self, server: Register, leg: Leg, *, headers_by: float, by: float
     ) -> AsyncIterator[AgentAnswer]:
         """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
-        services, incarnation = self._services, Incarnation(agent.incarnation)
-        path, headers = native.path(self._request), native.headers(self._ids)
+        services, incarnation = self._services, Incarnation(server.incarnation)
         try:
             async with services.upstream.post(
-                agent, path, body, headers, headers_by=headers_by, by=by
+                server, leg.path, leg.body, leg.headers, headers_by=headers_by, by=by
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):
@@ -368,6 +414,11 @@ class Exchange:
 
     def _first_byte_deadline(self, patience: int = 1) -> float:
         return min(_now() + patience * self._services.config.first_byte_timeout_s, self._deadline)
+
+
+def _context_of(pair: Pair) -> int | None:
+    """The longest prompt and answer that both agents have room for; None when neither tells."""
+    return min((node.info.max_model_len for node in pair.nodes if node.info.max_model_len), default=None)
 
 
 def _now() -> float:

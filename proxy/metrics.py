@@ -98,6 +98,18 @@ class Metrics:
             "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self.prompts_recomputed = Counter(
+            "kvferry_prompts_recomputed",
+            "Prompts that another engine's decode server computed again, as its partner handed nothing over.",
+            ["dialect"],
+            registry=registry,
+        )
+        self.leases = Counter(
+            "kvferry_leases_judged",
+            "Decode legs of other engines by what is known of the KV that they read.",
+            ["verdict"],
+            registry=registry,
+        )
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )

@@ -121,11 +121,7 @@ class StandInAgent:
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
         app.on_response_prepare.append(self._add_headers)
-        app.router.add_post("/v1/completions", self._serve)
-        app.router.add_post("/v1/chat/completions", self._serve)
-        app.router.add_post("/kv/drop", self._drop)
-        app.router.add_post("/stand-in/release", self._release)
-        app.router.add_post("/stand-in/open", self._open)
+        self.add_routes(app.router)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -136,6 +132,14 @@ class StandInAgent:
         if self.proxies:
             self._pinger = asyncio.get_running_loop().create_task(self._ping())
         return self
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """What it answers."""
+        router.add_post("/v1/completions", self._serve)
+        router.add_post("/v1/chat/completions", self._serve)
+        router.add_post("/kv/drop", self._drop)
+        router.add_post("/stand-in/release", self._release)
+        router.add_post("/stand-in/open", self._open)
 
     async def __aexit__(self, *_: object) -> None:
         await self.silence()

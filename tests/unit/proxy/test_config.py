@@ -40,6 +40,8 @@ def test_the_flags_are_these() -> None:
         "queue_timeout_s",
         "breaker_failures",
         "breaker_pause_s",
+        "nixl_lease_s",
+        "moriio_lease_s",
         "max_connections",
         "keepalive_s",
         "drain_s",
