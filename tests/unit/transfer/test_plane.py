@@ -104,10 +104,11 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
-async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks() -> None:
-    """Design §5, streamed mode."""
+@pytest.mark.parametrize("verify", [False, True])
+async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
+    """Design §5, streamed mode; also where blocks become readable only once they are summed."""
     first = FirstTokens(choices=(FirstToken(id=7, logprob=-0.5), FirstToken(id=8, finish="stop")))
-    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+    async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
         transfer_id = new_transfer_id()
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "hash")
         prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
