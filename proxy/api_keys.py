@@ -86,11 +86,18 @@ def guard(app: Quart, keys: ApiKeys) -> None:
 
     @app.before_request
     async def refuse() -> Response | None:
-        needed = _needed(request.path)
-        if keys.access(request.headers.get("Authorization"), request.method) >= needed:
+        error = refusal(keys, request.path, request.method, request.headers.get("Authorization"))
+        if error is None:
             return None
-        error = Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
         return Response(error.body(), error.status, error.headers, content_type="application/json")
+
+
+def refusal(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Unauthorized | None:
+    """Why a request is not let in, or None if it is."""
+    needed = _needed(path)
+    if keys.access(authorization, method) >= needed:
+        return None
+    return Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
 
 
 def _needed(path: str) -> Access:

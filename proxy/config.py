@@ -41,6 +41,7 @@ class ProxyConfig:
         breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
+        client_stall_s: A client that takes nothing for so long, while 64 KiB wait for it, is cut off.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
         api_keys: File of the keys that clients must send; anybody is served when not given.
         cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
@@ -69,6 +70,7 @@ class ProxyConfig:
     breaker_pause_s: float = 1.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
+    client_stall_s: float = 60.0
     drain_s: float = 5.0
     api_keys: Path | None = None
     cluster_key: Path | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request through a pair of agents: route, prefill, first token, decode; deadlines, drop and retry.
 
-The life of a streamed request, as `Exchange.events` tells it:
+The life of a streamed request, as `Exchange.stream` tells it:
 
 1. **Route.** The router picks a pair with room, if need be after a wait (`admission`); the attempt holds
    slots at both agents and has a fresh transfer id.
@@ -25,8 +25,8 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from proxy import sse
@@ -56,6 +56,8 @@ from proxy.pairing import alike
 from proxy.progress import Progress
 from proxy.record import Phase, Record
 from proxy.registry import Registry
+from proxy.relay import Relay
+from proxy.reply import ClientStream
 from proxy.retry_budget import RetryBudget
 from proxy.router import NOBODY, NoPair, Pair, Router
 from proxy.slots import Slots
@@ -88,7 +90,6 @@ class Answer:
 
     content_type: str
     body: bytes
-    server_timing: str | None
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class Attempt:
 
 
 class Exchange:
-    """Serves one client request. Call either `answer` or `events`, once."""
+    """Serves one client request. Call either `answer` or `stream`, once."""
 
     def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: Record) -> None:
         self._services = services
@@ -118,11 +119,6 @@ class Exchange:
         self._avoid = NOBODY
         self._deadline = _now() + services.config.total_timeout_s
 
-    @property
-    def deadline(self) -> float:
-        """When the whole exchange must be over, on the event loop's clock."""
-        return self._deadline
-
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
         while True:
@@ -134,10 +130,10 @@ class Exchange:
             finally:
                 self._end(attempt)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer, `[DONE]` included; each item is one or more whole events.
+    async def stream(self, out: ClientStream) -> None:
+        """Give `out` the events of a streamed answer, `[DONE]` included.
 
-        Raises `ProxyError`: before the first item it can still become an HTTP status, later an error event.
+        Raises `ProxyError`: while `out` has not begun it can become an HTTP status, later an error event.
         """
         request, ids = self._request, self._ids
         progress = Progress(request.n)
@@ -150,20 +146,18 @@ class Exchange:
                 else:
                     prefill = await self._prefill(attempt)
                     if news := progress.open(prefill):
-                        yield native.first_events(request, ids, prefill, news)
+                        out.write(native.first_events(request, ids, prefill, news))
                     if prefill.params is None:
-                        yield native.closing_events(request, ids, prefill)
+                        out.write(native.closing_events(request, ids, prefill))
                         return
                     agent = attempt.pair.decode.info
                     body = native.decode_body(request, ids, prefill.params, progress.resume())
-                async with aclosing(self._relay(agent, body, progress)) as relayed:
-                    async for events in relayed:
-                        yield events
+                await self._relay(agent, body, progress, out)
                 attempt.pinned = False
                 return
             except AgentLost as lost:
                 if progress.complete:
-                    yield sse.DONE
+                    out.write(sse.DONE)
                     return
                 self._plan_retry(attempt, lost)
                 begun_by = attempt.pair.prefill.info if progress.begun else None
@@ -249,7 +243,7 @@ class Exchange:
             return await self._fetch(attempt.pair.prefill.info, native.alone_body(request, ids))
         prefill = await self._prefill(attempt)
         if prefill.params is None:
-            return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
+            return Answer(content_type="application/json", body=prefill.raw)
         body = native.decode_body(request, ids, prefill.params)
         answer = await self._fetch(attempt.pair.decode.info, body)
         attempt.pinned = False
@@ -266,6 +260,7 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, body, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
+                self._record.tell_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
             attempt.pinned = False
@@ -281,39 +276,30 @@ class Exchange:
         """The last leg of a request that is not streamed: its answer comes all at once, at the very end."""
         self._record.enter(Phase.DECODE_WAIT)
         async with self._post(agent, body, headers_by=self._deadline, by=self._deadline) as answer:
-            return Answer(
-                content_type=answer.content_type,
-                body=await answer.body(),
-                server_timing=answer.headers.get("Server-Timing"),
-            )
+            whole = await answer.body()
+            self._record.tell_timing("decode", answer.header("server-timing"))
+            return Answer(content_type=answer.content_type, body=whole)
 
-    async def _relay(self, agent: Register, body: bytes, progress: Progress) -> AsyncGenerator[bytes, None]:
+    async def _relay(self, agent: Register, body: bytes, progress: Progress, out: ClientStream) -> None:
         """The last leg of a streamed request: whole events as they come, up to `[DONE]`."""
         self._record.enter(Phase.DECODE_WAIT)
-        scanner, lost = sse.Scanner(), Incarnation(agent.incarnation)
         soon = self._first_byte_deadline()
         async with self._post(agent, body, headers_by=soon, by=self._deadline) as answer:
             if not answer.content_type.startswith(sse.CONTENT_TYPE):
                 raise BadAnswer(
                     f"{agent.address} answered {answer.content_type} where a stream was asked for"
                 )
-            async with aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    events = progress.take(scanner.feed(chunk))
-                    failure = native.agent_failure(events)
-                    if failure is not None:
-                        events, said = failure
-                    if events:
-                        if self._record.phase is not Phase.DECODE:
-                            self._record.enter(Phase.DECODE)
-                        yield events
-                    if failure is not None:
-                        raise AgentLost(f"{agent.address} failed: {said}", lost)
-                    if scanner.done:
-                        break
-            if not scanner.done:
-                raise AgentLost(f"{agent.address} ended its stream without [DONE]", lost)
-            await answer.finish()
+            relay = Relay(agent, progress, out, done=answer.finish_soon)
+            try:
+                with out.drawing_from(answer):
+                    await answer.pump(relay.feed)
+            except (AgentLost, AgentTimeout):
+                if not relay.done:
+                    raise
+            if not relay.done:
+                raise AgentLost(
+                    f"{agent.address} ended its stream without [DONE]", Incarnation(agent.incarnation)
+                )
 
     @asynccontextmanager
     async def _post(

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from proxy.admission import Admission
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.breaker import BreakerSettings
+from proxy.client_connection import ClientConnection
 from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.drops import Drops
@@ -138,10 +140,11 @@ def _router(config: ProxyConfig, slots: Slots) -> Router:
 def _uvicorn_config(services: Services) -> uvicorn.Config:
     return uvicorn.Config(
         cast(Any, create_app(services)),
-        http="httptools",
+        http=cast(Any, partial(ClientConnection, stall_s=services.config.client_stall_s)),
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
         timeout_graceful_shutdown=math.ceil(services.config.drain_s),

@@ -27,6 +27,11 @@ class Scanner:
         self.done = False
         """Whether `[DONE]` has been passed on."""
 
+    @property
+    def between_events(self) -> bool:
+        """Whether the next byte begins an event."""
+        return not self._tail and not self.done
+
     def feed(self, chunk: bytes) -> bytes:
         """The whole events completed by `chunk` (maybe none), up to and including `[DONE]`.
 

@@ -1,85 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP towards the agents: pooled connections, deadlines on every wait, failures in the proxy's own words."""
+"""HTTP towards the agents: kept connections, deadlines on every wait, failures in the proxy's own words."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import io
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from types import TracebackType
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from urllib.parse import urlsplit
 
-import aiohttp
-
+from proxy.agent_connection import AgentConnection, ConnectionBroken, Sink, State
 from proxy.config import ProxyConfig
-from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
+from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
 from proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 FINISH_GRACE_S = 1.0
-READ_BUFFER_BYTES = 64 * 1024
-# aiohttp warns about bytes of more than 1 MiB; a stream over the same bytes goes out in pieces.
-MAX_BODY_IN_ONE_PIECE = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an agent listens. `host_header`: as HTTP wants it, brackets and port included."""
+
+    host: str
+    port: int
+    is_tls: bool
+    host_header: str
 
 
 class AgentAnswer:
-    """An agent's answer whose status is below 400. Read it once, by `body` or by `chunks`.
+    """An agent's answer with status 200. Read it once, by `body` or by `pump`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off.
     """
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, agent: Register, idle_s: float, deadline: float
-    ) -> None:
-        self._response = response
+    def __init__(self, connection: AgentConnection, agent: Register, idle_s: float, by: float) -> None:
+        self._connection = connection
         self._agent = agent
         self._idle_s = idle_s
-        self._deadline = deadline
-
-    @property
-    def status(self) -> int:
-        return self._response.status
+        self._by = by
 
     @property
     def content_type(self) -> str:
         """The media type with its parameters, as the agent sent it."""
-        return self._response.headers.get("Content-Type", "application/octet-stream")
+        return self.header("content-type") or "application/octet-stream"
 
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._response.headers
+    def header(self, name: str) -> str | None:
+        """A header of the answer; `name` in lower case."""
+        value = self._connection.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
 
     async def body(self) -> bytes:
         """The whole body."""
-        with _translated(self._agent):
-            async with asyncio.timeout_at(self._deadline):
-                return await _read(self._response, MAX_ANSWER_BYTES)
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body's bytes as they come, until its end."""
-        content = self._response.content
-        with _translated(self._agent), _Watch(content, self._idle_s, self._deadline) as watch:
-            while True:
-                watch.reading()
-                chunk = await content.readany()
-                watch.read()
-                if not chunk:
-                    return
-                yield chunk
-
-    async def finish(self) -> None:
-        """Let an answer whose last event was read come to its end, so that its connection can be used again.
-
-        Waits `FINISH_GRACE_S` at most; the connection of an answer that goes on is closed with its context.
-        """
         try:
-            async with asyncio.timeout(FINISH_GRACE_S):
-                while await self._response.content.readany():
-                    pass
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            return
+            return await _read(self._connection, self._by, MAX_ANSWER_BYTES)
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
+
+    async def pump(self, sink: Sink) -> None:
+        """Give the body to `sink` as it comes, until its end. What the sink raises is raised here."""
+        self._connection.limit(self._by, self._idle_s)
+        self._connection.feed(sink)
+        try:
+            await self._connection.end()
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
+
+    def finish_soon(self) -> None:
+        """All that is wanted is here; wait a moment for the end, so that the connection can be kept."""
+        self._connection.limit(asyncio.get_running_loop().time() + FINISH_GRACE_S)
+
+    def pause(self) -> None:
+        """Take nothing for a while; the agent's silence does not count meanwhile."""
+        self._connection.pause()
+
+    def resume(self) -> None:
+        """Go on taking."""
+        self._connection.resume()
 
 
 class Upstream:
@@ -87,31 +88,18 @@ class Upstream:
 
     def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
-        self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
-        self._session: aiohttp.ClientSession
+        self._authorization = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
+        self._places = asyncio.Semaphore(config.max_connections)
+        self._idle: dict[Origin, dict[AgentConnection, None]] = {}
+        self._keeping: dict[AgentConnection, tuple[Origin, asyncio.TimerHandle]] = {}
+        self._open: set[AgentConnection] = set()
 
     async def __aenter__(self) -> Upstream:
-        connector = aiohttp.TCPConnector(
-            limit=self._config.max_connections,
-            limit_per_host=0,  # the sum is bounded; one busy agent may use all of it
-            keepalive_timeout=self._config.keepalive_s,
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            # Everything but connecting has a deadline of ours; aiohttp's own 300 s would cut long streams.
-            timeout=aiohttp.ClientTimeout(
-                total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
-            ),
-            headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            read_bufsize=READ_BUFFER_BYTES,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        for connection in tuple(self._open):
+            connection.close()
 
     @asynccontextmanager
     async def post(
@@ -138,110 +126,153 @@ class Upstream:
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with _translated(agent):
-            async with asyncio.timeout_at(headers_by):
-                response = await self._session.post(
-                    agent.address.rstrip("/") + path,
-                    data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
-                    headers=headers,
-                    allow_redirects=False,
-                )
+        origin = origin_of(agent.address)
+        request = self._request(origin, path, body, headers)
+        connection = await self._connection(origin, agent, headers_by)
         try:
-            if response.status != 200:
-                with _translated(agent):
-                    async with asyncio.timeout_at(by):
-                        raw = await _read(response, MAX_ERROR_BYTES)
-                raise _verdict(response, raw, agent)
-            yield AgentAnswer(response, agent, self._config.idle_timeout_s, by)
+            try:
+                connection.send(request, headers_by)
+                await connection.head()
+                if connection.status != 200:
+                    raw = await _read(connection, by, MAX_ERROR_BYTES)
+                    raise _verdict(connection, raw, agent)
+            except (ConnectionBroken, TimeoutError) as error:
+                raise _failure(error, agent) from error
+            yield AgentAnswer(connection, agent, self._config.idle_timeout_s, by)
         finally:
-            # A body read to its end has given its connection back already; any other must not be reused.
-            response.close()
+            if connection.reusable:
+                self._keep(origin, connection)
+            else:
+                connection.close()
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def _request(self, origin: Origin, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        assert lines.count("\n") == len(headers) == lines.count("\r"), "a header's value breaks its line"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {origin.host_header}\r\n{self._authorization}"
+            f"Content-Length: {len(body)}\r\n{lines}\r\n"
+        )
+        return head.encode("latin-1") + body
+
+    async def _connection(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+        """A connection that was kept, or a new one."""
+        kept = self._idle.get(origin)
+        if kept:
+            connection = next(reversed(kept))
+            self._unkeep(connection)
+            return connection
+        if self._places.locked() and self._keeping:
+            next(iter(self._keeping)).close()  # the one that has been idle for longest gives its place up
+        try:
+            async with asyncio.timeout_at(by):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise _failure(error, agent) from error
+        return await self._connect(origin, agent, by)
+
+    async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+        """A new connection, whose place is taken already."""
+        loop = asyncio.get_running_loop()
+        made: AgentConnection | None = None
+        try:
+            async with asyncio.timeout_at(min(by, loop.time() + self._config.connect_timeout_s)):
+                _, made = await loop.create_connection(
+                    lambda: AgentConnection(self._forget),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.is_tls else None,
+                )
+        except OSError as error:  # a TimeoutError is one
+            raise _cannot_connect(error, agent) from error
+        finally:
+            if made is None:
+                self._places.release()
+        self._open.add(made)
+        if made.state is State.CLOSED:  # it was lost before anybody could look
+            self._forget(made)
+            raise _failure(ConnectionBroken("the connection ended"), agent)
+        return made
+
+    def _keep(self, origin: Origin, connection: AgentConnection) -> None:
+        connection.rest()
+        timer = asyncio.get_running_loop().call_later(self._config.keepalive_s, connection.close)
+        self._keeping[connection] = (origin, timer)
+        self._idle.setdefault(origin, {})[connection] = None
+
+    def _unkeep(self, connection: AgentConnection) -> None:
+        origin, timer = self._keeping.pop(connection)
+        timer.cancel()
+        kept = self._idle[origin]
+        del kept[connection]
+        if not kept:
+            del self._idle[origin]
+
+    def _forget(self, connection: AgentConnection) -> None:
+        """The connection was closed, by either side."""
+        if connection in self._keeping:
+            self._unkeep(connection)
+        if connection in self._open:
+            self._open.discard(connection)
+            self._places.release()
 
 
-class _Watch:
-    """Fails the pending read of a stream whose agent has fallen silent.
-
-    One timer per stream that looks at the clock now and then; `asyncio.timeout` around every read would cost
-    a tenth of what relaying an event costs. Time that passes while the client is slow does not count.
-    """
-
-    def __init__(self, content: aiohttp.StreamReader, idle_s: float, deadline: float) -> None:
-        self._content = content
-        self._idle_s = idle_s
-        self._deadline = deadline
-        self._loop = asyncio.get_running_loop()
-        self._waiting_since: float | None = None
-        self._timer: asyncio.TimerHandle
-
-    def __enter__(self) -> _Watch:
-        self._arm(self._loop.time())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-
-    def reading(self) -> None:
-        """A read begins."""
-        self._waiting_since = self._loop.time()
-
-    def read(self) -> None:
-        """The read has ended."""
-        self._waiting_since = None
-
-    def _arm(self, since: float) -> None:
-        self._timer = self._loop.call_at(min(since + self._idle_s, self._deadline), self._look)
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        since = now if self._waiting_since is None else self._waiting_since
-        if now >= min(since + self._idle_s, self._deadline):
-            self._content.set_exception(TimeoutError())
-        else:
-            self._arm(since)
+@lru_cache(maxsize=4096)
+def origin_of(address: str) -> Origin:
+    """What to dial for an agent's advertised address, `http://host:port` (checked when it registered)."""
+    url = urlsplit(address)
+    assert url.hostname and url.port
+    return Origin(url.hostname, url.port, url.scheme == "https", url.netloc)
 
 
-@contextmanager
-def _translated(agent: Register) -> Iterator[None]:
-    """The only place that knows what aiohttp raises."""
-    lost = Incarnation(agent.incarnation)
-    try:
-        yield
-    except aiohttp.ConnectionTimeoutError as error:
-        raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
-    except TimeoutError as error:
-        raise AgentTimeout(f"{agent.address} did not answer in time") from error
-    except aiohttp.ClientConnectorError as error:
-        refused = error.os_error.errno == errno.ECONNREFUSED
-        raise AgentLost(f"cannot connect to {agent.address}: {error}", lost, refused=refused) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise AgentLost(f"{agent.address} broke off: {type(error).__name__}", lost) from error
-
-
-async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:
+    """The whole body. Raises as `AgentConnection.end` does, and `BadAnswer` past `limit` bytes."""
     parts: list[bytes] = []
     size = 0
-    while part := await response.content.readany():
+
+    def take(part: bytes) -> None:
+        nonlocal size
         parts.append(part)
         size += len(part)
         if size > limit:
             raise BadAnswer(f"an agent's answer exceeds {limit} bytes")
-    return b"".join(parts)
+
+    connection.limit(by)
+    connection.feed(take)
+    await connection.end()
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _failure(error: ConnectionBroken | TimeoutError, agent: Register) -> ProxyError:
+    if isinstance(error, TimeoutError):
+        return AgentTimeout(f"{agent.address} did not answer in time")
+    return AgentLost(f"{agent.address} broke off: {error}", Incarnation(agent.incarnation))
+
+
+def _cannot_connect(error: OSError, agent: Register) -> AgentLost:
+    lost = Incarnation(agent.incarnation)
+    if isinstance(error, TimeoutError):
+        return AgentLost(f"connecting to {agent.address} took too long", lost, status=504)
+    refused = error.errno == errno.ECONNREFUSED
+    return AgentLost(f"cannot connect to {agent.address}: {error}", lost, refused=refused)
 
 
 def _verdict(
-    response: aiohttp.ClientResponse, raw: bytes, agent: Register
+    connection: AgentConnection, raw: bytes, agent: Register
 ) -> AgentRefused | AgentLost | BadAnswer:
     """What an agent's status other than 200 means for the request."""
-    if 400 <= response.status < 500:
-        content_type = response.headers.get("Content-Type", "application/json")
-        return AgentRefused(response.status, content_type, raw, response.headers.get("Retry-After"))
-    if response.status >= 500:
+    status, headers = connection.status, connection.headers
+    if 400 <= status < 500:
+        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
+        retry_after = headers.get(b"retry-after")
+        told = None if retry_after is None else retry_after.decode("latin-1")
+        return AgentRefused(status, content_type, raw, told)
+    if status >= 500:
         said = (error_object(raw) or {}).get("message", "no reason given")
         return AgentLost(
-            f"{agent.address} answered HTTP {response.status}: {said}",
-            Incarnation(agent.incarnation),
-            status=response.status,
+            f"{agent.address} answered HTTP {status}: {said}", Incarnation(agent.incarnation), status=status
         )
-    return BadAnswer(f"{agent.address} answered HTTP {response.status}")
+    return BadAnswer(f"{agent.address} answered HTTP {status}")

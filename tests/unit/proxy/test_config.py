@@ -36,6 +36,7 @@ def test_the_flags_are_these() -> None:
         "breaker_pause_s",
         "max_connections",
         "keepalive_s",
+        "client_stall_s",
         "drain_s",
         "api_keys",
         "cluster_key",

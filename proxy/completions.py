@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two completion endpoints, served on ASGI itself: what Quart would add to each request costs more than
+all that the proxy does for it. Every other path is the application's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from proxy import sse
+from proxy.api_keys import refusal
+from proxy.client_connection import EXTENSION, ClientReply, Header
+from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
+from proxy.exchange import Exchange, Services
+from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
+from proxy.openai_api import parse_request
+from proxy.record import Record
+from proxy.reply import ClientStream
+
+Scope = Any
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat/completions",
+}
+STREAM_HEADERS: tuple[Header, ...] = (
+    (b"content-type", sse.CONTENT_TYPE.encode()),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
+
+
+class Completions:
+    """An ASGI application around another one. It needs `ClientConnection` under it.
+
+    `services` must stay open for as long as it serves.
+    """
+
+    def __init__(self, services: Services, otherwise: App) -> None:
+        self._services = services
+        self._otherwise = otherwise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._otherwise(scope, receive, send)
+            return
+        reply: ClientReply = scope["extensions"][EXTENSION]["reply"]
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = request_id_from(_text(headers.get(b"x-request-id")))
+        error = self._refusal(scope, headers)
+        if error is not None:
+            _refuse(reply, request_id, error)
+        else:
+            await self._serve(endpoint, request_id, headers, reply, receive)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ProxyError | None:
+        """Why the request is not even looked at."""
+        keys, method = self._services.api_keys, scope["method"]
+        if keys is not None:
+            error = refusal(keys, scope["path"], method, _text(headers.get(b"authorization")))
+            if error is not None:
+                return error
+        return None if method == "POST" else NotFound(405, f"{method} is not for this path")
+
+    async def _serve(
+        self,
+        endpoint: Endpoint,
+        request_id: RequestId,
+        headers: dict[bytes, bytes],
+        reply: ClientReply,
+        receive: Receive,
+    ) -> None:
+        """One request. A client that leaves cancels this task; so does a proxy that stops."""
+        services = self._services
+        reply.lost = services.open_requests.join()
+        record = Record(endpoint, request_id, services.metrics, services.history)
+        out = ClientStream(reply, record, (*STREAM_HEADERS, _named(request_id)))
+        try:
+            raw = await self._body(headers, reply, receive)
+            asked = parse_request(endpoint, raw)
+            record.tell_request(asked)
+            ids = new_identity(
+                endpoint,
+                request_id,
+                asked.seed,
+                _text(headers.get(b"traceparent")),
+                _text(headers.get(b"x-session-id")),
+            )
+            exchange = Exchange(services, asked, ids, record)
+            if asked.stream:
+                await exchange.stream(out)
+                out.end()
+            else:
+                answer = await exchange.answer()
+                record.end(200)
+                timing = (b"server-timing", record.server_timing().encode("latin-1"))
+                content = (b"content-type", answer.content_type.encode("latin-1"))
+                reply.whole(200, (content, _named(request_id), timing), answer.body)
+        except ProxyError as error:
+            if out.has_begun:
+                out.fail(error)
+            else:
+                record.end(error.status, error.code)
+                _refuse(reply, request_id, error)
+        except asyncio.CancelledError:
+            out.abandon()
+            if not reply.is_lost:
+                reply.give_up()
+
+    async def _body(self, headers: dict[bytes, bytes], reply: ClientReply, receive: Receive) -> bytes:
+        """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
+        config = self._services.config
+        limit, body = config.max_body_bytes, reply.body
+        too_large = BodyTooLarge(f"the body exceeds {limit} bytes")
+        if int(headers.get(b"content-length", b"0")) > limit:
+            raise too_large
+        if body is not None:
+            parts, size = [body], len(body)
+        else:
+            parts, size = [], 0
+            try:
+                async with asyncio.timeout(config.body_timeout_s):
+                    more = True
+                    while more and size <= limit:
+                        message = await receive()
+                        part, more = message.get("body", b""), message.get("more_body", False)
+                        parts.append(part)
+                        size += len(part)
+            except TimeoutError as error:
+                raise BodyTooSlow("the body did not arrive in time") from error
+        if size > limit:
+            raise too_large
+        return b"".join(parts)
+
+
+def _refuse(reply: ClientReply, request_id: RequestId, error: ProxyError) -> None:
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+    content = (b"content-type", b"application/json")
+    reply.whole(error.status, (content, _named(request_id), *headers), error.body())
+
+
+def _named(request_id: RequestId) -> Header:
+    return (b"x-request-id", request_id.encode())
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
