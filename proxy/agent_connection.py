@@ -113,8 +113,11 @@ class AgentConnection(asyncio.Protocol):
     def limit(self, by: float, idle_s: float = FOREVER) -> None:
         """Set the deadline of what is under way, and how long the agent may be silent in it."""
         self._by, self._idle_s = by, idle_s
-        self._heard_at = self._loop.time()
-        self._arm()
+        self._heard_at = now = self._loop.time()
+        due = min(by, now + idle_s)
+        # A timer that goes off too early looks, and sets the next: cheaper than one for every request.
+        if self._timer is None or self._timer.when() > due:
+            self._arm(due)
 
     def pause(self) -> None:
         """Read no more: whoever takes the pieces is slow. The agent's silence does not count meanwhile."""
@@ -130,7 +133,7 @@ class AgentConnection(asyncio.Protocol):
     def rest(self) -> None:
         """The request is over, and another may be sent."""
         self._to(State.IDLE)
-        self._disarm()
+        self._by = self._idle_s = FOREVER
         self._sink = None
         self._held, self._held_bytes = [], 0
         self._paused = False
@@ -227,9 +230,8 @@ class AgentConnection(asyncio.Protocol):
         if self._error is not None:
             raise self._error
 
-    def _arm(self) -> None:
+    def _arm(self, at: float) -> None:
         self._disarm()
-        at = min(self._by, self._heard_at + self._idle_s)
         if at < FOREVER:
             self._timer = self._loop.call_at(at, self._look)
 
@@ -245,7 +247,7 @@ class AgentConnection(asyncio.Protocol):
         if now >= self._by or now - self._heard_at >= self._idle_s:
             self._fail(TimeoutError())
         else:
-            self._arm()
+            self._arm(min(self._by, self._heard_at + self._idle_s))
 
     def _fail(self, error: BaseException) -> None:
         if self.state is State.CLOSED:

@@ -117,26 +117,27 @@ class Completions:
         """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
         config = self._services.config
         limit, body = config.max_body_bytes, reply.body
-        too_large = BodyTooLarge(f"the body exceeds {limit} bytes")
-        if int(headers.get(b"content-length", b"0")) > limit:
-            raise too_large
-        if body is not None:
-            parts, size = [body], len(body)
-        else:
-            parts, size = [], 0
+        if body is None and int(headers.get(b"content-length", b"0")) <= limit:
             try:
                 async with asyncio.timeout(config.body_timeout_s):
-                    more = True
-                    while more and size <= limit:
-                        message = await receive()
-                        part, more = message.get("body", b""), message.get("more_body", False)
-                        parts.append(part)
-                        size += len(part)
+                    body = await _received(receive, limit)
             except TimeoutError as error:
                 raise BodyTooSlow("the body did not arrive in time") from error
-        if size > limit:
-            raise too_large
-        return b"".join(parts)
+        if body is None or len(body) > limit:
+            raise BodyTooLarge(f"the body exceeds {limit} bytes")
+        return body
+
+
+async def _received(receive: Receive, limit: int) -> bytes:
+    """A body that is still on its way; no more of it than makes it longer than `limit`."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more and size <= limit:
+        message = await receive()
+        part, more = message.get("body", b""), message.get("more_body", False)
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
 
 
 def _refuse(reply: ClientReply, request_id: RequestId, error: ProxyError) -> None:

@@ -71,7 +71,7 @@ class Record:
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
-        metrics.in_flight.labels(self.phase).inc()
+        metrics.in_flight.add(self.phase, 1)
 
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `AssertionError` when the table does not allow it."""
@@ -79,13 +79,13 @@ class Record:
         now = time.monotonic()
         spent = now - self._phase_since
         self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
-        self._metrics.phases.labels(self.phase).observe(spent)
-        self._metrics.in_flight.labels(self.phase).dec()
+        self._metrics.phases.of(self.phase).observe(spent)
+        self._metrics.in_flight.add(self.phase, -1)
         logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
         self.phase = phase
         self._phase_since = now
         if phase is not Phase.ENDED:
-            self._metrics.in_flight.labels(phase).inc()
+            self._metrics.in_flight.add(phase, 1)
 
     def tell_request(self, request: ClientRequest) -> None:
         """The body was read."""
@@ -155,7 +155,7 @@ class Record:
         """The request has ended with this HTTP status (or the one its error event stands for)."""
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
-        self._metrics.requests.labels(self.endpoint, str(status)).inc()
+        self._metrics.ended(self.endpoint, status)
         self._metrics.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from urllib.parse import urlsplit
@@ -83,6 +82,43 @@ class AgentAnswer:
         self._connection.resume()
 
 
+class Leg:
+    """One request to an agent, while it is open; made by `Upstream.post`.
+
+    A class, since a generator's context would cost what everything else in here costs.
+    """
+
+    def __init__(
+        self, pool: Upstream, origin: Origin, agent: Register, request: bytes, headers_by: float, by: float
+    ) -> None:
+        self._pool = pool
+        self._origin = origin
+        self._agent = agent
+        self._request = request
+        self._headers_by = headers_by
+        self._by = by
+        self._connection: AgentConnection
+
+    async def __aenter__(self) -> AgentAnswer:
+        self._connection = connection = await self._pool.borrow(self._origin, self._agent, self._headers_by)
+        try:
+            connection.send(self._request, self._headers_by)
+            await connection.head()
+            if connection.status != 200:
+                raw = await _read(connection, self._by, MAX_ERROR_BYTES)
+                raise _verdict(connection, raw, self._agent)
+        except (ConnectionBroken, TimeoutError) as error:
+            connection.close()
+            raise _failure(error, self._agent) from error
+        except BaseException:
+            self._pool.give_back(self._origin, connection)
+            raise
+        return AgentAnswer(connection, self._agent, self._pool.idle_timeout_s, self._by)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pool.give_back(self._origin, self._connection)
+
+
 class Upstream:
     """The proxy's one pool of connections. An async context: leaving it closes every connection."""
 
@@ -91,8 +127,14 @@ class Upstream:
         self._authorization = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
         self._places = asyncio.Semaphore(config.max_connections)
         self._idle: dict[Origin, dict[AgentConnection, None]] = {}
-        self._keeping: dict[AgentConnection, tuple[Origin, asyncio.TimerHandle]] = {}
+        self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
         self._open: set[AgentConnection] = set()
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """How long an agent may be silent within a stream."""
+        return self._config.idle_timeout_s
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -100,9 +142,10 @@ class Upstream:
     async def __aexit__(self, *_: object) -> None:
         for connection in tuple(self._open):
             connection.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self,
         agent: Register,
         path: str,
@@ -111,39 +154,50 @@ class Upstream:
         *,
         headers_by: float,
         by: float,
-    ) -> AsyncIterator[AgentAnswer]:
-        """Send one leg and hand out its answer as soon as its headers are here.
+    ) -> Leg:
+        """A context that sends one leg and hands out its answer as soon as its headers are here.
 
-        Leaving the context before the answer was read to its end closes the connection, and so tells the
-        agent that nobody waits any more.
+        Leaving it before the answer was read to its end closes the connection, and so tells the agent that
+        nobody waits any more.
 
         Args:
             headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
             by: Deadline for its end, likewise.
 
-        Raises:
+        Entering raises:
             AgentLost: connection refused or reset, an answer cut short, or a 5xx.
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
         origin = origin_of(agent.address)
-        request = self._request(origin, path, body, headers)
-        connection = await self._connection(origin, agent, headers_by)
+        return Leg(self, origin, agent, self._request(origin, path, body, headers), headers_by, by)
+
+    async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+        """A connection that was kept, or a new one; until it is given back."""
+        kept = self._idle.get(origin)
+        if kept:
+            connection = next(reversed(kept))
+            self._unkeep(connection)
+            return connection
+        if self._places.locked() and self._kept_since:
+            next(iter(self._kept_since)).close()  # the one that nobody used for longest gives its place up
         try:
-            try:
-                connection.send(request, headers_by)
-                await connection.head()
-                if connection.status != 200:
-                    raw = await _read(connection, by, MAX_ERROR_BYTES)
-                    raise _verdict(connection, raw, agent)
-            except (ConnectionBroken, TimeoutError) as error:
-                raise _failure(error, agent) from error
-            yield AgentAnswer(connection, agent, self._config.idle_timeout_s, by)
-        finally:
-            if connection.reusable:
-                self._keep(origin, connection)
-            else:
-                connection.close()
+            async with asyncio.timeout_at(by):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise _failure(error, agent) from error
+        return await self._connect(origin, agent, by)
+
+    def give_back(self, origin: Origin, connection: AgentConnection) -> None:
+        """Keep the connection for another request if it can serve one, else close it."""
+        if not connection.reusable:
+            connection.close()
+            return
+        connection.rest()
+        self._kept_since[connection] = (origin, asyncio.get_running_loop().time())
+        self._idle.setdefault(origin, {})[connection] = None
+        if self._sweeper is None:
+            self._sweep()
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -157,22 +211,6 @@ class Upstream:
             f"Content-Length: {len(body)}\r\n{lines}\r\n"
         )
         return head.encode("latin-1") + body
-
-    async def _connection(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
-        """A connection that was kept, or a new one."""
-        kept = self._idle.get(origin)
-        if kept:
-            connection = next(reversed(kept))
-            self._unkeep(connection)
-            return connection
-        if self._places.locked() and self._keeping:
-            next(iter(self._keeping)).close()  # the one that has been idle for longest gives its place up
-        try:
-            async with asyncio.timeout_at(by):
-                await self._places.acquire()
-        except TimeoutError as error:
-            raise _failure(error, agent) from error
-        return await self._connect(origin, agent, by)
 
     async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
         """A new connection, whose place is taken already."""
@@ -197,23 +235,27 @@ class Upstream:
             raise _failure(ConnectionBroken("the connection ended"), agent)
         return made
 
-    def _keep(self, origin: Origin, connection: AgentConnection) -> None:
-        connection.rest()
-        timer = asyncio.get_running_loop().call_later(self._config.keepalive_s, connection.close)
-        self._keeping[connection] = (origin, timer)
-        self._idle.setdefault(origin, {})[connection] = None
-
     def _unkeep(self, connection: AgentConnection) -> None:
-        origin, timer = self._keeping.pop(connection)
-        timer.cancel()
+        origin, _ = self._kept_since.pop(connection)
         kept = self._idle[origin]
         del kept[connection]
         if not kept:
             del self._idle[origin]
 
+    def _sweep(self) -> None:
+        """Close what was kept for too long, and come again when the next one is due."""
+        loop = asyncio.get_running_loop()
+        self._sweeper = None
+        for connection, (_, since) in tuple(self._kept_since.items()):
+            due = since + self._config.keepalive_s
+            if due > loop.time():
+                self._sweeper = loop.call_at(due, self._sweep)
+                return
+            connection.close()
+
     def _forget(self, connection: AgentConnection) -> None:
         """The connection was closed, by either side."""
-        if connection in self._keeping:
+        if connection in self._kept_since:
             self._unkeep(connection)
         if connection in self._open:
             self._open.discard(connection)
