@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy bench-streams train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,8 +54,17 @@ format: $(STAMP) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
-	$(BIN)/python -m tests.bench.proxy_cost
+# The routers that it is compared with get environments of their own; one that cannot be had is left out.
+RIVALS := vllm-router sglang-router
+bench-proxy: $(STAMP) $(RIVALS:%=build/rivals/%) ## what the proxy costs per SSE event and per request
+	$(BIN)/python -m tests.bench.proxy_cost $(if $(JSON),--json $(JSON))
+
+build/rivals/%:
+	$(PYTHON) -m venv $@
+	-$@/bin/pip install --quiet $*
+
+bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
+	$(BIN)/python -m tests.bench.stream_memory
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
