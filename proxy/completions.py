@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from proxy import sse
-from proxy.api_keys import refusal
+from proxy.allowance import Allowance
+from proxy.api_keys import NOBODY, admitted
 from proxy.client_connection import EXTENSION, ClientReply, Header
 from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
 from proxy.exchange import Exchange, Services
@@ -53,20 +54,22 @@ class Completions:
         reply: ClientReply = scope["extensions"][EXTENSION]["reply"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
-        error = self._refusal(scope, headers)
-        if error is not None:
-            _refuse(reply, request_id, error)
+        allowance = self._allowance(scope, headers)
+        if isinstance(allowance, ProxyError):
+            _refuse(reply, request_id, allowance)
         else:
-            await self._serve(endpoint, request_id, headers, reply, receive)
+            await self._serve(endpoint, request_id, headers, reply, receive, allowance)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ProxyError | None:
-        """Why the request is not even looked at."""
-        keys, method = self._services.api_keys, scope["method"]
+    def _allowance(self, scope: Scope, headers: dict[bytes, bytes]) -> Allowance | ProxyError:
+        """What the client may still ask for, or why the request is not even looked at."""
+        keys, method, client = self._services.api_keys, scope["method"], NOBODY
         if keys is not None:
-            error = refusal(keys, scope["path"], method, _text(headers.get(b"authorization")))
-            if error is not None:
-                return error
-        return None if method == "POST" else NotFound(405, f"{method} is not for this path")
+            authorization = _text(headers.get(b"authorization"))
+            admission = admitted(keys, scope["path"], method, authorization)
+            if isinstance(admission, ProxyError):
+                return admission
+            client = admission
+        return client.allowance if method == "POST" else NotFound(405, f"{method} is not for this path")
 
     async def _serve(
         self,
@@ -75,6 +78,7 @@ class Completions:
         headers: dict[bytes, bytes],
         reply: ClientReply,
         receive: Receive,
+        allowance: Allowance,
     ) -> None:
         """One request. A client that leaves cancels this task; so does a proxy that stops."""
         services = self._services
@@ -82,9 +86,10 @@ class Completions:
         record = Record(endpoint, request_id, services.metrics, services.history)
         out = ClientStream(reply, record, (*STREAM_HEADERS, _named(request_id)))
         try:
+            record.draw_on(allowance)
             raw = await self._body(headers, reply, receive)
             asked = parse_request(endpoint, raw)
-            record.tell_request(asked)
+            record.tell_request(asked, show_prompt=services.config.log_prompts)
             ids = new_identity(
                 endpoint,
                 request_id,
@@ -98,6 +103,7 @@ class Completions:
                 out.end()
             else:
                 answer = await exchange.answer()
+                record.tell_answer(answer.body)
                 record.end(200)
                 timing = (b"server-timing", record.server_timing().encode("latin-1"))
                 content = (b"content-type", answer.content_type.encode("latin-1"))

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from proxy.agent_connection import AgentConnection, ConnectionBroken, Sink, State
 from proxy.config import ProxyConfig
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -120,11 +121,15 @@ class Leg:
 
 
 class Upstream:
-    """The proxy's one pool of connections. An async context: leaving it closes every connection."""
+    """The proxy's one pool of connections. An async context: leaving it closes every connection.
+
+    Raises `BadCertificate` when the file of the agents' authority is of no use.
+    """
 
     def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
         self._authorization = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
+        self._agent_tls = None if config.agent_ca is None else client_context(config.agent_ca)
         self._places = asyncio.Semaphore(config.max_connections)
         self._idle: dict[Origin, dict[AgentConnection, None]] = {}
         self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
@@ -201,7 +206,8 @@ class Upstream:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        return ssl.create_default_context()
+        """For agents by https. What the system trusts takes long to load, so only when it is needed."""
+        return self._agent_tls or ssl.create_default_context()
 
     def _request(self, origin: Origin, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
