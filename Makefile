@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy bench-streams bench-transfer train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check fuzz-api fuzz-discovery hammer \
+	check format bench-proxy bench-streams bench-transfer train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,15 @@ chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
 	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
+
+fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
+	$(BIN)/python -m tests.fuzz api
+
+fuzz-discovery: $(STAMP) ## 100,000 random and mutated frames at the discovery socket
+	$(BIN)/python -m tests.fuzz discovery
+
+hammer: $(STAMP) ## agents that join, leave and restart 200 times under 64 streams
+	$(BIN)/python -m pytest -m full tests/unit/proxy/test_hammer.py --timeout 1200
 
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .

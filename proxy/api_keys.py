@@ -22,8 +22,8 @@ from proxy.allowance import Allowance, Rate
 from proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What load balancers and Prometheus ask for; nothing of it says what users asked or were told."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
+"""What load balancers, Prometheus and makers of clients ask for; nothing of it is about what users said."""
 CLIENT_PATHS = "/v1/"
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from proxy import metrics
+from proxy import metrics, openapi
 from proxy.api_keys import guard
 from proxy.completions import Completions
 from proxy.errors import NotFound, ProxyError
@@ -63,6 +64,12 @@ def create_app(services: Services) -> Quart:
     async def exposition() -> Response:
         return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
 
+    description = msgspec.json.encode(openapi.document(version("kvferry")))
+
+    @app.get("/openapi.json")
+    async def described() -> Response:
+        return Response(description, content_type="application/json")
+
     add_operator_page(app, services.live)
     if services.api_keys is not None:
         guard(app, services.api_keys)
@@ -70,7 +77,10 @@ def create_app(services: Services) -> Quart:
 
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:
-        return _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+        refused = _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+        if isinstance(error, MethodNotAllowed) and error.valid_methods:
+            refused.headers["Allow"] = ", ".join(sorted(error.valid_methods))
+        return refused
 
     return app
 

@@ -127,6 +127,11 @@ class ClientConnection(HttpToolsProtocol):
         self._reply = None
         super().on_response_complete()
 
+    def eof_received(self) -> None:
+        # The event loop closes the connection now, but first waits for a client that may never read again.
+        if self._reply is not None:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._take_notice()

@@ -13,7 +13,7 @@ from proxy import sse
 from proxy.allowance import Allowance
 from proxy.api_keys import NOBODY, admitted
 from proxy.client_connection import EXTENSION, ClientReply, Header
-from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
+from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
 from proxy.exchange import Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
@@ -69,7 +69,9 @@ class Completions:
             if isinstance(admission, ProxyError):
                 return admission
             client = admission
-        return client.allowance if method == "POST" else NotFound(405, f"{method} is not for this path")
+        if method != "POST":
+            return WrongMethod(f"{method} is not for this path", allowed="POST")
+        return client.allowance
 
     async def _serve(
         self,

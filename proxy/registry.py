@@ -144,7 +144,7 @@ class Registry:
         record.ours_at_ping = self._in_flight(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
-            self._models[info.model] = now
+            self._note_model(info.model, now)
         return None
 
     def bye(self, incarnation: Incarnation) -> None:
@@ -234,6 +234,12 @@ class Registry:
         if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
             return Refusal.FULL
         return None
+
+    def _note_model(self, model: str, now: float) -> None:
+        self._models.pop(model, None)
+        self._models[model] = now
+        if len(self._models) > MAX_NODES:  # the one that was announced longest ago is in front
+            del self._models[next(iter(self._models))]
 
     def _hear(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:
