@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check fuzz-api fuzz-discovery hammer \
+.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
 	check format bench-proxy bench-streams bench-transfer train clean
 
 help: ## list the targets
@@ -48,6 +48,10 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
+test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
+	$(BIN)/python -m tests.system.vllm.install .venv-vllm
+	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
 fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
 	$(BIN)/python -m tests.fuzz api
 
@@ -79,11 +83,11 @@ bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
 	$(BIN)/python -m tests.bench.stream_memory
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
-	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info

@@ -231,6 +231,7 @@ class Engine:
             recomputes=counters.recomputes,
             leases_ended=plane.leases_ended,
             handshakes=plane.handshakes,
+            refusals=plane.refusals,
             integrity_errors=self._integrity_errors,
         )
 

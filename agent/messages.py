@@ -178,7 +178,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot for pings and metrics, sent on change and at least every second while anything runs.
 
-    Counters only grow. `leases_ended`, `pull_failures` are by cause.
+    Counters only grow. `leases_ended`, `pull_failures` are by cause. `refusals`: why we can never pull from
+    some producers, by incarnation.
     """
 
     steps: int
@@ -200,6 +201,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     recomputes: int
     leases_ended: dict[str, int]
     handshakes: int
+    refusals: dict[str, str]
     integrity_errors: int
 
 

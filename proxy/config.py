@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from proxy.address_rules import AddressRules
+from proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -21,7 +24,12 @@ class ProxyConfig:
     Args:
         host: Address that the HTTP server and discovery bind.
         port: HTTP port; 0 lets the OS choose.
+        workers: Processes that serve clients on that port; with 1, one process does everything.
         discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
+        prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
+        decode: Decode server of another engine, likewise.
+        dialect: What the servers speak that name no dialect of their own.
+        nodes: YAML file that names servers of other engines.
         max_body_bytes: Largest request body accepted.
         body_timeout_s: Deadline for a client to send its body, in seconds.
         connect_timeout_s: Deadline for connecting to an agent, in seconds.
@@ -58,7 +66,12 @@ class ProxyConfig:
 
     host: str = "127.0.0.1"
     port: int = 10001
+    workers: int = 1
     discovery_port: int = DEFAULT_DISCOVERY_PORT
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    dialect: EngineDialect | None = None
+    nodes: Path | None = None
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
@@ -94,6 +107,7 @@ class ProxyConfig:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
         for name in (
+            "workers",
             "max_body_bytes",
             "max_connections",
             "prefill_limit",
@@ -106,12 +120,20 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        self.named_servers()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
         for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def named_servers(self) -> tuple[EngineServer, ...]:
+        """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""
+        named = tuple(server_from_words(words, "prefill", self.dialect) for words in self.prefill)
+        named += tuple(server_from_words(words, "decode", self.dialect) for words in self.decode)
+        check_distinct(named)
+        return named
 
 
 def parse_config(argv: Sequence[str]) -> ProxyConfig:
@@ -127,3 +149,13 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         prog="kvferry proxy",
         description="Takes OpenAI requests through a pair of prefill and decode agents.",
     )
+
+
+def config_to_json(config: ProxyConfig) -> bytes:
+    """The settings for another process of this proxy."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def config_from_json(raw: bytes) -> ProxyConfig:
+    """Read what `config_to_json` wrote. What msgspec does not know (paths) is written as its string."""
+    return msgspec.json.decode(raw, type=ProxyConfig, dec_hook=lambda kind, value: kind(value))

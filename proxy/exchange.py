@@ -30,7 +30,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from proxy import sse
-from proxy.admission import Admission, Hold
+from proxy.admission import Hold
 from proxy.api_keys import ApiKeys
 from proxy.ask import ask_about
 from proxy.config import ProxyConfig
@@ -46,21 +46,19 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
+from proxy.fleet import Call, Fleet
 from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
 from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
-from proxy.pairing import alike
 from proxy.progress import Progress
 from proxy.record import Phase, Record
-from proxy.registry import Registry
 from proxy.relay import Relay
 from proxy.reply import ClientStream
 from proxy.retry_budget import RetryBudget
-from proxy.router import NOBODY, NoPair, Pair, Router
-from proxy.slots import Slots
+from proxy.router import NOBODY, NoPair, Pair
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
 
@@ -70,10 +68,7 @@ class Services:
     """What every exchange of one proxy works with."""
 
     config: ProxyConfig
-    registry: Registry
-    router: Router
-    slots: Slots
-    admission: Admission
+    fleet: Fleet
     retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
@@ -171,11 +166,10 @@ class Exchange:
         Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
         services, model = self._services, self._request.model
-        retrying = bool(self._avoid)
-        if not retrying:
+        if not self._avoid:
             services.retry_budget.request()
         by = min(_now() + services.config.queue_timeout_s, self._deadline)
-        hold = await services.admission.enter(self._ask, lambda: self._route(begun_by), by=by, first=retrying)
+        hold = await services.fleet.enter(Call(ask=self._ask, by=by, avoid=self._avoid, begun_by=begun_by))
         if hold is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
         if isinstance(hold, NoPair):
@@ -189,19 +183,6 @@ class Exchange:
         self._record.tell_attempt(attempt.pair, attempt.transfer_id)
         return attempt
 
-    def _route(self, begun_by: Register | None) -> Pair | NoPair:
-        """Which pair may have the request now."""
-        services, now = self._services, _now()
-        snapshot = services.registry.snapshot(now)
-        if begun_by is not None:
-            snapshot = alike(snapshot, begun_by)
-        # An agent alone would begin again with token 1, which the client may have by now.
-        apart = begun_by is not None
-        pair = services.router.choose(snapshot, self._ask, self._avoid, apart=apart)
-        if isinstance(pair, Pair):
-            services.registry.sent((node.incarnation for node in pair.nodes), now)
-        return pair
-
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
         attempt.hold.give_back()
@@ -212,7 +193,7 @@ class Exchange:
         """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
         services = self._services
         if lost.refused:
-            services.registry.connection_refused(lost.agent, _now())
+            services.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
             if not self._may_repeat(self._migrations_left):
                 raise StreamBroken(lost.message) from lost
@@ -317,9 +298,9 @@ class Exchange:
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):
-            services.registry.leg_failed(incarnation, _now())
+            services.fleet.leg_failed(incarnation)
             raise
-        services.registry.leg_succeeded(incarnation)
+        services.fleet.leg_succeeded(incarnation)
 
     def _first_byte_deadline(self) -> float:
         return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)

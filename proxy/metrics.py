@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from proxy.pairing import Mismatch, refused_pairs
+from proxy.refusals import Refusal
 from proxy.registry import NodeState, Snapshot
 from proxy.tally import Gauges, Histogram, Histograms
 
@@ -25,7 +26,7 @@ _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 30
 class Metrics:
     """Everything that is counted. Requests are those of the two completion endpoints."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_requests",
@@ -100,7 +101,16 @@ class Metrics:
         self.refused_pings = Counter(
             "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
         )
-        registry.register(_Fleet(snapshot))
+        for reason in Refusal:  # so that a first one is seen as an increase
+            self.refused_pings.labels(reason.name.lower())
+
+    def watch_fleet(self, snapshot: Callable[[], Snapshot]) -> None:
+        """From now on show the agents of `snapshot()` too. Once."""
+        self._registry.register(_Agents(snapshot))
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics as they are now."""
+        return self._registry.collect()
 
     def ended(self, endpoint: str, status: int) -> None:
         """Count a request that has ended."""
@@ -118,7 +128,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Fleet(Collector):
+class _Agents(Collector):
     """Agents and refused pairings, counted when asked: they change by the passing of time too."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, mismatch, refused_pairs
+from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, mismatch, reason, refused_pairs
 from proxy.registry import Leg, Node, NodeState, Snapshot
 from proxy.router import can_serve
 from proxy.slots import Slots
+from proxy.wire import Register
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
     """Every known agent, every pair of them that cannot be used and every agent that was refused, with the
     reason."""
     refused = [
-        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.why.value}
+        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
         for pair in refused_pairs(snapshot)
     ]
     nodes = [_node(node, snapshot, slots, now) for node in snapshot.nodes]
@@ -112,17 +113,22 @@ def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
     if node.state is not NodeState.READY:
         return f"it is {node.state.value}"
     reasons = [
-        reason for leg in ("prefill", "decode") if node.serves(leg) for reason in _apart(node, leg, snapshot)
+        why for leg in ("prefill", "decode") if node.serves(leg) for why in _apart(node, leg, snapshot)
     ]
     if not reasons:
         return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
-    return None if None in reasons else next(reason.value for reason in reasons if reason is not None)
+    return None if None in reasons else next(why for why in reasons if why is not None)
 
 
-def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[Mismatch | None]:
+def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[str | None]:
     """For each ready agent of the other leg, what keeps it from serving with this one, if anything."""
     for other in snapshot.nodes:
         if leg == "prefill" and other.serves("decode"):
-            yield mismatch(node.info, other.info)
+            yield _keeps_apart(node.info, other.info)
         if leg == "decode" and other.serves("prefill"):
-            yield mismatch(other.info, node.info)
+            yield _keeps_apart(other.info, node.info)
+
+
+def _keeps_apart(prefill: Register, decode: Register) -> str | None:
+    why = mismatch(prefill, decode)
+    return None if why is None else reason(prefill, decode, why)

@@ -23,6 +23,7 @@ class Mismatch(enum.StrEnum):
     TOKENIZER = "different tokenizers"
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
+    REFUSED = "refused at their first contact"
     TRANSFER = "no transfer in common that works between them"
 
 
@@ -30,6 +31,11 @@ class RefusedPair(NamedTuple):
     prefill: Register
     decode: Register
     why: Mismatch
+
+    @property
+    def text(self) -> str:
+        """For operators; with the values that differ where the agents named them."""
+        return reason(self.prefill, self.decode, self.why)
 
 
 def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
@@ -48,9 +54,18 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.LAYOUT
     if prefill.transfer_mode != decode.transfer_mode:
         return Mismatch.MODE
+    if prefill.incarnation in decode.refusals:
+        return Mismatch.REFUSED
     if not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
+
+
+def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
+    """What operators are told; `why` as `mismatch` found it."""
+    if why is Mismatch.REFUSED:
+        return f"{why.value}: {decode.refusals[prefill.incarnation]}"
+    return why.value
 
 
 def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
@@ -69,10 +84,14 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
 
 
 def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
-    """Every prefill and decode agent that are up but cannot be paired. Quadratic: not for routing."""
+    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
+
+    Agents of different models are no pair that anybody would miss.
+    """
     for prefill in snapshot.nodes:
         for decode in snapshot.nodes:
-            if prefill.serves("prefill") and decode.serves("decode"):
+            of_one_model = prefill.info.model == decode.info.model
+            if of_one_model and prefill.serves("prefill") and decode.serves("decode"):
                 why = mismatch(prefill.info, decode.info)
                 if why is not None:
                     yield RefusedPair(prefill.info, decode.info, why)

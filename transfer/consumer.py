@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,8 @@ from transfer.ranks import RankGroup
 from transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
+MAX_REFUSALS = 64
+"""Producers remembered that we do not fit."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0
 """Before asking a producer again that did not let us wait: its map of early readers is full."""
 _MEND_S = 0.25
@@ -92,6 +94,8 @@ class Consumer:
         self._entries: dict[TransferId, _Entry] = {}
         self._links: dict[str, Link] = {}
         """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
+        self.refusals: OrderedDict[str, str] = OrderedDict()
+        """Why some producers, by incarnation, are never to be asked again."""
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
@@ -206,9 +210,9 @@ class Consumer:
     # Links.
 
     def _link(self, remote: Remote) -> Link | None:
-        """The link to a producer, made now if there is none; None if its address makes no sense."""
+        """The link to a producer, made now if there is none; None if there can be none."""
         link = self._links.get(remote.engine_id)
-        if link is not None:
+        if link is not None or remote.engine_id in self.refusals:
             return link
         if self._context is None:
             raise AssertionError("not started")
@@ -242,6 +246,10 @@ class Consumer:
 
     def _link_lost(self, link: Link, reason: str, detail: str) -> None:
         self._forget(link)
+        if link.refusal:
+            self.refusals[link.engine_id] = link.refusal
+            while len(self.refusals) > MAX_REFUSALS:
+                self.refusals.popitem(last=False)
         for entry in self._users(link):
             entry.link = None
             if (
@@ -317,7 +325,9 @@ class Consumer:
             self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
-        if entry.link is None:
+        if entry.link is None and entry.remote.engine_id in self.refusals:
+            self._perform(entry, entry.pull.lost("refused", self.refusals[entry.remote.engine_id]))
+        elif entry.link is None:
             address = f"{entry.remote.host}:{entry.remote.port}"
             self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {address}"))
         elif entry.link.state is LinkState.READY:

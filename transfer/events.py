@@ -67,5 +67,7 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Spent on checking what was pulled; part of `pull_seconds`."""
     handshakes: int
     bad_frames: int
+    refusals: dict[str, str] = {}
+    """Producers that we do not fit, by incarnation, and why: the field, their value and ours."""
     rebuilds: int = 0
     """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""

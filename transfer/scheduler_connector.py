@@ -149,6 +149,7 @@ class SchedulerConnector:
             verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
+            refusals=dict(consumer.refusals),
             rebuilds=consumer.rebuilds,
         )
 

@@ -61,7 +61,7 @@ async def fuzz(frames: int, seed: int) -> Report:
             await _throw(proxy, (_frame(rng) for _ in range(frames // ROUNDS)), number)
             for agent in agents:  # each is heard again after all of that
                 await agent.until(lambda agent=agent, heard=agent.acks: agent.acks > heard + 1)
-            registry = proxy.services.registry
+            registry = proxy.fleet.registry
             registry.check_integrity()
             known = registry.snapshot(asyncio.get_running_loop().time()).nodes
             ready = {node.incarnation for node in known if node.state is NodeState.READY}

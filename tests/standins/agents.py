@@ -103,6 +103,8 @@ class StandInAgent:
     leases: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
     running: int = 0
+    peak: int = 0
+    """The most it ever had running."""
     aborted: int = 0
     acks: int = 0
     refusals: list[str] = field(default_factory=list)
@@ -235,6 +237,7 @@ class StandInAgent:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self.running += 1
+        self.peak = max(self.peak, self.running)
         self.changed.set()
         try:
             yield

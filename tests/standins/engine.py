@@ -201,6 +201,7 @@ class StandInEngine:
                 recomputes=2,
                 leases_ended={"released": 4},
                 handshakes=1,
+                refusals={"0123456789abcdef": "weights: theirs a, ours b"},
                 integrity_errors=0,
             )
         )

@@ -107,11 +107,12 @@ class Stage:
         for agent in self.agents:
             await agent.until(lambda agent=agent: not agent.running)
             assert not agent.leases, f"{agent.role} still holds {agent.leases}"
-        assert services.slots.idle and not services.admission.waiting
-        services.admission.check_integrity()
+        fleet = self.proxy.fleet
+        assert fleet.slots.idle and not fleet.admission.waiting
+        fleet.admission.check_integrity()
         for phase in Phase:
             assert self.metric(f'kvferry_requests_in_flight{{phase="{phase}"}}') == 0, phase
-        services.registry.check_integrity()
+        fleet.registry.check_integrity()
 
 
 StartStage = Callable[..., Awaitable[Stage]]

@@ -363,6 +363,26 @@ async def test_other_weights_are_refused() -> None:
         assert (failed.reason, failed.detail) == ("refused", "weights: theirs other, ours w")
 
 
+async def test_a_producer_that_refused_us_is_not_asked_again() -> None:
+    async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
+        held = prefill.lend([9], 4)
+        decode.plane.hold(held, prefill.remote(4), 10.0)
+        for _ in range(2):
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            assert (await decode.event(PullFailed)).reason == "refused"
+        assert decode.plane.stats().refusals == {prefill.config.incarnation: "weights: theirs other, ours w"}
+        decode.plane.cancel(held)
+
+
+async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        remote = prefill.remote(TOKENS, engine_id="of-an-earlier-life")
+        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "incarnation"
+        (why,) = decode.plane.stats().refusals.values()
+        assert prefill.config.incarnation in why and "of-an-earlier-life" in why
+
+
 @needs_nixl
 async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
@@ -478,6 +498,23 @@ async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
         assert (await decode.event(PullDone)).backend == "tcp"
         assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+@needs_nixl
+async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nixl does not connect, and the others are not theirs: another time nixl may."""
+
+    def unreachable(peer: object) -> bool:
+        raise PeerUnreachable("no path")
+
+    monkeypatch.setattr("transfer.backends.nixl.NixlPeer.poll", unreachable)
+    async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="auto") as decode:
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.detail) == ("refused", "transfers: theirs nixl, ours tcp")
+        assert decode.plane.stats().refusals == {}
 
 
 async def test_a_plane_can_be_closed_after_its_ranks() -> None:
