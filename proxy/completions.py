@@ -101,6 +101,7 @@ class Completions:
             )
             exchange = Exchange(services, asked, ids, record)
             if asked.stream:
+                out.wants_timing = asked.wants_timing
                 await exchange.stream(out)
                 out.end()
             else:

@@ -84,6 +84,11 @@ class ClientRequest:
     prompt_tokens: int | None
 
     @property
+    def wants_timing(self) -> bool:
+        """Whether the answer is to tell where the time went (`kvferry_timing`)."""
+        return self.body.get("kvferry_timing") is True
+
+    @property
     def chat(self) -> bool:
         return self.endpoint == "chat/completions"
 

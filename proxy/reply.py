@@ -37,6 +37,8 @@ class ClientStream:
         self._source: Source | None = None
         self._is_paused = False
         self._has_begun = False
+        self.wants_timing = False
+        """Whether the client asked to be told, in the last event, where the time went."""
         self._status = 200
         self._code: str | None = None
         self._is_served = False
@@ -50,7 +52,7 @@ class ClientStream:
 
     def event(self, event: bytes) -> None:
         """Give one event of a token, with as little ado as possible."""
-        if self._has_begun:
+        if self._has_begun and not self.wants_timing:
             self._record.event(event)
             self._reply.write(event)
         else:
@@ -63,6 +65,8 @@ class ClientStream:
             timing = (b"server-timing", self._record.server_timing().encode())
             self._reply.begin(200, (*self._headers, timing))
         self._record.events(events)
+        if self.wants_timing:
+            events = sse.with_legs(events, self._record.leg_seconds())
         if sse.holds_error(events):
             self._status, self._code = AGENT_ERROR, "agent_error"
         self._is_served = events.endswith(sse.DONE)
