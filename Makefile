@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
-	check format bench-proxy bench-streams bench-transfer train clean
+	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -82,9 +82,15 @@ build/rivals/%:
 bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
 	$(BIN)/python -m tests.bench.stream_memory
 
+bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
+	$(BIN)/python -m tests.bench.streamed_gap
+
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
+
+dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
+	$(BIN)/python -m tests.unit.proxy.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny

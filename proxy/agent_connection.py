@@ -46,7 +46,7 @@ _NEXT: dict[State, frozenset[State]] = {
 
 
 class AgentConnection(asyncio.Protocol):
-    """Carries one request at a time: `send`, `head`, then `feed` and `end`; then it is `reusable` or not.
+    """Carries one request at a time: `send`, `head`, `feed` and `end` (or `take`); then `reusable` tells.
 
     `closed` is called once, with this connection, when it is of no more use to anybody.
     """
@@ -103,6 +103,20 @@ class AgentConnection(asyncio.Protocol):
         for piece in held:
             self._give(piece)
         self._read(not self._paused)
+
+    async def take(self) -> bytes:
+        """What has come of the body, or the next to come; nothing at its end. Instead of `feed`.
+
+        Raises as `end` does. The agent's silence counts only while somebody waits here.
+        """
+        self._heard_at = self._loop.time()
+        while not self._held and self.state is State.BODY:
+            await self._news()
+        if not self._held:
+            self._raise()
+        held, self._held, self._held_bytes = b"".join(self._held), [], 0
+        self._read(True)
+        return held
 
     async def end(self) -> None:
         """Wait for the body's end. Raises `ConnectionBroken`, `TimeoutError`, or what the sink raised."""
@@ -185,7 +199,7 @@ class AgentConnection(asyncio.Protocol):
         if self._sink is not None:
             self._give(body)
             return
-        # Nobody takes it yet: `feed` will.
+        self._wake()
         self._held.append(body)
         self._held_bytes += len(body)
         if self._held_bytes > HELD_BYTES:
@@ -242,7 +256,7 @@ class AgentConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         now = self._loop.time()
-        if self._paused:
+        if self._paused or (self._sink is None and self._waiter is None):
             self._heard_at = now
         if now >= self._by or now - self._heard_at >= self._idle_s:
             self._fail(TimeoutError())

@@ -42,12 +42,17 @@ class ProxyConfig:
         decode_policy: How to choose among decode agents.
         split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
             by one decode agent alone; 0 splits every request.
+        stream_pull_min_tokens: Prompts of which at least this many tokens are to be computed (an estimate)
+            are pulled meanwhile; 0 pulls none so; when not given, those of more than one chunk.
         prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
         decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
         queue_limit: Most requests that wait for an agent with room; more are refused with 429.
         queue_timeout_s: Longest wait for an agent with room, in seconds; then 429.
         breaker_failures: Failures in a row after which an agent gets only a probe now and then.
         breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
+        nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
+            `kv_lease_duration`.
+        moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         client_stall_s: A client that takes nothing for so long, while 64 KiB wait for it, is cut off.
@@ -83,12 +88,15 @@ class ProxyConfig:
     prefill_policy: PolicyName = "round_robin"
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
+    stream_pull_min_tokens: int | None = None
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024
     queue_timeout_s: float = 30.0
     breaker_failures: int = 5
     breaker_pause_s: float = 1.0
+    nixl_lease_s: float = 30.0
+    moriio_lease_s: float = 60.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
     client_stall_s: float = 60.0
@@ -124,8 +132,8 @@ class ProxyConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
-        for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
-            if getattr(self, name) < 0:
+        for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def named_servers(self) -> tuple[EngineServer, ...]:

@@ -32,6 +32,7 @@ from proxy.link_messages import (
     Reported,
     Show,
     Shown,
+    Spent,
     Stop,
     Succeeded,
     ToHub,
@@ -82,6 +83,11 @@ class Hub:
         self._stopping = True
         for seat in self._workers:
             seat.stop()
+
+    def pass_on(self, spent: Spent, teller: WorkerSeat) -> None:
+        """Let the other workers know."""
+        for seat in self._workers - {teller}:
+            seat.tell(spent)
 
     def keep(self, seat: WorkerSeat, report: Report) -> None:
         """Remember what a worker has counted."""
@@ -158,6 +164,10 @@ class WorkerSeat:
         """Tell it to finish what it has and end."""
         self._link.send(Stop())
 
+    def tell(self, spent: Spent) -> None:
+        """Another worker has served a client."""
+        self._link.send(spent)
+
     def give_back(self) -> None:
         """Free what it held when it ended."""
         for agent, count in self._held.taken().items():
@@ -202,6 +212,8 @@ class WorkerSeat:
             case Reported(seq=seq, report=report):
                 if (reported := self._collecting.get(seq)) is not None and not reported.done():
                     reported.set_result(report)
+            case Spent():
+                self._hub.pass_on(message, self)
             case Listening():
                 self._listening.set()
         return None

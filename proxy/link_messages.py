@@ -102,6 +102,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     agent: Incarnation
 
 
+class Spent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A client with limits took so much; the hub passes it on to the other workers. `key`: its digest."""
+
+    key: bytes
+    requests: int
+    tokens: int
+
+
 class Show(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     name: PageName
@@ -120,5 +128,5 @@ class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     report: Report
 
 
-ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect
-ToHub = Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Reported
+ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect | Spent
+ToHub = Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Reported | Spent

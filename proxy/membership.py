@@ -15,6 +15,7 @@ from proxy.config import ProxyConfig
 from proxy.discovery import Discovery
 from proxy.engine_server import EngineServer, check_distinct, servers_from_file
 from proxy.engine_watch import EngineWatch
+from proxy.introductions import Introductions
 from proxy.local_fleet import LocalFleet
 from proxy.refusals import Refusal
 from proxy.tls import client_context
@@ -31,28 +32,32 @@ async def membership(
 
     Raises `OSError` when the port is taken, and `BadCertificate`.
     """
-    discovery = Discovery(
-        fleet.registry,
-        fleet.metrics,
-        proxy_id=secrets.token_hex(8),
-        clock=fleet.clock,
-        key=key,
-        heard=fleet.admission.pump,
-    )
-    watches = [EngineWatch(server, _Teller(fleet)) for server in servers]
-    fleet.watches = tuple(watches)
-    try:
-        port = discovery.bind(config.host, config.discovery_port)
-        async with _http(config) as http, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(discovery.run())]
-            running += [tasks.create_task(watch.run(http)) for watch in watches]
-            try:
-                yield port
-            finally:
-                for task in running:
-                    task.cancel()
-    finally:
-        discovery.close()
+    async with _http(config) as http:
+        introductions = Introductions(http, fleet.clock)
+        discovery = Discovery(
+            fleet.registry,
+            fleet.metrics,
+            proxy_id=secrets.token_hex(8),
+            clock=fleet.clock,
+            key=key,
+            heard=fleet.admission.pump,
+            complete=introductions.complete,
+        )
+        watches = [EngineWatch(server, _Teller(fleet)) for server in servers]
+        fleet.watches = tuple(watches)
+        try:
+            port = discovery.bind(config.host, config.discovery_port)
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(discovery.run())]
+                running += [tasks.create_task(watch.run(http)) for watch in watches]
+                try:
+                    yield port
+                finally:
+                    for task in running:
+                        task.cancel()
+        finally:
+            await introductions.close()
+            discovery.close()
 
 
 def all_servers(config: ProxyConfig) -> tuple[EngineServer, ...]:

@@ -75,6 +75,10 @@ class Metrics:
         self.migrations = Counter(
             "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
         )
+        self.streamed_pulls = Counter(
+            "kvferry_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
+            registry=registry,
+        )  # fmt: skip
         self.retries_denied = Counter(
             "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )
@@ -95,6 +99,18 @@ class Metrics:
             "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self.prompts_recomputed = Counter(
+            "kvferry_prompts_recomputed",
+            "Prompts that another engine's decode server computed again, as its partner handed nothing over.",
+            ["dialect"],
+            registry=registry,
+        )
+        self.leases = Counter(
+            "kvferry_leases_judged",
+            "Decode legs of other engines by what is known of the KV that they read.",
+            ["verdict"],
+            registry=registry,
+        )
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )

@@ -14,20 +14,28 @@ from proxy.dialects import native
 from proxy.errors import AgentLost
 from proxy.progress import MARK, Progress
 from proxy.reply import ClientStream
+from proxy.streamed import FirstTokens
 from proxy.wire import Incarnation, Register
 
 
 class Relay:
     """Gives the client whole events of one leg, up to `[DONE]`, and notes the tokens in `progress`.
 
+    `first_tokens`, if any, takes off what the stream begins with.
     `done` is called once, when `[DONE]` has been given; what comes after it is dropped.
     """
 
     def __init__(
-        self, agent: Register, progress: Progress, out: ClientStream, done: Callable[[], None]
+        self,
+        agent: Register,
+        progress: Progress,
+        first_tokens: FirstTokens | None,
+        out: ClientStream,
+        done: Callable[[], None],
     ) -> None:
         self._agent = agent
         self._progress = progress
+        self._first_tokens = first_tokens
         self._out = out
         self._tell_done = done
         self._scanner = sse.Scanner()
@@ -37,8 +45,13 @@ class Relay:
     def feed(self, piece: bytes) -> None:
         """Take the next bytes of the stream.
 
-        Raises `AgentLost` when the agent says that it failed, and `BadAnswer` for an event without end.
+        Raises `AgentLost` when the agent says that it failed or begins with other tokens than it should, and
+        `BadAnswer` for an event without end.
         """
+        if self._first_tokens is not None:
+            piece = self._first_tokens.strip(piece)
+            if self._first_tokens.is_over:
+                self._first_tokens = None
         if (
             piece.startswith(MARK)
             and piece.endswith(sse.END_OF_EVENT)

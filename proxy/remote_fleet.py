@@ -27,6 +27,7 @@ from proxy.link_messages import (
     Reported,
     Show,
     Shown,
+    Spent,
     Stop,
     Succeeded,
     ToHub,
@@ -53,12 +54,21 @@ class RemoteFleet:
     Args:
         report: What this worker has counted so far.
         chunks: Whether a policy of this proxy looks at the beginnings of prompts.
+        spent: Told what clients took from other workers.
     """
 
-    def __init__(self, link: HubLink, report: Callable[[], Report], *, chunks: bool) -> None:
+    def __init__(
+        self,
+        link: HubLink,
+        report: Callable[[], Report],
+        *,
+        chunks: bool,
+        spent: Callable[[Spent], None] = lambda spent: None,
+    ) -> None:
         self._link = link
         self._report = report
         self._chunks = chunks
+        self._spent = spent
         self._seq = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.stopped = asyncio.Event()
@@ -85,6 +95,8 @@ class RemoteFleet:
                 self.stopped.set()
             case Collect(seq=seq):
                 self._link.send(Reported(seq=seq, report=self._report()))
+            case Spent():
+                self._spent(message)
             case Begin():
                 raise AssertionError("the hub begins twice")
             case _:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -26,8 +27,8 @@ class Source(Protocol):
 class ClientStream:
     """The client's end of one stream. Its HTTP answer begins with the first events.
 
-    Nothing here waits. A client that does not take its events makes their source wait (`drawing_from`), so
-    no more is kept for it than what was on its way.
+    A client that does not take its events makes their source wait (`drawing_from`, `give`), so no more is
+    kept for it than what was on its way.
     """
 
     def __init__(self, reply: ClientReply, record: Record, headers: tuple[Header, ...]) -> None:
@@ -35,7 +36,8 @@ class ClientStream:
         self._record = record
         self._headers = headers
         self._source: Source | None = None
-        self._is_paused = False
+        self._is_taking = asyncio.Event()
+        self._is_taking.set()
         self._has_begun = False
         self.wants_timing = False
         """Whether the client asked to be told, in the last event, where the time went."""
@@ -72,11 +74,16 @@ class ClientStream:
         self._is_served = events.endswith(sse.DONE)
         self._reply.write(events)
 
+    async def give(self, events: bytes) -> None:
+        """`write`, for those who can wait: returns when the client takes what it is given."""
+        self.write(events)
+        await self._is_taking.wait()
+
     @contextmanager
     def drawing_from(self, source: Source) -> Iterator[None]:
         """While open, `source` waits whenever the client does not take what it was given."""
         self._source = source
-        if self._is_paused:
+        if not self._is_taking.is_set():
             source.pause()
         try:
             yield
@@ -102,6 +109,9 @@ class ClientStream:
             self._record.end(CLIENT_LEFT, "client_left")
 
     def _pause(self, paused: bool) -> None:
-        self._is_paused = paused
+        if paused:
+            self._is_taking.clear()
+        else:
+            self._is_taking.set()
         if self._source is not None:
             (self._source.pause if paused else self._source.resume)()

@@ -19,6 +19,7 @@ from proxy.api_keys import ApiKeys
 from proxy.app import create_app
 from proxy.client_connection import ClientConnection
 from proxy.config import ProxyConfig
+from proxy.dialects.catalogue import other_dialects
 from proxy.drops import Drops
 from proxy.exchange import Services
 from proxy.fleet import Fleet
@@ -28,6 +29,7 @@ from proxy.local_fleet import LocalFleet
 from proxy.membership import all_servers, membership
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
+from proxy.peers import Peers
 from proxy.retry_budget import RESERVE, RetryBudget
 from proxy.tls import server_context
 from proxy.upstream import Upstream
@@ -121,6 +123,8 @@ async def serving(
             retry_budget=RetryBudget(RESERVE / config.workers),
             upstream=upstream,
             drops=drops,
+            dialects=other_dialects(config),
+            peers=Peers(),
             open_requests=OpenRequests(),
             metrics=metrics,
             history=history,

@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from urllib.parse import urlsplit
 
 from proxy.agent_connection import AgentConnection, ConnectionBroken, Sink, State
 from proxy.config import ProxyConfig
+from proxy.dialects import native
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
@@ -33,7 +34,7 @@ class Origin:
 
 
 class AgentAnswer:
-    """An agent's answer with status 200. Read it once, by `body` or by `pump`.
+    """An agent's answer with status 200. Read it once, by `body`, `pump` or `chunks`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off.
     """
@@ -69,6 +70,24 @@ class AgentAnswer:
             await self._connection.end()
         except (ConnectionBroken, TimeoutError) as error:
             raise _failure(error, self._agent) from error
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body's bytes as they come, until its end; for those who must wait between them."""
+        self._connection.limit(self._by, self._idle_s)
+        try:
+            while chunk := await self._connection.take():
+                yield chunk
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
+
+    async def finish(self) -> None:
+        """After `chunks` was left: wait a moment for the end, so that the connection can be kept."""
+        self.finish_soon()
+        try:
+            while await self._connection.take():
+                continue
+        except (ConnectionBroken, TimeoutError):
+            return
 
     def finish_soon(self) -> None:
         """All that is wanted is here; wait a moment for the end, so that the connection can be kept."""
@@ -108,6 +127,7 @@ class Leg:
             if connection.status != 200:
                 raw = await _read(connection, self._by, MAX_ERROR_BYTES)
                 raise _verdict(connection, raw, self._agent)
+            connection.limit(self._by)  # for the body, whenever somebody asks for it
         except (ConnectionBroken, TimeoutError) as error:
             connection.close()
             raise _failure(error, self._agent) from error
@@ -128,7 +148,7 @@ class Upstream:
 
     def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
-        self._authorization = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
+        self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._agent_tls = None if config.agent_ca is None else client_context(config.agent_ca)
         self._places = asyncio.Semaphore(config.max_connections)
         self._idle: dict[Origin, dict[AgentConnection, None]] = {}
@@ -175,7 +195,20 @@ class Upstream:
             AgentRefused: a 4xx, with the agent's body.
         """
         origin = origin_of(agent.address)
-        return Leg(self, origin, agent, self._request(origin, path, body, headers), headers_by, by)
+        head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
+        return Leg(self, origin, agent, head + body, headers_by, by)
+
+    async def get(self, agent: Register, url: str, *, by: float) -> bytes:
+        """The body at a URL of the agent's, whichever of its ports that is.
+
+        Raises as `post` does.
+        """
+        parts = urlsplit(url)
+        origin = origin_of(f"{parts.scheme}://{parts.netloc}")
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        request = self._head("GET", origin, target or "/", agent, {})
+        async with Leg(self, origin, agent, request, by, by) as answer:
+            return await answer.body()
 
     async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
         """A connection that was kept, or a new one; until it is given back."""
@@ -209,14 +242,15 @@ class Upstream:
         """For agents by https. What the system trusts takes long to load, so only when it is needed."""
         return self._agent_tls or ssl.create_default_context()
 
-    def _request(self, origin: Origin, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    def _head(
+        self, method: str, origin: Origin, target: str, agent: Register, headers: Mapping[str, str]
+    ) -> bytes:
+        """A request's head. The cluster's token is no business of other engines' servers."""
+        if agent.dialect == native.NAME:
+            headers = {**headers, **self._bearer}
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         assert lines.count("\n") == len(headers) == lines.count("\r"), "a header's value breaks its line"
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {origin.host_header}\r\n{self._authorization}"
-            f"Content-Length: {len(body)}\r\n{lines}\r\n"
-        )
-        return head.encode("latin-1") + body
+        return f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n{lines}\r\n".encode("latin-1")
 
     async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
         """A new connection, whose place is taken already."""
@@ -270,10 +304,10 @@ class Upstream:
 
 @lru_cache(maxsize=4096)
 def origin_of(address: str) -> Origin:
-    """What to dial for an agent's advertised address, `http://host:port` (checked when it registered)."""
+    """What to dial for `http://host:port`, as agents advertise it (checked when they register)."""
     url = urlsplit(address)
-    assert url.hostname and url.port
-    return Origin(url.hostname, url.port, url.scheme == "https", url.netloc)
+    is_tls = url.scheme == "https"
+    return Origin(url.hostname or "", url.port or (443 if is_tls else 80), is_tls, url.netloc)
 
 
 async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:

@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +22,7 @@ from proxy import reports
 from proxy.config import ProxyConfig, config_from_json
 from proxy.history import History
 from proxy.link import Link
-from proxy.link_messages import Begin, Listening, ToWorker
+from proxy.link_messages import Begin, Listening, Spent, ToWorker
 from proxy.metrics import Metrics
 from proxy.remote_fleet import HubLink, RemoteFleet
 from proxy.reports import Report
@@ -61,8 +62,19 @@ async def _serve(link: HubLink, config: ProxyConfig, port: int) -> int:
     def report() -> Report:
         return Report(families=reports.families_of(metrics.collect()), history=history.state())
 
-    fleet = RemoteFleet(link, report, chunks="prefix_aware" in (config.prefill_policy, config.decode_policy))
     keys = Keys.read(config)
+
+    def tell(key: bytes, requests: int, tokens: int) -> None:
+        link.send(Spent(key=key, requests=requests, tokens=tokens))
+
+    def hear(spent: Spent) -> None:
+        if keys.clients is not None:
+            keys.clients.taken(spent.key, spent.requests, spent.tokens, time.monotonic())
+
+    if keys.clients is not None:
+        keys.clients.share(tell)
+    chunks = "prefix_aware" in (config.prefill_policy, config.decode_policy)
+    fleet = RemoteFleet(link, report, chunks=chunks, spent=hear)
     with listening_socket(config.host, port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
             hearing = tasks.create_task(fleet.listen())

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -52,8 +53,13 @@ class Crew:
                         return worker
         raise AssertionError("nobody serves this connection")
 
-    async def post(self, path: str = "/v1/completions", body: Any = None) -> int:
-        async with aiohttp.ClientSession() as http, http.post(self.url + path, json=body) as response:
+    async def post(
+        self, path: str = "/v1/completions", body: Any = None, headers: dict[str, str] | None = None
+    ) -> int:
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(self.url + path, json=body) as response,
+        ):
             await response.read()
             return response.status
 
@@ -90,6 +96,21 @@ async def until(claim: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not claim():
             await asyncio.sleep(0.02)
+
+
+async def test_a_keys_limit_is_that_of_all_workers(tmp_path: Path) -> None:
+    """Issue 4, "Security" and "Routing": whichever worker a client's connections lead to."""
+    keys = tmp_path / "keys"
+    keys.write_text("client-key-0123456789 requests=12/h\n")
+    async with crew("--api-keys", str(keys)) as proxy:
+        headers = {"Authorization": "Bearer client-key-0123456789"}
+        statuses = [await proxy.post(body=BODY, headers=headers) for _ in range(40)]
+        assert statuses[:12] == [503] * 12
+        assert statuses.count(429) >= 25, "each on its own would let 12 in; news may be late once or twice"
+        proxy.hub.send_signal(signal.SIGTERM)
+        log = await _log_of(proxy)
+    served = {line.split()[3] for line in log.splitlines() if " request {" in line}
+    assert len(served) == 2, "both workers had their share"
 
 
 async def test_limits_drains_breakers_and_metrics_are_those_of_one_proxy() -> None:
