@@ -23,7 +23,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
     """Every device that an engine has opened, in order."""
     opened: list[HostDevice] = []
 
-    def open_device(pool: object, settings: object, on_landed: object) -> HostDevice:
+    def open_device(pool: object, settings: object, computing: object, on_landed: object) -> HostDevice:
         opened.append(HostDevice(on_landed))  # type: ignore[arg-type]
         return opened[-1]
 
