@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check check format bench-proxy bench-transfer \
-	dialect-table train clean
+.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check check format bench-proxy bench-streamed \
+	bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,9 @@ format: $(STAMP) ## format the code and mend what the linter can
 
 bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
 	$(BIN)/python -m tests.bench.proxy_cost
+
+bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
+	$(BIN)/python -m tests.bench.streamed_gap
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'

@@ -130,12 +130,12 @@ def _open_device(config: AgentConfig, group: Group, run_dir: Path) -> torch.devi
     """Choose the rank's device and join the process group, through a file in the agent's own directory."""
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
     device = torch.device("cpu")
-    if config.device == "cuda":
-        device = torch.device("cuda", group.rank)
+    if config.first_gpu is not None:
+        device = torch.device("cuda", config.first_gpu + group.rank)
         torch.cuda.set_device(device)
     if group.size > 1:
         dist.init_process_group(
-            "nccl" if config.device == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{run_dir}/process-group",
             rank=group.rank,
             world_size=group.size,

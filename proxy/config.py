@@ -42,6 +42,8 @@ class ProxyConfig:
         decode_policy: How to choose among decode agents.
         split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
             by one decode agent alone; 0 splits every request.
+        stream_pull_min_tokens: Prompts of which at least this many tokens are to be computed (an estimate)
+            are pulled meanwhile; 0 pulls none so; when not given, those of more than one chunk.
         prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
         decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
         queue_limit: Most requests that wait for an agent with room; more are refused with 429.
@@ -85,6 +87,7 @@ class ProxyConfig:
     prefill_policy: PolicyName = "round_robin"
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
+    stream_pull_min_tokens: int | None = None
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024
@@ -127,8 +130,8 @@ class ProxyConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
-        for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
-            if getattr(self, name) < 0:
+        for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def named_servers(self) -> tuple[EngineServer, ...]:

@@ -127,6 +127,7 @@ def _router(config: ProxyConfig, slots: Slots) -> Router:
         make_policy(config.decode_policy, rng),
         Loads(slots, {"prefill": config.prefill_limit, "decode": config.decode_limit}),
         config.split_min_tokens,
+        config.stream_pull_min_tokens,
     )
 
 

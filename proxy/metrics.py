@@ -74,6 +74,10 @@ class Metrics:
         self.migrations = Counter(
             "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
         )
+        self.streamed_pulls = Counter(
+            "kvferry_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
+            registry=registry,
+        )  # fmt: skip
         self.retries_denied = Counter(
             "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )

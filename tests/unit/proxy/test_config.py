@@ -33,6 +33,7 @@ def test_the_flags_are_these() -> None:
         "prefill_policy",
         "decode_policy",
         "split_min_tokens",
+        "stream_pull_min_tokens",
         "prefill_limit",
         "decode_limit",
         "queue_limit",
