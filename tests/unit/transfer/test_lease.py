@@ -243,6 +243,15 @@ class _Truth:
     readable: int = 0
 
 
+def test_leases_that_end_at_the_same_moment_all_end() -> None:
+    """L13: nothing is taken out of what is being walked through."""
+    table = LeaseTable(LEASE_S)
+    ids = [TransferId(f"t{number}") for number in range(4)]
+    for each in ids:
+        table.register(0.0, each, [1], 4, "hash", 5.0)
+    assert table.expire(5.0) == [Freed(each, "expired") for each in ids]
+
+
 class Counted(dict[Any, Any]):
     """Tells whether somebody has looked at everything in it."""
 

@@ -66,6 +66,18 @@ async def test_blocks_arrive_byte_for_byte_at_every_tp_ratio(
         assert prefill.plane.stats().leased == 0
 
 
+async def test_a_pull_that_ends_well_leaves_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """L19: what is worth a line is the request's, and its agent writes it."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        decode.plane.pull(prefill.lend([9], 4), prefill.remote(4), [30], 0, 10.0)
+        await decode.event(PullDone)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            await decode.event(PullDone)
+    assert [record for record in caplog.records if record.name.startswith("transfer")] == []
+
+
 async def test_blocks_that_are_cached_are_not_pulled() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         before = decode.heads(OURS[1]).clone()
