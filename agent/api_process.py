@@ -100,7 +100,11 @@ class _Agent:
         self._engine = EngineClient(self._context, run_dir)
         self._metrics = Metrics(lambda: self._engine.stats)
         self._announcer = Announcer(
-            zmq.Context.shadow(self._context), config.proxy, self._lifecycle, self._registration, key=key
+            zmq.Context.shadow(self._context),
+            config.proxy,
+            self._lifecycle.changed,
+            self._registration,
+            key=key,
         )
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
@@ -120,7 +124,8 @@ class _Agent:
                 pinging.cancel()
             return code
         finally:
-            self._announcer.close(self._incarnation)
+            self._announcer.say_bye(self._incarnation)
+            self._announcer.close()
 
     def close(self) -> None:
         """Close the sockets; returns once goodbyes have left, or after their short linger."""

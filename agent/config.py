@@ -72,7 +72,7 @@ class AgentConfig:
     prefill_chunk: int = 256
     max_batch_tokens: int = 1024
     prefix_cache: bool = True
-    transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
+    transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     transfer_options: str = ""
     verify_kv: bool = False
     lease_s: float = 10.0

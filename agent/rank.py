@@ -29,6 +29,7 @@ from agent.step import (
 )
 from agent.tensor_parallel import Group
 from transfer.connector import WorkerConnector
+from transfer.pool import allocate_pool
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16
@@ -109,12 +110,11 @@ class Rank:
         )
 
     def _allocate_pool(self, device: torch.device) -> torch.Tensor:
-        """This rank's pool, touched, so that memory does not grow later."""
+        """This rank's pool, as large as was asked for, or as fits."""
         heads = len(self._geometry.local_heads(self._group.size, self._group.rank))
         block_bytes = heads * self._geometry.head_block_bytes
         num_blocks = self._config.kv_blocks or self._default_blocks(block_bytes, device)
-        shape = self._geometry.pool_shape(num_blocks, heads)
-        return torch.empty(shape, dtype=self._model.dtype, device=device).zero_()
+        return allocate_pool(self._geometry.pool_shape(num_blocks, heads), self._model.dtype, device)
 
     def _default_blocks(self, block_bytes: int, device: torch.device) -> int:
         if device.type == "cpu":

@@ -124,11 +124,11 @@ class Overloaded(ProxyError):
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
-        self._retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(self._retry_after_s)}
+        return {"Retry-After": str(self.retry_after_s)}
 
 
 class RateLimited(ProxyError):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, mismatch, reason, refused_pairs
+from proxy.dialects.catalogue import SUPPORTED
+from proxy.pairing import Mismatch, mismatch, reason, refused_pairs
 from proxy.registry import Leg, Node, NodeState, Snapshot
 from proxy.router import can_serve
 from proxy.slots import Slots
@@ -18,7 +19,7 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
     """OpenAI's list of the models that a ready agent serves, with the longest context among its agents."""
     lengths: dict[str, int] = {}
     for node in snapshot.nodes:
-        if node.state is NodeState.READY and node.info.dialect in SUPPORTED_DIALECTS:
+        if node.state is NodeState.READY and node.info.dialect in SUPPORTED:
             model = node.info.model
             lengths[model] = max(lengths.get(model, 0), node.info.max_model_len)
     data = [
@@ -30,7 +31,8 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
 
 def readiness(snapshot: Snapshot) -> dict[str, Any]:
     """Whether a pair can serve any model, and for each model that cannot be served, why."""
-    models = sorted({node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED_DIALECTS})
+    named = {node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED}
+    models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons = {model: can_serve(snapshot, model) for model in models}
     waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
@@ -108,7 +110,7 @@ def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
 
 def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
     """Why no request goes to this agent, or None if one could."""
-    if node.info.dialect not in SUPPORTED_DIALECTS:
+    if node.info.dialect not in SUPPORTED:
         return Mismatch.DIALECT.value
     if node.state is not NodeState.READY:
         return f"it is {node.state.value}"

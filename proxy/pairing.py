@@ -7,17 +7,19 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from proxy.dialects import native
+from proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
 from proxy.registry import Snapshot
 from proxy.wire import Register
 
-SUPPORTED_DIALECTS = frozenset({"native"})
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 
 
 class Mismatch(enum.StrEnum):
     """What keeps two agents apart; the words are shown to operators."""
 
-    DIALECT = "dialect not supported yet"
+    DIALECT = "no dialect in common"
+    ALONE = "it takes no request without a partner"
     MODEL = "different models"
     WEIGHTS = "different weights"
     TOKENIZER = "different tokenizers"
@@ -40,12 +42,12 @@ class RefusedPair(NamedTuple):
 
 def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     """The first reason why the two cannot serve a request together, or None. One agent pairs with itself."""
-    if not {prefill.dialect, decode.dialect} <= SUPPORTED_DIALECTS:
+    if prefill.dialect != decode.dialect or prefill.dialect not in SUPPORTED:
         return Mismatch.DIALECT
     if prefill.model != decode.model:
         return Mismatch.MODEL
     if prefill.incarnation == decode.incarnation:
-        return None
+        return None if prefill.dialect in SERVING_ALONE else Mismatch.ALONE
     if prefill.weights != decode.weights:
         return Mismatch.WEIGHTS
     if prefill.tokenizer != decode.tokenizer:
@@ -56,7 +58,8 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.MODE
     if prefill.incarnation in decode.refusals:
         return Mismatch.REFUSED
-    if not common_transfers(prefill, decode):
+    # Other engines do not tell by which backend they move KV: whoever runs them sees to that.
+    if prefill.dialect == native.NAME and not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
 
@@ -84,10 +87,14 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
 
 
 def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
-    """Every prefill and decode agent that are up but cannot be paired. Quadratic: not for routing."""
+    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
+
+    Agents of different models are no pair that anybody would miss.
+    """
     for prefill in snapshot.nodes:
         for decode in snapshot.nodes:
-            if prefill.serves("prefill") and decode.serves("decode"):
+            of_one_model = prefill.info.model == decode.info.model
+            if of_one_model and prefill.serves("prefill") and decode.serves("decode"):
                 why = mismatch(prefill.info, decode.info)
                 if why is not None:
                     yield RefusedPair(prefill.info, decode.info, why)

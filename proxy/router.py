@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 from proxy.ask import Ask
+from proxy.dialects.catalogue import SERVING_ALONE
 from proxy.loads import Loads
-from proxy.pairing import SUPPORTED_DIALECTS, mismatch
+from proxy.pairing import mismatch
 from proxy.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
 from proxy.prefix_aware import PrefixAware, PrefixIndex
 from proxy.registry import Leg, Node, Snapshot
@@ -88,9 +89,13 @@ class Router:
         return self._choose(snapshot, ask, apart)
 
     def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
-        if ask.one_token and not apart:  # the prefill agent's answer is the whole answer
-            node = self._lone(snapshot, ask, "prefill")
-            return self._alone(node, snapshot, ask) if isinstance(node, Node) else node
+        if (ask.one_token or ask.undivided) and not apart:
+            # Of one token, the prefill agent's answer is the whole answer.
+            node = self._lone(snapshot, ask, "prefill" if ask.one_token else "decode")
+            if isinstance(node, Node):
+                return self._alone(node, snapshot, ask)
+            if node is NoPair.FULL:
+                return node
         if self._split_min_tokens and not apart:
             node = self._lone(snapshot, ask, "decode")
             if isinstance(node, Node) and self._is_short(ask, node):
@@ -120,7 +125,7 @@ class Router:
         return self._noted(Pair(prefill, decode), ask)
 
     def _lone(self, snapshot: Snapshot, ask: Ask, leg: Leg) -> Node | NoPair:
-        """The agent of the leg's role that would serve all of the request."""
+        """The agent of the leg's role that would serve all of the request, if its dialect lets it."""
         nodes = _serving(snapshot, ask.model, leg)
         if not nodes:
             return _unknown(snapshot, ask.model) or NoPair.NO_PREFILL
@@ -192,7 +197,7 @@ def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
     return [
         node
         for node in snapshot.nodes
-        if node.info.model == model and node.serves(leg) and node.info.dialect in SUPPORTED_DIALECTS
+        if node.info.model == model and node.serves(leg) and node.info.dialect in SERVING_ALONE
     ]
 
 

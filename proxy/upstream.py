@@ -13,6 +13,7 @@ from types import TracebackType
 import aiohttp
 
 from proxy.config import ProxyConfig
+from proxy.dialects import native
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
@@ -92,7 +93,7 @@ class Upstream:
     def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
         self._tls = True if config.agent_ca is None else client_context(config.agent_ca)
-        self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+        self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Upstream:
@@ -108,7 +109,6 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
             ),
-            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,
@@ -149,7 +149,7 @@ class Upstream:
                 response = await self._session.post(
                     agent.address.rstrip("/") + path,
                     data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
-                    headers=headers,
+                    headers=self._authorized(agent, headers),
                     allow_redirects=False,
                 )
         try:
@@ -162,6 +162,25 @@ class Upstream:
         finally:
             # A body read to its end has given its connection back already; any other must not be reused.
             response.close()
+
+    async def get(self, agent: Register, url: str, *, by: float) -> bytes:
+        """The body at a URL of the agent's, whichever of its ports that is.
+
+        Raises as `post` does.
+        """
+        with _translated(agent):
+            async with (
+                asyncio.timeout_at(by),
+                self._session.get(url, headers=self._authorized(agent, {}), allow_redirects=False) as answer,
+            ):
+                raw = await _read(answer, MAX_ANSWER_BYTES)
+                if answer.status != 200:
+                    raise _verdict(answer, raw, agent)
+                return raw
+
+    def _authorized(self, agent: Register, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """With the cluster's token, which is no business of other engines' servers."""
+        return {**headers, **self._bearer} if agent.dialect == native.NAME else headers
 
 
 class _Watch:

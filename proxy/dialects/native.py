@@ -13,12 +13,21 @@ from typing import Any, Literal
 import msgspec
 
 from proxy import sse
-from proxy.errors import BadAnswer
+from proxy.dialects.base import refuse
+from proxy.errors import BadAnswer, InvalidRequest
 from proxy.ids import Identity, TransferId
 from proxy.openai_api import ClientRequest
 
 NULL = msgspec.Raw(b"null")
+NAME = "native"
 DROP_PATH = "/kv/drop"
+
+
+def check(request: ClientRequest) -> None:
+    """Refuse what no native agent can be told. Raises `InvalidRequest`."""
+    if request.prompts > 1:
+        raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
+    refuse(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
 
 
 def path(request: ClientRequest) -> str:

@@ -103,6 +103,8 @@ class StandInAgent:
     leases: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
     running: int = 0
+    peak: int = 0
+    """The most it ever had running."""
     aborted: int = 0
     acks: int = 0
     refusals: list[str] = field(default_factory=list)
@@ -116,10 +118,7 @@ class StandInAgent:
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
         app.on_response_prepare.append(self._add_headers)
-        app.router.add_post("/v1/completions", self._serve)
-        app.router.add_post("/v1/chat/completions", self._serve)
-        app.router.add_post("/kv/drop", self._drop)
-        app.router.add_post("/stand-in/release", self._release)
+        self.add_routes(app.router)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -130,6 +129,13 @@ class StandInAgent:
         if self.proxies:
             self._pinger = asyncio.get_running_loop().create_task(self._ping())
         return self
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """What it answers."""
+        router.add_post("/v1/completions", self._serve)
+        router.add_post("/v1/chat/completions", self._serve)
+        router.add_post("/kv/drop", self._drop)
+        router.add_post("/stand-in/release", self._release)
 
     async def __aexit__(self, *_: object) -> None:
         await self.silence()
@@ -235,6 +241,7 @@ class StandInAgent:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self.running += 1
+        self.peak = max(self.peak, self.running)
         self.changed.set()
         try:
             yield

@@ -11,6 +11,7 @@ import pytest
 
 from agent.cli import BUNDLED_MODELS, build_parser, parse_config
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+from transfer.engine import candidates
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +140,8 @@ def test_the_module_exits_with_2_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
     assert b"nonsense" in done.stderr
+
+
+def test_every_backend_can_be_asked_for(model: str) -> None:
+    for name in ("auto", *candidates("auto")):
+        assert parse_config(["--model", model, "--transfer", name]).transfer == name

@@ -11,7 +11,7 @@ import pytest
 
 from proxy import sse
 from proxy.dialects import native
-from proxy.errors import BadAnswer
+from proxy.errors import BadAnswer, InvalidRequest
 from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from proxy.openai_api import ClientRequest, parse_request
 
@@ -216,3 +216,12 @@ def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
     """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
     with pytest.raises(BadAnswer):
         native.read_prefill_answer(raw, request(), TRANSFER)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": ["a", "b"]}, {"prompt_logprobs": 0}, {"use_beam_search": True}], ids=str
+)
+def test_what_no_agent_can_answer_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        native.check(request(**fields))
+    assert caught.value.param in fields

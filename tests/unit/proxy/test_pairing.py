@@ -58,6 +58,6 @@ def test_what_the_agents_found_out_themselves_keeps_these_two_apart_for_good() -
 
 def test_refused_pairs_are_listed_while_both_are_up() -> None:
     prefill, misfit = registration("prefill", 1), registration("decode", 2, layout="other")
-    agents = (prefill, misfit, registration("decode", 3))
+    agents = (prefill, misfit, registration("decode", 3), registration("decode", 4, model="other"))
     assert list(refused_pairs(snapshot(*agents))) == [(prefill, misfit, Mismatch.LAYOUT)]
     assert not list(refused_pairs(snapshot(*agents, state=NodeState.DRAINING)))
