@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -130,8 +131,11 @@ async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pa
     async with Agent(seed=1, max_staged=0) as prefill, Agent(seed=2) as decode:
         transfer_id = new_transfer_id()
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
-        await asyncio.sleep(1.0)
-        assert 2 <= len(asked) <= 8
+        async with asyncio.timeout(10.0):
+            while len(asked) < 4:
+                await asyncio.sleep(0.01)
+        pauses = [later - earlier for earlier, later in pairwise(asked)]
+        assert all(pause > 0.9 * least for pause, least in zip(pauses, (0.02, 0.04, 0.08), strict=False))
         prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
         prefill.plane.ready(transfer_id)
         await decode.event(PullDone)
