@@ -237,6 +237,7 @@ class _Agent:
                 kv_blocks_leased=stats.blocks_leased if stats else 0,
                 max_running=config.max_num_seqs,
             ),
+            prefill_chunk=config.prefill_chunk,
         )
 
 

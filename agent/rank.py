@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,6 +58,7 @@ class Rank:
         self._geometry = self._model.geometry(config.block_size)
         self._pool = self._allocate_pool(device)
         self._runner = StepRunner(self._model, self._pool, self._eos_ids, draws=rank == 0)
+        self._computing = threading.Event()
         self._connector = WorkerConnector(
             address=transfer_address(run_dir),
             rank=rank,
@@ -69,6 +71,7 @@ class Rank:
             advertise_host=config.advertised_host,
             tcp_fault=config.tcp_fault,
             transfer_options=config.transfer_options,
+            computing=self._computing,
         )
         self._connector.start()
         self._context = zmq.Context()
@@ -94,7 +97,9 @@ class Rank:
         self._socket.send(msgspec.msgpack.encode(self._ready()))
         decoder = msgspec.msgpack.Decoder(ToRank)
         while not isinstance(message := decoder.decode(self._socket.recv()), Stop):
+            self._computing.set()
             drawn = self._runner.run(message)
+            self._computing.clear()
             done = StepDone(rank=self._group.rank, number=message.number, drawn=drawn)
             self._socket.send(msgspec.msgpack.encode(done))
 
@@ -130,12 +135,12 @@ def _open_device(config: AgentConfig, group: Group, run_dir: Path) -> torch.devi
     """Choose the rank's device and join the process group, through a file in the agent's own directory."""
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
     device = torch.device("cpu")
-    if config.device == "cuda":
-        device = torch.device("cuda", group.rank)
+    if config.first_gpu is not None:
+        device = torch.device("cuda", config.first_gpu + group.rank)
         torch.cuda.set_device(device)
     if group.size > 1:
         dist.init_process_group(
-            "nccl" if config.device == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{run_dir}/process-group",
             rank=group.rank,
             world_size=group.size,

@@ -42,6 +42,8 @@ class ProxyConfig:
         decode_policy: How to choose among decode agents.
         split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
             by one decode agent alone; 0 splits every request.
+        stream_pull_min_tokens: Prompts of which at least this many tokens are to be computed (an estimate)
+            are pulled meanwhile; 0 pulls none so; when not given, those of more than one chunk.
         prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
         decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
         queue_limit: Most requests that wait for an agent with room; more are refused with 429.
@@ -53,6 +55,7 @@ class ProxyConfig:
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
+        client_stall_s: A client that takes nothing for so long, while 64 KiB wait for it, is cut off.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
         api_keys: File of the keys that clients must send; anybody is served when not given.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
@@ -85,6 +88,7 @@ class ProxyConfig:
     prefill_policy: PolicyName = "round_robin"
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
+    stream_pull_min_tokens: int | None = None
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024
@@ -95,6 +99,7 @@ class ProxyConfig:
     moriio_lease_s: float = 60.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
+    client_stall_s: float = 60.0
     drain_s: float = 5.0
     api_keys: Path | None = None
     allow_address: str = ""
@@ -127,8 +132,8 @@ class ProxyConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
-        for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
-            if getattr(self, name) < 0:
+        for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def named_servers(self) -> tuple[EngineServer, ...]:

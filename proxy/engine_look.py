@@ -19,7 +19,8 @@ from msgspec import Meta
 
 from proxy.wire import Load
 
-LOOK_TIMEOUT_S = 3.0
+LOOK_TIMEOUT_S = 2.0
+"""With `PING_INTERVAL_S` after it still less than a node's expiry: a slow look does not take it out."""
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})

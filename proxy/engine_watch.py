@@ -4,9 +4,9 @@
 | state | a look shows it healthy | a look fails | the look was refused |
 |---|---|---|---|
 | down | → up, as a new incarnation | – | – |
-| up | a ping; after a restart a goodbye and a new incarnation | at the third in a row → down | → down |
+| up | a ping; after a restart goodbye, → up as another | the last ping again; the third → down | → down |
 
-It is refused when nobody listens or the server says itself that it cannot serve. Going down is a goodbye,
+A look is refused when nobody listens or the server says itself that it cannot serve. Going down is a goodbye,
 which is final for an incarnation: whatever comes up there again is another one, and nothing that was known
 about KV of the old one holds for it. A restart between two looks shows in the process's start time, where the
 engine tells it.
@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 
 from proxy.engine_look import EngineDown, Sighting, look
 from proxy.engine_server import EngineServer
@@ -47,49 +48,58 @@ class EngineWatch:
         self.why_down: str | None = "not looked at yet"
         """Why it is down, or None while it is up."""
         self._say = say
-        self._incarnation: str | None = None
+        self._last: Register | None = None
+        """What was said last of the incarnation that is up; None while it is down."""
         self._started_at: float | None = None
         self._index = 0
         self._missed = 0
 
     async def run(self, http: aiohttp.ClientSession, interval_s: float = PING_INTERVAL_S) -> None:
-        """Look once per interval (seconds), for ever."""
+        """Look once per interval (seconds), for ever; a look that takes longer is followed by the next."""
+        clock = asyncio.get_running_loop().time
         while True:
+            next_at = clock() + interval_s
             try:
                 self.seen(await look(http, self._at, self.server.model, self.server.max_running))
             except EngineDown as down:
                 self.missed(down)
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(max(0.0, next_at - clock()))
 
     def seen(self, sighting: Sighting) -> None:
         """A look has shown it healthy."""
-        if self._incarnation is not None and self._restarted(sighting):
+        if self._last is not None and self._restarted(sighting):
             self.leave("was restarted")
-        if self._incarnation is None:
-            self._incarnation = secrets.token_hex(8)
-            logger.info(
-                "%s is up: %s, incarnation %s", self.server.address, sighting.model, self._incarnation
-            )
+        if self._last is None:
+            incarnation = secrets.token_hex(8)
+            logger.info("%s is up: %s, incarnation %s", self.server.address, sighting.model, incarnation)
+        else:
+            incarnation = self._last.incarnation
         self._missed = 0
         self.why_down = None
         self._started_at = sighting.started_at
-        self._index += 1
-        self._say(self._registration(self._incarnation, sighting))
+        self._ping(self._registration(incarnation, sighting))
 
     def missed(self, down: EngineDown) -> None:
-        """A look has failed."""
+        """A look has failed. A server that is merely slow is vouched for a while: under load, many are."""
         self._missed += 1
-        if self._incarnation is not None and (down.refused or self._missed >= MAX_MISSED):
+        if down.refused or self._missed >= MAX_MISSED:
             self.leave(f"is down: {down}")
-        if self._incarnation is None:
+        if self._last is None:
             self.why_down = str(down)
+        else:
+            self._ping(self._last)
 
     def leave(self, why: str) -> None:
         """Say goodbye for it, if it is up."""
-        if self._incarnation is not None:
+        if self._last is not None:
             logger.warning("%s %s", self.server.address, why)
-            self._say(Bye(incarnation=self._incarnation))
-            self._incarnation = None
+            self._say(Bye(incarnation=self._last.incarnation))
+            self._last = None
+
+    def _ping(self, registration: Register) -> None:
+        self._index += 1
+        self._last = msgspec.structs.replace(registration, index=self._index)
+        self._say(self._last)
 
     def _restarted(self, sighting: Sighting) -> bool:
         before, now = self._started_at, sighting.started_at
@@ -100,7 +110,7 @@ class EngineWatch:
         return Register(
             role=server.role,
             incarnation=incarnation,
-            index=self._index,
+            index=0,
             address=server.address,
             control=server.control,
             dialect=server.dialect,
@@ -117,6 +127,6 @@ class EngineWatch:
             version="",
             state="ready",
             # One that does not tell its steps is never taken for stalled.
-            steps=self._index if sighting.steps is None else sighting.steps,
+            steps=self._index + 1 if sighting.steps is None else sighting.steps,
             load=sighting.load,
         )

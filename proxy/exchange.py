@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request through a pair of agents: route, prefill, first token, decode; deadlines, drop and retry.
 
-The life of a streamed request, as `Exchange.events` tells it:
+The life of a streamed request, as `Exchange.stream` tells it:
 
 1. **Route.** The router picks a pair with room, if need be after a wait (`admission`); the attempt holds
    slots at both agents and has a fresh transfer id.
 2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
    go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
+   With a long prompt the decode leg is sent at the same time (`streamed`), to pull what is computed.
 3. **First token.** The client gets it now: it need not wait for the KV to move.
 4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`. The ids
    of the tokens that pass are noted (`Progress`).
 
 However an attempt ends, `_end` runs exactly once: its hold goes back, and KV that is still pinned is dropped.
-A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
-of that leg closes and its agent stops; there is nothing else to cancel.
+A client that leaves cancels the task that runs this code. The connections of the legs that are open close
+with it, and their agents stop; there is nothing else to cancel.
 
 An agent may be lost at any point of this (`AgentLost` → `_plan_retry`); then the same four steps are taken
 again with another pair. The seed stays the same, so the same tokens are drawn, and what the client already
@@ -25,8 +26,8 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 from proxy import sse
@@ -59,9 +60,12 @@ from proxy.parts import cut, uncut
 from proxy.peers import Peers
 from proxy.progress import Progress
 from proxy.record import Phase, Record
+from proxy.relay import Relay
+from proxy.reply import ClientStream
 from proxy.retry_budget import RetryBudget
 from proxy.router import NOBODY, NoPair, Pair
 from proxy.spread import Spread
+from proxy.streamed import EarlyLeg, FirstTokens
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
 
@@ -90,7 +94,6 @@ class Answer:
 
     content_type: str
     body: bytes
-    server_timing: str | None
 
 
 @dataclass(slots=True)
@@ -107,7 +110,7 @@ class Attempt:
 
 
 class Exchange:
-    """Serves one client request. Call either `answer` or `events`, once."""
+    """Serves one client request. Call either `answer` or `stream`, once."""
 
     def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: Record) -> None:
         self._services = services
@@ -120,11 +123,6 @@ class Exchange:
         self._avoid = NOBODY
         self._deadline = _now() + services.config.total_timeout_s
 
-    @property
-    def deadline(self) -> float:
-        """When the whole exchange must be over, on the event loop's clock."""
-        return self._deadline
-
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
         while True:
@@ -136,10 +134,10 @@ class Exchange:
             finally:
                 self._end(attempt)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer, `[DONE]` included; each item is one or more whole events.
+    async def stream(self, out: ClientStream) -> None:
+        """Give `out` the events of a streamed answer, `[DONE]` included.
 
-        Raises `ProxyError`: before the first item it can still become an HTTP status, later an error event.
+        Raises `ProxyError`: while `out` has not begun it can become an HTTP status, later an error event.
         """
         request, ids = self._request, self._ids
         progress = Progress(request.n)
@@ -150,27 +148,31 @@ class Exchange:
                 if (spread := self._spread(attempt)) is not None:
                     async with aclosing(spread.events()) as told:
                         async for events in told:
-                            yield events
+                            await out.give(events)
                     return
-                if attempt.pair.alone:
-                    agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
-                else:
-                    prefill = await self._prefill(attempt)
-                    if news := progress.open(prefill):
-                        yield native.first_events(request, ids, prefill, news)
-                    if prefill.params is None:
-                        yield native.closing_events(request, ids, prefill)
-                        return
-                    agent = attempt.pair.decode.info
-                    body = native.decode_body(request, ids, prefill.params, progress.resume())
-                async with aclosing(self._relay(agent, body, progress)) as relayed:
-                    async for events in relayed:
-                        yield events
-                attempt.pinned = False
-                return
+                async with self._early_leg(attempt) as early:
+                    agent, first_tokens = attempt.pair.decode.info, None
+                    if attempt.pair.alone:
+                        leg = self._last_leg(agent, native.alone_body(request, ids))
+                    else:
+                        prefill = await self._prefilled(attempt, early)
+                        if news := progress.open(prefill):
+                            out.write(native.first_events(request, ids, prefill, news))
+                        if prefill.params is None:
+                            out.write(native.closing_events(request, ids, prefill))
+                            return
+                        if early is None:
+                            body = native.decode_body(request, ids, prefill.params, progress.resume())
+                            leg = self._last_leg(agent, body)
+                        else:
+                            leg, event = early.answered(), native.first_tokens_event(prefill)
+                            first_tokens = FirstTokens(event, Incarnation(agent.incarnation))
+                    await self._relay(leg, agent, progress, first_tokens, out)
+                    attempt.pinned = False
+                    return
             except AgentLost as lost:
                 if progress.complete:
-                    yield sse.DONE
+                    out.write(sse.DONE)
                     return
                 self._plan_retry(attempt, lost)
                 begun_by = attempt.pair.prefill.info if progress.begun else None
@@ -266,18 +268,43 @@ class Exchange:
 
     async def _answer_from(self, attempt: Attempt) -> Answer:
         """One attempt at an answer that is not streamed."""
-        request, ids = self._request, self._ids
+        request, ids, agent = self._request, self._ids, attempt.pair.decode.info
         if (spread := self._spread(attempt)) is not None:
-            return Answer(content_type="application/json", body=await spread.answer(), server_timing=None)
+            return Answer(content_type="application/json", body=await spread.answer())
         if attempt.pair.alone:
-            return await self._fetch(attempt.pair.prefill.info, native.alone_body(request, ids))
-        prefill = await self._prefill(attempt)
-        if prefill.params is None:
-            return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
-        body = native.decode_body(request, ids, prefill.params)
-        answer = await self._fetch(attempt.pair.decode.info, body)
-        attempt.pinned = False
-        return answer
+            return await self._fetch(self._last_leg(agent, native.alone_body(request, ids)), agent)
+        async with self._early_leg(attempt) as early:
+            prefill = await self._prefilled(attempt, early)
+            if prefill.params is None:
+                return Answer(content_type="application/json", body=prefill.raw)
+            if early is None:
+                leg = self._last_leg(agent, native.decode_body(request, ids, prefill.params))
+            else:
+                leg = early.answered()
+            answer = await self._fetch(leg, agent)
+            attempt.pinned = False
+            return answer
+
+    def _early_leg(self, attempt: Attempt) -> AbstractAsyncContextManager[EarlyLeg | None]:
+        """The decode leg, to be sent together with the prefill leg; None where it comes after it.
+
+        A retry takes the plain way: what the client has must be told to the decode agent, and nothing that
+        made the early leg fail can make it fail again.
+        """
+        pair = attempt.pair
+        where = pair.streamed and not self._avoid and native.control_address(pair.prefill.info)
+        if not where:
+            return nullcontext()
+        agent = pair.decode.info
+        body = native.streamed_body(self._request, self._ids, pair.prefill.info, where, attempt.transfer_id)
+        self._services.metrics.streamed_pulls.inc()
+        # Its first byte can come only after the prefill's last.
+        return EarlyLeg(self._last_leg(agent, body, patience=2), Incarnation(agent.incarnation))
+
+    async def _prefilled(self, attempt: Attempt, early: EarlyLeg | None) -> native.PrefillAnswer:
+        """The prefill leg's answer; a failure of the leg beside it ends it too."""
+        leg = self._prefill(attempt)
+        return await (leg if early is None else early.beside(leg))
 
     async def _prefill(self, attempt: Attempt) -> native.PrefillAnswer:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
@@ -290,6 +317,7 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
+                self._record.tell_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
             attempt.pinned = False
@@ -301,47 +329,57 @@ class Exchange:
         attempt.hold.prefill_over()
         return prefill
 
-    async def _fetch(self, agent: Register, body: bytes) -> Answer:
-        """The last leg of a request that is not streamed: its answer comes all at once, at the very end."""
+    def _last_leg(
+        self, agent: Register, body: bytes, patience: int = 1
+    ) -> AbstractAsyncContextManager[AgentAnswer]:
+        """The leg whose answer is the client's: a stream, or all at once and at the very end.
+
+        `patience`: how many times the usual wait a stream may take to begin.
+        """
+        soon = self._first_byte_deadline(patience) if self._request.stream else self._deadline
+        return self._post(agent, self._leg(body), headers_by=soon, by=self._deadline)
+
+    def _leg(self, body: bytes) -> Leg:
+        """A leg of the native dialect."""
+        return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
+
+    async def _fetch(self, leg: AbstractAsyncContextManager[AgentAnswer], agent: Register) -> Answer:
+        """All of a last leg's answer."""
         self._record.enter(Phase.DECODE_WAIT)
-        by = self._deadline
-        async with self._post(agent, self._leg(body), headers_by=by, by=by) as answer:
+        async with leg as answer:
             if not answer.content_type.startswith("application/json"):
                 # Nothing that a browser would run may be served from where the operator's page is.
                 raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
-            return Answer(
-                content_type=answer.content_type,
-                body=await answer.body(),
-                server_timing=answer.headers.get("Server-Timing"),
-            )
+            whole = await answer.body()
+            self._record.tell_timing("decode", answer.header("server-timing"))
+            return Answer(content_type=answer.content_type, body=whole)
 
-    async def _relay(self, agent: Register, body: bytes, progress: Progress) -> AsyncGenerator[bytes, None]:
-        """The last leg of a streamed request: whole events as they come, up to `[DONE]`."""
+    async def _relay(
+        self,
+        leg: AbstractAsyncContextManager[AgentAnswer],
+        agent: Register,
+        progress: Progress,
+        first_tokens: FirstTokens | None,
+        out: ClientStream,
+    ) -> None:
+        """A last leg's events as they come, whole, up to `[DONE]`; `first_tokens` takes one off before."""
         self._record.enter(Phase.DECODE_WAIT)
-        scanner, lost = sse.Scanner(), Incarnation(agent.incarnation)
-        soon = self._first_byte_deadline()
-        async with self._post(agent, self._leg(body), headers_by=soon, by=self._deadline) as answer:
+        async with leg as answer:
             if not answer.content_type.startswith(sse.CONTENT_TYPE):
                 raise BadAnswer(
                     f"{agent.address} answered {answer.content_type} where a stream was asked for"
                 )
-            async with aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    events = progress.take(scanner.feed(chunk))
-                    failure = native.agent_failure(events)
-                    if failure is not None:
-                        events, said = failure
-                    if events:
-                        if self._record.phase is not Phase.DECODE:
-                            self._record.enter(Phase.DECODE)
-                        yield events
-                    if failure is not None:
-                        raise AgentLost(f"{agent.address} failed: {said}", lost)
-                    if scanner.done:
-                        break
-            if not scanner.done:
-                raise AgentLost(f"{agent.address} ended its stream without [DONE]", lost)
-            await answer.finish()
+            relay = Relay(agent, progress, first_tokens, out, done=answer.finish_soon)
+            try:
+                with out.drawing_from(answer):
+                    await answer.pump(relay.feed)
+            except (AgentLost, AgentTimeout):
+                if not relay.done:
+                    raise
+            if not relay.done:
+                raise AgentLost(
+                    f"{agent.address} ended its stream without [DONE]", Incarnation(agent.incarnation)
+                )
 
     @asynccontextmanager
     async def _post(
@@ -359,12 +397,8 @@ class Exchange:
             raise
         services.fleet.leg_succeeded(incarnation)
 
-    def _leg(self, body: bytes) -> Leg:
-        """A leg of the native dialect."""
-        return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
-
-    def _first_byte_deadline(self) -> float:
-        return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)
+    def _first_byte_deadline(self, patience: int = 1) -> float:
+        return min(_now() + patience * self._services.config.first_byte_timeout_s, self._deadline)
 
 
 def _context_of(pair: Pair) -> int | None:

@@ -44,16 +44,15 @@ class Link(Generic[Out, In]):
         return cls(reader, writer, decoder)
 
     def send(self, message: Out) -> None:
-        """Queue one message; never waits.
+        """Queue one message; never waits and never raises: that the other end is gone is told by `receive`.
 
-        What is lost with the other process concerns nobody, so nothing is raised then: `receive` tells.
-        Raises `LinkLost` when the other end has not read for so long that too much is queued.
+        An end that has not read for so long that too much is queued for it counts as gone.
         """
         if self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
-            raise LinkLost("the other process does not read")
+            return
         payload = self._encoder.encode(message)
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
 

@@ -50,7 +50,7 @@ class LocalFleet:
         self.clock = clock
         self.watches: tuple[EngineWatch, ...] = ()
         """Of the servers that do not announce themselves; those that are down are shown with the reason."""
-        metrics.watch_fleet(lambda: self.registry.snapshot(clock()))
+        metrics.watch_fleet(lambda: self.registry.snapshot(clock()), lambda: len(self._down()))
 
     async def enter(self, call: Call) -> Hold | NoPair:
         """See `Fleet`."""
@@ -127,6 +127,7 @@ def _router(config: ProxyConfig, slots: Slots) -> Router:
         make_policy(config.decode_policy, rng),
         Loads(slots, {"prefill": config.prefill_limit, "decode": config.decode_limit}),
         config.split_min_tokens,
+        config.stream_pull_min_tokens,
     )
 
 

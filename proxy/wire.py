@@ -84,6 +84,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     `geometry`: what `layout` is the fingerprint of, for people to read. `refusals`: prefill agents, by
     incarnation, whose KV it found at first contact that it can never read, and why; at most 64.
+    `prefill_chunk`: tokens of a prompt that it computes per step; None when it does not say.
     """
 
     v: Literal[2] = 2
@@ -110,6 +111,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     refusals: dict[str, str] = {}
     steps: int
     load: Load
+    prefill_chunk: int | None = None
 
 
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -193,6 +193,7 @@ class StandInEngine:
                 blocks_total=64,
                 preemptions=0,
                 pulls=5,
+                streamed_pulls=2,
                 pull_bytes=4096,
                 pull_descriptors=7,
                 pull_seconds=0.5,

@@ -87,12 +87,19 @@ def test_an_unknown_key_of_the_file_is_named(
         (["--proxy", "host:0"], "host:0"),
         (["--host", "0.0.0.0", "--proxy", "a:1"], "advertise_host"),
         (["--transfer", "pigeon"], "transfer"),
+        (["--device", "cuda:"], "device"),
+        (["--device", "tpu"], "device"),
     ],
 )
 def test_a_wrong_flag_or_value_is_named(
     argv: list[str], named: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert named in refused(["--model", model, *argv], capsys)
+
+
+@pytest.mark.parametrize(("device", "first"), [("cpu", None), ("cuda", 0), ("cuda:3", 3)])
+def test_an_agent_s_ranks_may_begin_at_any_gpu(device: str, first: int | None, model: str) -> None:
+    assert parse_config(["--model", model, "--device", device]).first_gpu == first
 
 
 def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from proxy import hub as hub_module
+from proxy import link as link_module
 from proxy import reports
 from proxy.admission import Hold
 from proxy.ask import Ask
@@ -22,7 +23,7 @@ from proxy.fleet import Call
 from proxy.history import Failure, History
 from proxy.hub import Hub
 from proxy.link import Link, LinkLost
-from proxy.link_messages import Collect, ToHub, ToWorker
+from proxy.link_messages import Begin, Collect, ToHub, ToWorker
 from proxy.local_fleet import LocalFleet
 from proxy.metrics import Metrics
 from proxy.remote_fleet import RemoteFleet
@@ -207,7 +208,7 @@ async def test_metrics_add_up_and_outlive_the_worker_that_counted(office: Office
     for worker, count in ((one, 3), (other, 4)):
         worker.metrics.requests.labels("completions", "200").inc(count)
         worker.metrics.ttft.observe(0.1)
-        worker.metrics.in_flight.labels("prefill").inc()
+        worker.metrics.in_flight.add("prefill", 1)
     office.local.metrics.bad_pings.inc()
     for worker in (one, other):
         body = (await worker.fleet.page("metrics")).body
@@ -236,7 +237,7 @@ async def test_the_operators_page_shows_what_all_have_seen(office: Office) -> No
         worker.history.events(count, now)
         worker.history.first_text(0.1, now)
         worker.history.failed(failure, now)
-        worker.metrics.in_flight.labels("decode").inc()
+        worker.metrics.in_flight.add("decode", 1)
     shown = msgspec.json.decode((await one.fleet.page("live")).body)
     assert max(shown["charts"]["events"]) == 7 / 2.0
     assert [each["count"] for each in shown["failures"]] == [2]
@@ -270,6 +271,18 @@ async def test_a_link_says_when_the_other_end_is_gone() -> None:
     with pytest.raises(LinkLost):
         await link.receive()
     link.close()
+
+
+async def test_an_end_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 100_000)
+    ours, theirs = socket.socketpair()
+    link: Link = await Link.over(ours, msgspec.msgpack.Decoder(ToHub))
+    with theirs:
+        for _ in range(1000):
+            link.send(Begin(config=bytes(10_000), port=1))
+        with pytest.raises(LinkLost):
+            await link.receive()
+        link.send(Begin(config=b"", port=1))
 
 
 def test_settings_reach_a_worker_as_they_are(tmp_path: object) -> None:
