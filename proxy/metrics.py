@@ -120,9 +120,9 @@ class Metrics:
         for reason in Refusal:  # so that a first one is seen as an increase
             self.refused_pings.labels(reason.name.lower())
 
-    def watch_fleet(self, snapshot: Callable[[], Snapshot]) -> None:
-        """From now on show the agents of `snapshot()` too. Once."""
-        self._registry.register(_Agents(snapshot))
+    def watch_fleet(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
+        """From now on show the agents of `snapshot()` too, and how many named servers are down. Once."""
+        self._registry.register(_Agents(snapshot, servers_down))
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now."""
@@ -147,8 +147,9 @@ class Metrics:
 class _Agents(Collector):
     """Agents and refused pairings, counted when asked: they change by the passing of time too."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
         self._snapshot = snapshot
+        self._servers_down = servers_down
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot()
@@ -165,3 +166,8 @@ class _Agents(Collector):
         for reason in Mismatch:
             refused.add_metric([reason], reasons[reason])
         yield refused
+        yield GaugeMetricFamily(
+            "kvferry_named_servers_down",
+            "Servers named by flags or a file that are down.",
+            self._servers_down(),
+        )
