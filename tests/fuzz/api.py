@@ -56,7 +56,7 @@ async def fuzz(cases: int, seed: int, phases: str = "coverage,fuzzing") -> int:
 
 
 async def _document(url: str) -> dict[str, Any]:
-    """The proxy's document, narrowed to what the agents serve: their model, short answers, one prompt each."""
+    """The proxy's document, narrowed to what its agents do: their model, short answers, one prompt each."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/openapi.json") as response:
         document: dict[str, Any] = await response.json()
     schemas = document["components"]["schemas"]
