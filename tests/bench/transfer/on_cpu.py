@@ -16,10 +16,10 @@ from transfer.engine import usable
 from transfer.layout import SpanTable
 
 POOL_BYTES = 256 << 20
-READ_BYTES = 64 << 20
+READ_BYTES = 128 << 20
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LARGE = 1 << 20
-ROUNDS = 40
+ROUNDS = 25
 
 
 def run(report: Report) -> None:
