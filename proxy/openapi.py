@@ -95,9 +95,30 @@ class RefusedPairing(msgspec.Struct):
     reason: str
 
 
+class RefusedAgentView(msgspec.Struct):
+    """An agent that pings in vain."""
+
+    address: str
+    control: str
+    role: str
+    reason: str
+    count: int
+    last_ping_s: float
+
+
+class DownServer(msgspec.Struct):
+    """A server of another engine that is named to the proxy and is down."""
+
+    address: str
+    role: str
+    reason: str
+
+
 class Nodes(msgspec.Struct):
     nodes: list[NodeView]
     refused_pairings: list[RefusedPairing]
+    refused_agents: list[RefusedAgentView]
+    down: list[DownServer]
 
 
 class Target(msgspec.Struct):
