@@ -205,6 +205,12 @@ class Registry:
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
         return Snapshot(tuple(nodes), frozenset(self._models))
 
+    def works(self, incarnation: Incarnation, now: float) -> bool:
+        """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
+        self.sweep(now)
+        record = self._records.get(incarnation)
+        return record is not None and not _stalled(record, now)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the two indices disagree or a bound is passed."""
         addresses = {record.info.address: key for key, record in self._records.items()}
@@ -264,6 +270,10 @@ def _state(record: _Record, now: float) -> NodeState:
         return NodeState.REFUSING
     if not record.breaker.allows(now):
         return NodeState.TRIPPED
-    if record.info.load.running > 0 and now - record.progress_at >= STALL_S:
+    if _stalled(record, now):
         return NodeState.STALLED
     return NodeState.READY
+
+
+def _stalled(record: _Record, now: float) -> bool:
+    return record.info.load.running > 0 and now - record.progress_at >= STALL_S

@@ -24,6 +24,7 @@ from proxy.discovery import Discovery
 from proxy.drops import Drops
 from proxy.exchange import Services
 from proxy.history import History
+from proxy.legs import Legs
 from proxy.live import Live
 from proxy.loads import Loads
 from proxy.metrics import Metrics
@@ -79,7 +80,8 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
     api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
-    async with Upstream(config, None if key is None else key.bearer) as upstream:
+    legs = Legs()
+    async with Upstream(config, legs, None if key is None else key.bearer) as upstream:
         drops = Drops(upstream, metrics)
         services = Services(
             config=config,
@@ -110,6 +112,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                 proxy = RunningProxy(services, config.host, listener.getsockname()[1], discovery_port)
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(discovery.run())
+                    watching = tasks.create_task(legs.run(registry, clock))
                     server = HttpServer(_uvicorn_config(services))
                     serving = tasks.create_task(server.serve(sockets=[listener]))
                     try:
@@ -120,6 +123,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                         await asyncio.wait([serving])
                         await services.open_requests.cut()
                         listening.cancel()
+                        watching.cancel()
         finally:
             await drops.settle()
             discovery.close()

@@ -14,6 +14,7 @@ import aiohttp
 
 from proxy.config import ProxyConfig
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
+from proxy.legs import Leg, Legs
 from proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -27,14 +28,15 @@ MAX_BODY_IN_ONE_PIECE = 512 * 1024
 class AgentAnswer:
     """An agent's answer whose status is below 400. Read it once, by `body` or by `chunks`.
 
-    All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off.
+    All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is given up.
     """
 
     def __init__(
-        self, response: aiohttp.ClientResponse, agent: Register, idle_s: float, deadline: float
+        self, response: aiohttp.ClientResponse, agent: Register, leg: Leg, idle_s: float, deadline: float
     ) -> None:
         self._response = response
         self._agent = agent
+        self._leg = leg
         self._idle_s = idle_s
         self._deadline = deadline
 
@@ -53,14 +55,18 @@ class AgentAnswer:
 
     async def body(self) -> bytes:
         """The whole body."""
-        with _translated(self._agent):
-            async with asyncio.timeout_at(self._deadline):
+        with _translated(self._agent, self._leg):
+            async with self._leg.waiting(self._deadline):
                 return await _read(self._response, MAX_ANSWER_BYTES)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body's bytes as they come, until its end."""
         content = self._response.content
-        with _translated(self._agent), _Watch(content, self._idle_s, self._deadline) as watch:
+        with (
+            _translated(self._agent, self._leg),
+            _Watch(content, self._idle_s, self._deadline) as watch,
+            self._leg.watched(watch),
+        ):
             while True:
                 watch.reading()
                 chunk = await content.readany()
@@ -85,8 +91,9 @@ class AgentAnswer:
 class Upstream:
     """The proxy's one pool of connections. An async context: leaving it closes every connection."""
 
-    def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
+    def __init__(self, config: ProxyConfig, legs: Legs, bearer: str | None = None) -> None:
         self._config = config
+        self._legs = legs
         self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._session: aiohttp.ClientSession
 
@@ -134,28 +141,35 @@ class Upstream:
             by: Deadline for its end, likewise.
 
         Raises:
-            AgentLost: connection refused or reset, an answer cut short, or a 5xx.
+            AgentLost: connection refused or reset, an answer cut short, a 5xx, or an agent given up (`Legs`).
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with _translated(agent):
-            async with asyncio.timeout_at(headers_by):
-                response = await self._session.post(
+        with self._legs.open(Incarnation(agent.incarnation)) as leg:
+            response = await self._send(agent, path, body, headers, leg, headers_by)
+            try:
+                if response.status != 200:
+                    with _translated(agent, leg):
+                        async with leg.waiting(by):
+                            raw = await _read(response, MAX_ERROR_BYTES)
+                    raise _verdict(response, raw, agent)
+                yield AgentAnswer(response, agent, leg, self._config.idle_timeout_s, by)
+            finally:
+                # A body read to its end has given its connection back already; any other must not be reused.
+                response.close()
+
+    async def _send(
+        self, agent: Register, path: str, body: bytes, headers: Mapping[str, str], leg: Leg, by: float
+    ) -> aiohttp.ClientResponse:
+        """Send one request and wait for its answer's headers."""
+        with _translated(agent, leg):
+            async with leg.waiting(by):
+                return await self._session.post(
                     agent.address.rstrip("/") + path,
                     data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
                     headers=headers,
                     allow_redirects=False,
                 )
-        try:
-            if response.status != 200:
-                with _translated(agent):
-                    async with asyncio.timeout_at(by):
-                        raw = await _read(response, MAX_ERROR_BYTES)
-                raise _verdict(response, raw, agent)
-            yield AgentAnswer(response, agent, self._config.idle_timeout_s, by)
-        finally:
-            # A body read to its end has given its connection back already; any other must not be reused.
-            response.close()
 
 
 class _Watch:
@@ -170,7 +184,8 @@ class _Watch:
         self._idle_s = idle_s
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
-        self._waiting_since: float | None = None
+        self.since: float | None = None
+        """When the pending read began; None while there is none."""
         self._timer: asyncio.TimerHandle
 
     def __enter__(self) -> _Watch:
@@ -184,26 +199,30 @@ class _Watch:
 
     def reading(self) -> None:
         """A read begins."""
-        self._waiting_since = self._loop.time()
+        self.since = self._loop.time()
 
     def read(self) -> None:
         """The read has ended."""
-        self._waiting_since = None
+        self.since = None
 
     def _arm(self, since: float) -> None:
         self._timer = self._loop.call_at(min(since + self._idle_s, self._deadline), self._look)
 
     def _look(self) -> None:
         now = self._loop.time()
-        since = now if self._waiting_since is None else self._waiting_since
+        since = now if self.since is None else self.since
         if now >= min(since + self._idle_s, self._deadline):
-            self._content.set_exception(TimeoutError())
+            self.end()
         else:
             self._arm(since)
 
+    def end(self) -> None:
+        """Fail the pending read."""
+        self._content.set_exception(TimeoutError())
+
 
 @contextmanager
-def _translated(agent: Register) -> Iterator[None]:
+def _translated(agent: Register, leg: Leg) -> Iterator[None]:
     """The only place that knows what aiohttp raises."""
     lost = Incarnation(agent.incarnation)
     try:
@@ -211,6 +230,8 @@ def _translated(agent: Register) -> Iterator[None]:
     except aiohttp.ConnectionTimeoutError as error:
         raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
     except TimeoutError as error:
+        if leg.given_up:
+            raise AgentLost(f"{agent.address} fell silent", lost, status=504) from error
         raise AgentTimeout(f"{agent.address} did not answer in time") from error
     except aiohttp.ClientConnectorError as error:
         refused = error.os_error.errno == errno.ECONNREFUSED

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.run import Settings, ask_alone, run
-
-BACKENDS = ("tcp", "nixl")
+from tests.chaos.victims import BACKENDS
 
 
 async def chaos(settings: Settings, backends: tuple[str, ...], log_dir: Path) -> bool:
@@ -20,12 +19,16 @@ async def chaos(settings: Settings, backends: tuple[str, ...], log_dir: Path) ->
     well = True
     for backend in backends:
         print(settings.command(backend), flush=True)
-        tally = await run(settings, backend, references, log_dir / backend)
+        tally = await run(settings, backend, references, log_dir / backend, _say)
         print(tally.table(), flush=True)
         for complaint in (complaints := tally.complaints()):
             print(f"  WRONG {complaint}", flush=True)
         well = well and not complaints
     return well
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def main() -> int:

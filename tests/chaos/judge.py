@@ -69,6 +69,11 @@ class Tally:
             found.append(f"only {answered} of {total} requests were answered")
         return found
 
+    def summary(self) -> str:
+        """The run so far in a line."""
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
+        return f"{self.verdicts.total()} asked: {counts}; {len(self.wrongs)} complaints"
+
     def table(self) -> str:
         """The run in figures."""
         rows = [(f"answers {verdict}", self.verdicts[verdict]) for verdict in Verdict]

@@ -6,20 +6,31 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
 
 from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
 from tests.chaos.plan import ROLES, Part, Strike
+from tests.standins import mori_io
 from tests.system.conftest import wait_ready
 
 MODEL = "ferry-tiny"
 LEASE_S = 2.0
 PULL_TIMEOUT_S = 10.0
 MAX_DEATH_S = 5.0
+BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
+
+
+class OutlivedItself(AssertionError):
+    """Processes of an agent lived on after one of them was killed (I8)."""
+
+
+def library(backend: str) -> AbstractContextManager[None]:
+    """What a backend needs to work here: AMD's library is replaced by its stand-in."""
+    return mori_io.on_path() if backend == "mori" else nullcontext()
 
 
 def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
@@ -72,8 +83,20 @@ async def strike(cluster: Cluster, blow: Strike) -> None:
     for victim in victims:
         victim.kill()
     # Its other processes share its fate (I8); only then are its ports free.
-    await asyncio.wait_for(cluster.agents[blow.agent].process.wait(), MAX_DEATH_S)
-    (spec,) = (agent for agent in cluster.spec.agents if agent.name == blow.agent)
+    agent = cluster.agents[blow.agent].process
+    try:
+        await asyncio.wait_for(agent.wait(), MAX_DEATH_S)
+    except TimeoutError:
+        agent.kill()
+        await agent.wait()
+        raise OutlivedItself(f"{blow.agent} outlived its {blow.part} by {MAX_DEATH_S} s") from None
+    finally:
+        await revive(cluster, blow.agent)
+
+
+async def revive(cluster: Cluster, name: str) -> None:
+    """Start a dead agent again, and wait until it can serve."""
+    (spec,) = (agent for agent in cluster.spec.agents if agent.name == name)
     await wait_ready(await cluster.start_agent(spec))
 
 
