@@ -9,8 +9,12 @@ import secrets
 import sys
 from pathlib import Path
 
+from tests.chaos.plan import ROUND_REQUESTS
 from tests.chaos.run import Settings, ask_alone, run
 from tests.chaos.victims import BACKENDS
+
+LONG = 1000
+"""A run of so many requests must have met every hardship."""
 
 
 async def chaos(settings: Settings, backends: tuple[str, ...], log_dir: Path) -> bool:
@@ -21,7 +25,8 @@ async def chaos(settings: Settings, backends: tuple[str, ...], log_dir: Path) ->
         print(settings.command(backend), flush=True)
         tally = await run(settings, backend, references, log_dir / backend, _say)
         print(tally.table(), flush=True)
-        for complaint in (complaints := tally.complaints()):
+        complaints = tally.complaints() + (tally.missing() if settings.requests >= LONG else [])
+        for complaint in complaints:
             print(f"  WRONG {complaint}", flush=True)
         well = well and not complaints
     return well
@@ -38,10 +43,17 @@ def main() -> int:
     parser.add_argument("--backend", choices=("all", *BACKENDS), default="all")
     parser.add_argument("--questions", type=int, default=200, help="distinct requests")
     parser.add_argument("--stop-s", type=float, nargs=2, default=(3.0, 20.0), metavar=("FROM", "TO"))
+    parser.add_argument(
+        "--round-size", type=int, default=ROUND_REQUESTS, help="requests between two stocktakings"
+    )
     parser.add_argument("--log-dir", type=Path, default=Path("logs/chaos"))
     args = parser.parse_args()
     settings = Settings(
-        seed=args.seed, requests=args.requests, questions=args.questions, stop_s=tuple(args.stop_s)
+        seed=args.seed,
+        requests=args.requests,
+        questions=args.questions,
+        stop_s=tuple(args.stop_s),
+        round_size=args.round_size,
     )
     backends = BACKENDS if args.backend == "all" else (args.backend,)
     return 0 if asyncio.run(chaos(settings, backends, args.log_dir)) else 1

@@ -19,8 +19,8 @@ import aiohttp
 
 from deploy.launcher import Cluster, start_process
 from tests.chaos.judge import ClientLeft, Tally
-from tests.chaos.plan import ROLES, Ask, Round, Strike, make_questions, make_rounds
-from tests.chaos.victims import LEASE_S, MODEL, OutlivedItself, library, make_spec, revive, strike
+from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_questions, make_rounds
+from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
 from tests.system.conftest import wait_ready
 from tests.system.metrics import scrape, total, wait_idle
@@ -44,12 +44,17 @@ class Settings:
     requests: int
     questions: int
     stop_s: tuple[float, float]
+    round_size: int = ROUND_REQUESTS
+
+    def rounds(self) -> list[Round]:
+        """What is asked and struck."""
+        return make_rounds(self.seed, self.requests, self.questions, self.stop_s, self.round_size)
 
     def command(self, backend: str) -> str:
         """How to repeat the run over one backend."""
         low, high = self.stop_s
-        shape = f"--requests {self.requests} --questions {self.questions} --stop-s {low} {high}"
-        return f"python -m tests.chaos --seed {self.seed} {shape} --backend {backend}"
+        shape = f"--requests {self.requests} --questions {self.questions} --round-size {self.round_size}"
+        return f"python -m tests.chaos --seed {self.seed} {shape} --stop-s {low} {high} --backend {backend}"
 
 
 @dataclass(slots=True)
@@ -94,8 +99,8 @@ async def run(
     """All rounds of one run, over one backend. `progress` is told how far it is after each."""
     tally, started = Tally(), time.monotonic()
     questions = make_questions(settings.seed, settings.questions)
-    rounds = make_rounds(settings.seed, settings.requests, settings.questions, settings.stop_s)
-    with library(backend):
+    rounds = settings.rounds()
+    with library(backend, MORI_FAULT):
         async with Cluster(make_spec(settings.seed, backend, log_dir)) as cluster:
             await cluster.wait_ready(READY_S)
             under_way = _Run(cluster, questions, references, tally)

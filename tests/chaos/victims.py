@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ MODEL = "ferry-tiny"
 LEASE_S = 2.0
 PULL_TIMEOUT_S = 10.0
 MAX_DEATH_S = 5.0
+MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
 BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
 
@@ -28,16 +30,22 @@ class OutlivedItself(AssertionError):
     """Processes of an agent lived on after one of them was killed (I8)."""
 
 
-def library(backend: str) -> AbstractContextManager[None]:
-    """What a backend needs to work here: AMD's library is replaced by its stand-in."""
-    return mori_io.on_path() if backend == "mori" else nullcontext()
+@contextmanager
+def library(backend: str, mori_fault: str = "") -> Iterator[None]:
+    """What a backend needs to work here: a stand-in, with this fault, takes the place of AMD's library."""
+    if backend != "mori":
+        yield
+        return
+    with mori_io.on_path():
+        os.environ[mori_io.FAULT] = mori_fault
+        yield
 
 
 def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
     """Agents that lose and repeat control messages, one of each role with the prefix cache and one without.
 
-    Reads from prefill-0 are late at first (tcp only) and decode-1 never renews, so that leases end while they
-    are read.
+    Reads from prefill-0 are late at first (over tcp; over mori, see `MORI_FAULT`) and decode-1 never renews,
+    so that leases end while they are read.
     """
     losses = "drop=0.05,dup=0.05"
     late = ("--tcp-fault", f"delay:seconds={1.5 * LEASE_S},count=5") if backend == "tcp" else ()
@@ -83,15 +91,16 @@ async def strike(cluster: Cluster, blow: Strike) -> None:
     for victim in victims:
         victim.kill()
     # Its other processes share its fate (I8); only then are its ports free.
-    agent = cluster.agents[blow.agent].process
+    agent, outlived = cluster.agents[blow.agent].process, False
     try:
         await asyncio.wait_for(agent.wait(), MAX_DEATH_S)
     except TimeoutError:
+        outlived = True
         agent.kill()
         await agent.wait()
-        raise OutlivedItself(f"{blow.agent} outlived its {blow.part} by {MAX_DEATH_S} s") from None
-    finally:
-        await revive(cluster, blow.agent)
+    await revive(cluster, blow.agent)
+    if outlived:
+        raise OutlivedItself(f"{blow.agent} outlived its {blow.part} by {MAX_DEATH_S} s")
 
 
 async def revive(cluster: Cluster, name: str) -> None:
