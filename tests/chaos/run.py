@@ -110,7 +110,12 @@ async def run(
                 progress(f"{backend}: round {number} of {len(rounds)}, {took_s:.0f} s, {tally.summary()}")
     for counts in under_way.counts.values():
         tally.events.update(counts)
+    tally.events["tracebacks in logs"] = _tracebacks(log_dir)
     return tally
+
+
+def _tracebacks(log_dir: Path) -> int:
+    return sum(log.read_text(errors="replace").count("Traceback (most") for log in log_dir.glob("*.log"))
 
 
 @dataclass(slots=True)
