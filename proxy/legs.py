@@ -4,6 +4,7 @@
 An agent that hangs, or whose host has gone, keeps its connections and says nothing on them, and the deadlines
 for silence within an answer are long because computing may take long. Its pings end as well, though: a leg
 that says nothing, at an agent that the registry no longer believes to work, is lost, and may go on elsewhere.
+Where there is no elsewhere it is left to its deadlines: the agent may still come back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proxy.registry import Registry
-from proxy.wire import NODE_EXPIRY_S, Incarnation
+from proxy.wire import NODE_EXPIRY_S, Incarnation, Register
 
 LOOK_INTERVAL_S = 0.5
 
@@ -78,20 +79,20 @@ class Legs:
     """All open legs of one proxy. `run` must have an owner for as long as legs are opened."""
 
     def __init__(self) -> None:
-        self._open: dict[Incarnation, set[Leg]] = {}
+        self._open: dict[Incarnation, dict[Leg, Register]] = {}
 
     @contextmanager
-    def open(self, agent: Incarnation) -> Iterator[Leg]:
+    def open(self, agent: Register) -> Iterator[Leg]:
         """One leg, for as long as the body runs."""
-        leg = Leg()
-        legs = self._open.setdefault(agent, set())
-        legs.add(leg)
+        leg, incarnation = Leg(), Incarnation(agent.incarnation)
+        self._open.setdefault(incarnation, {})[leg] = agent
         try:
             yield leg
         finally:
-            legs.discard(leg)
+            legs = self._open[incarnation]
+            del legs[leg]
             if not legs:
-                self._open.pop(agent, None)
+                del self._open[incarnation]
 
     async def run(self, registry: Registry, clock: Callable[[], float]) -> None:
         """Give up, for ever, what agents have let hang. `clock` is the one that the registry is told."""
@@ -105,8 +106,9 @@ class Legs:
             looked_at = now
 
     def look(self, registry: Registry, now: float) -> None:
-        """Give up every leg that has been quiet for too long, at an agent that does not work any more."""
+        """Give up what has been quiet for too long, at agents that do not work any more but others do."""
         for agent, legs in self._open.items():
-            if not registry.works(agent, now):
-                for leg in legs:
-                    leg.give_up(now - NODE_EXPIRY_S)
+            if registry.works(agent, now) or not registry.has_substitute(next(iter(legs.values())), now):
+                continue
+            for leg in legs:
+                leg.give_up(now - NODE_EXPIRY_S)

@@ -211,6 +211,16 @@ class Registry:
         record = self._records.get(incarnation)
         return record is not None and not _stalled(record, now)
 
+    def has_substitute(self, info: Register, now: float) -> bool:
+        """Whether other agents in rotation serve the legs that this one, which may be gone, served."""
+        others = [
+            node
+            for node in self.snapshot(now).nodes
+            if node.info.model == info.model and node.incarnation != info.incarnation
+        ]
+        legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
+        return all(any(node.serves(leg) for node in others) for leg in legs)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the two indices disagree or a bound is passed."""
         addresses = {record.info.address: key for key, record in self._records.items()}

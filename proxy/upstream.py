@@ -145,7 +145,7 @@ class Upstream:
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with self._legs.open(Incarnation(agent.incarnation)) as leg:
+        with self._legs.open(agent) as leg:
             response = await self._send(agent, path, body, headers, leg, headers_by)
             try:
                 if response.status != 200:

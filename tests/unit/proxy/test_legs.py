@@ -10,7 +10,7 @@ import pytest
 
 from proxy.legs import LOOK_INTERVAL_S, Legs
 from proxy.registry import STALL_S, Registry
-from proxy.wire import NODE_EXPIRY_S, Incarnation, Register
+from proxy.wire import NODE_EXPIRY_S, Register
 from tests.standins.agents import Fault
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.conftest import StartStage
@@ -28,6 +28,10 @@ HUNG = [
     (False, Fault("prefill", "silent")),
     (False, Fault("decode", "hang")),
 ]
+
+
+def busy(steps: int) -> Register:
+    return registration("decode", PORT, steps=steps, load=load(running=1))
 
 
 async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: StartStage) -> None:
@@ -59,10 +63,6 @@ async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: St
         await asyncio.gather(*(ask(index, *each) for index, each in enumerate(HUNG)))
 
 
-def busy(steps: int) -> Register:
-    return registration("decode", PORT, steps=steps, load=load(running=1))
-
-
 class Read:
     """A wait that began at `since`; notes whether it was ended."""
 
@@ -76,49 +76,73 @@ class Read:
 
 @pytest.fixture
 def registry() -> Registry:
-    """One agent, `AGENT`, heard at second 0 with something running."""
+    """A decode agent heard at second 0 with something running."""
     made = Registry()
     made.register(busy(steps=1), 0.0)
     return made
 
 
-def looked_at(registry: Registry, agent: str, since: float | None, now: float) -> int:
-    """How often a wait is ended when all legs are looked at, twice."""
+def looked_at(registry: Registry, since: float | None, now: float) -> bool:
+    """Whether a wait for the busy agent is ended, once, when all legs are looked at twice."""
     legs, wait = Legs(), Read(since)
-    with legs.open(Incarnation(agent)) as leg, leg.watched(wait):
+    with legs.open(busy(steps=1)) as leg, leg.watched(wait):
         legs.look(registry, now)
         legs.look(registry, now)
         assert leg.given_up == bool(wait.ended)
-    return wait.ended
+    assert wait.ended < 2
+    return wait.ended == 1
 
 
 @pytest.mark.parametrize(
-    ("agent", "since", "now", "ended"),
+    ("since", "now", "ended"),
     [
-        (AGENT, 0.0, NODE_EXPIRY_S - 0.1, 0),
-        (AGENT, 0.0, NODE_EXPIRY_S, 1),
-        (AGENT, 1.0, NODE_EXPIRY_S, 0),  # something came: only its pings are lost
-        (AGENT, None, NODE_EXPIRY_S, 0),  # nobody waits: the client reads slowly
-        ("another", 0.0, NODE_EXPIRY_S, 1),
+        (0.0, NODE_EXPIRY_S - 0.1, False),
+        (0.0, NODE_EXPIRY_S, True),
+        (1.0, NODE_EXPIRY_S, False),  # something came: only its pings are lost
+        (None, NODE_EXPIRY_S, False),  # nobody waits: the client reads slowly
     ],
 )
 def test_only_quiet_legs_of_lost_agents_are_given_up(
-    registry: Registry, agent: str, since: float | None, now: float, ended: int
+    registry: Registry, since: float | None, now: float, ended: bool
 ) -> None:
-    assert looked_at(registry, agent, since, now) == ended
+    registry.register(registration("decode", PORT + 1), now)
+    assert looked_at(registry, since, now) == ended
+
+
+@pytest.mark.parametrize(
+    ("other", "ended"),
+    [
+        (registration("decode", PORT + 1), True),
+        (registration("both", PORT + 1), True),
+        (registration("prefill", PORT + 1), False),
+        (registration("decode", PORT + 1, model="another"), False),
+        (registration("decode", PORT + 1, state="draining"), False),
+        (busy(steps=1), False),
+    ],
+)
+def test_where_nobody_else_serves_an_agent_is_waited_for(
+    registry: Registry, other: Register, ended: bool
+) -> None:
+    """It may only be slow, and the deadlines hold all the same."""
+    now = NODE_EXPIRY_S
+    if other.incarnation != AGENT:
+        registry.register(other, now)
+    assert looked_at(registry, 0.0, now) == ended
 
 
 def test_an_engine_that_stands_still_for_long_is_given_up_too(registry: Registry) -> None:
     for second in range(int(STALL_S)):
-        assert looked_at(registry, AGENT, 0.0, second) == 0
+        registry.register(registration("decode", PORT + 1), second)
+        assert not looked_at(registry, 0.0, second)
         registry.register(busy(steps=1), second)
-    assert looked_at(registry, AGENT, 0.0, STALL_S) == 1
+    assert looked_at(registry, 0.0, STALL_S)
     registry.register(busy(steps=2), STALL_S)
-    assert looked_at(registry, AGENT, 0.0, STALL_S) == 0
+    assert not looked_at(registry, 0.0, STALL_S)
 
 
 async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(registry: Registry) -> None:
     """When it wakes, the pings of that time are still to be read."""
+    registry.register(registration("decode", PORT + 1), 60.0)
     times = iter([0.0, 60.0])
     asked_twice = asyncio.Event()
 
@@ -131,7 +155,7 @@ async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(registry: Regi
 
     legs, wait = Legs(), Read(0.0)
     watching = asyncio.ensure_future(legs.run(registry, clock))
-    with legs.open(Incarnation(AGENT)) as leg, leg.watched(wait):
+    with legs.open(busy(steps=1)) as leg, leg.watched(wait):
         await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
         assert not leg.given_up and not asked_twice.is_set()
         async with asyncio.timeout(5):
