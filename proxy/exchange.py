@@ -220,12 +220,12 @@ class Exchange:
         if lost.refused:
             services.registry.connection_refused(lost.agent, _now())
         if self._record.phase is Phase.DECODE:
-            if not self._may_repeat(self._migrations_left):
+            if not self._may_repeat(lost):
                 raise StreamBroken(lost.message) from lost
             self._migrations_left -= 1
             services.metrics.migrations.inc()
         else:
-            if not self._may_repeat(self._retries_left):
+            if not self._may_repeat(lost):
                 raise lost
             self._retries_left -= 1
             leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
@@ -233,10 +233,17 @@ class Exchange:
         self._avoid |= {lost.agent}
         self._record.enter(Phase.ROUTE)
 
-    def _may_repeat(self, left: int) -> bool:
+    def _has_tries_left(self) -> bool:
+        """Whether this request's own allowance has room for one more try, as things stand."""
+        streaming = self._record.phase is Phase.DECODE
+        return (self._migrations_left if streaming else self._retries_left) > 0
+
+    def _may_repeat(self, lost: AgentLost) -> bool:
         """Whether one more try is allowed, by this request's own allowance and by the proxy's budget."""
-        if not left:
+        if not self._has_tries_left():
             return False
+        if lost.idle:
+            return True
         if not self._services.retry_budget.take():
             self._services.metrics.retries_denied.inc()
             return False
@@ -324,7 +331,7 @@ class Exchange:
         path, headers = native.path(self._request), native.headers(self._ids)
         try:
             async with services.upstream.post(
-                agent, path, body, headers, headers_by=headers_by, by=by
+                agent, path, body, headers, headers_by=headers_by, by=by, movable=self._has_tries_left
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):

@@ -43,9 +43,14 @@ class _TimedWait:
 
 
 class Leg:
-    """One request under way at an agent. `given_up`: its last wait was ended because the agent is lost."""
+    """One request under way at an agent. `given_up`: its last wait was ended because the agent is lost.
 
-    def __init__(self) -> None:
+    Args:
+        movable: Whether it may go elsewhere now; one that may not is never given up.
+    """
+
+    def __init__(self, movable: Callable[[], bool]) -> None:
+        self._movable = movable
         self.given_up = False
         self._wait: Wait | None = None
 
@@ -66,11 +71,11 @@ class Leg:
             self._wait = None
 
     def give_up(self, quiet_since: float) -> None:
-        """End the wait if it began no later than that. Idempotent."""
+        """End the wait if it began no later than that, and if there is another try. Idempotent."""
         if self.given_up or self._wait is None:
             return
         since = self._wait.since
-        if since is not None and since <= quiet_since:
+        if since is not None and since <= quiet_since and self._movable():
             self.given_up = True
             self._wait.end()
 
@@ -82,9 +87,9 @@ class Legs:
         self._open: dict[Incarnation, dict[Leg, Register]] = {}
 
     @contextmanager
-    def open(self, agent: Register) -> Iterator[Leg]:
+    def open(self, agent: Register, movable: Callable[[], bool]) -> Iterator[Leg]:
         """One leg, for as long as the body runs."""
-        leg, incarnation = Leg(), Incarnation(agent.incarnation)
+        leg, incarnation = Leg(movable), Incarnation(agent.incarnation)
         self._open.setdefault(incarnation, {})[leg] = agent
         try:
             yield leg

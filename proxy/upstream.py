@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 
@@ -130,6 +130,7 @@ class Upstream:
         *,
         headers_by: float,
         by: float,
+        movable: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[AgentAnswer]:
         """Send one leg and hand out its answer as soon as its headers are here.
 
@@ -139,13 +140,14 @@ class Upstream:
         Args:
             headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
             by: Deadline for its end, likewise.
+            movable: Whether the leg may go elsewhere now, should its agent fall silent (`proxy.legs`).
 
         Raises:
             AgentLost: connection refused or reset, an answer cut short, a 5xx, or an agent given up (`Legs`).
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with self._legs.open(agent) as leg:
+        with self._legs.open(agent, movable) as leg:
             response = await self._send(agent, path, body, headers, leg, headers_by)
             try:
                 if response.status != 200:
@@ -231,7 +233,7 @@ def _translated(agent: Register, leg: Leg) -> Iterator[None]:
         raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
     except TimeoutError as error:
         if leg.given_up:
-            raise AgentLost(f"{agent.address} fell silent", lost, status=504) from error
+            raise AgentLost(f"{agent.address} fell silent", lost, silent=True, status=504) from error
         raise AgentTimeout(f"{agent.address} did not answer in time") from error
     except aiohttp.ClientConnectorError as error:
         refused = error.os_error.errno == errno.ECONNREFUSED
