@@ -2,18 +2,19 @@
 PYTHON ?= python3
 # Another package index for torch, for example one that holds CPU-only builds: make test TORCH_INDEX=URL
 TORCH_INDEX ?=
-# What to run: make test-gpu TESTS=tests/system
+# What to run: make test-full TESTS=tests/system
 TESTS ?= tests
 JOBS ?= 0
+GPU_JOBS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy train clean
+.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy bench-transfer train clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 env: $(STAMP) ## make .venv with pinned dependencies
 
@@ -28,8 +29,8 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) check
-	$(BIN)/pytest -m 'not full' --numprocesses 2 tests/unit tests/model tests/contract
-	$(BIN)/pytest -m 'not full' tests/system tests/chaos
+	$(BIN)/pytest -m 'not full' --numprocesses 3 --dist loadgroup tests/unit tests/model tests/contract
+	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile tests/system tests/chaos
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
 	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
@@ -43,7 +44,8 @@ chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and
 		$(if $(BACKEND),--backend $(BACKEND))
 
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
-	$(BIN)/python -m pytest -m gpu -rs $(TESTS)
+	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
+	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .
@@ -56,6 +58,10 @@ format: $(STAMP) ## format the code and mend what the linter can
 
 bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
 	$(BIN)/python -m tests.bench.proxy_cost
+
+bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m tests.bench.transfer
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny

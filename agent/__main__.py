@@ -13,6 +13,7 @@ import uvloop
 from agent.api_process import ENGINE_MODULE, run_agent
 from agent.cli import parse_config
 from agent.logs import configure_logging
+from agent.tls import BadCertificate
 from proxy.wire import BadClusterKey
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def main(argv: Sequence[str], *, engine_module: str = ENGINE_MODULE) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_agent(config, engine_module=engine_module))
-    except (OSError, BadClusterKey) as error:
+    except (OSError, BadClusterKey, BadCertificate) as error:
         log.error("cannot start: %s", error)
         return 1
 

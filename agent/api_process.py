@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import socket
+import ssl
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from agent.ping import Announcer
 from agent.processes import ChildProcess
 from agent.run_dir import private_run_dir
 from agent.server import HttpServer, create_app, create_server, listen_http
+from agent.tls import server_context
 from agent.tokenizer import Tokenizer
 from proxy.wire import ClusterKey, Incarnation, Load, Register
 
@@ -59,12 +61,13 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
 
     Raises:
         OSError: the HTTP address cannot be bound, or the cluster key cannot be read.
-        BadClusterKey: the file holds none.
+        BadClusterKey, BadCertificate: the file is none.
     """
     tokenizer = Tokenizer(Path(config.model))
     key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
+    tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen_http(config.host, config.port) as listener, private_run_dir() as run_dir:
-        agent = _Agent(config, tokenizer, key, run_dir, listener.getsockname()[1])
+        agent = _Agent(config, tokenizer, key, tls, run_dir, listener.getsockname()[1])
         try:
             return await agent.run(listener, engine_module)
         finally:
@@ -79,14 +82,16 @@ class _Agent:
         config: AgentConfig,
         tokenizer: Tokenizer,
         key: ClusterKey | None,
+        tls: ssl.SSLContext | None,
         run_dir: Path,
         port: int,
     ) -> None:
-        self._bearer = None if key is None else key.bearer
+        self._key = key
+        self._tls = tls
         self._config = config
         self._tokenizer = tokenizer
         self._run_dir = run_dir
-        self._url = _url("http", config.advertised_host, port)
+        self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
         self._lifecycle = Lifecycle()
         self._context = zmq.asyncio.Context()
@@ -125,7 +130,11 @@ class _Agent:
 
     async def _live(self, engine_module: str, stop: asyncio.Event) -> int:
         """Run the engine from its start to its end, or to the agent's; returns the agent's exit status."""
-        stdin = {"config": self._config, "incarnation": self._incarnation}
+        stdin = {
+            "config": self._config,
+            "incarnation": self._incarnation,
+            "curve_secret": None if self._key is None else self._key.secret.decode(),
+        }
         argv = ("-m", engine_module, "--run-dir", str(self._run_dir))
         child = await ChildProcess.start(argv, msgspec.json.encode(stdin), "engine")
         log.info("engine process %d started; waiting for it to load %s", child.pid, self._config.model)
@@ -183,8 +192,9 @@ class _Agent:
                 engine=self._engine,
                 lifecycle=self._lifecycle,
                 metrics=self._metrics,
-                bearer=self._bearer,
-            )
+                bearer=None if self._key is None else self._key.bearer,
+            ),
+            self._tls,
         )
 
     def _registration(self, index: int) -> Register:

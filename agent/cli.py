@@ -51,6 +51,8 @@ def build_parser() -> ArgumentParser:
             )
         elif field.default is dataclasses.MISSING:
             parser.add_argument(flag, type=hints[field.name], required=True, help=helps[field.name])
+        elif field.default is False:
+            parser.add_argument(flag, type=bool, nargs="?", const=True, default=False, help=helps[field.name])
         else:
             parser.add_argument(flag, type=hints[field.name], default=field.default, help=helps[field.name])
     return parser

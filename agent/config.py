@@ -38,12 +38,16 @@ class AgentConfig:
         prefix_cache: Reuse blocks of prompts that begin alike.
         transfer: KV transfer backend; auto takes the best that works with the peer.
         transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
+        verify_kv: Checksum every KV block lent, and check those pulled; producers must have it on as well.
         lease_s: Seconds that a reader may stay silent before its blocks are taken back.
         pull_timeout_s: Deadline for pulling one prompt's KV, waiting for room included.
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
         max_body_bytes: Largest request body accepted.
         cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.
+        tls_cert: PEM file with the certificate (and its chain) for serving by https; needs tls_key.
+        tls_key: PEM file with the key that belongs to it, without a password.
+        log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
         tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
         control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
@@ -70,12 +74,16 @@ class AgentConfig:
     prefix_cache: bool = True
     transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     transfer_options: str = ""
+    verify_kv: bool = False
     lease_s: float = 10.0
     pull_timeout_s: float = 30.0
     on_pull_failure: Literal["recompute", "fail"] = "recompute"
     threads: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
     cluster_key: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_fault: str | None = None
     control_fault: str | None = None
@@ -95,6 +103,8 @@ class AgentConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
         if self.control_fault is not None:

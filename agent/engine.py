@@ -42,6 +42,7 @@ from agent.messages import (
 from agent.processes import die_with_parent
 from agent.scheduler import Limits, Scheduler
 from agent.step import Boot, RankReady, transfer_address
+from transfer.curve import CurveKey
 from transfer.layout import KVGeometry
 from transfer.plane import PlaneConfig
 from transfer.scheduler_connector import SchedulerConnector
@@ -225,6 +226,8 @@ class Engine:
             pull_descriptors=plane.pull_descriptors,
             pull_seconds=plane.pull_seconds,
             pull_failures=plane.pull_failures,
+            verify_seconds=plane.verify_seconds,
+            rebuilds=plane.rebuilds,
             recomputes=counters.recomputes,
             leases_ended=plane.leases_ended,
             handshakes=plane.handshakes,
@@ -264,7 +267,9 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         weights=ready.weights,
         host_id=host_id(),
         rank_address=transfer_address(run_dir),
+        verify_kv=config.verify_kv,
         control_fault=config.control_fault,
+        key=None if boot.curve_secret is None else CurveKey.of(boot.curve_secret),
     )
 
 

@@ -58,7 +58,7 @@ class Executor:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUED_STEPS)
         self._socket.bind(step_address(self._run_dir))
-        stdin = msgspec.json.encode(self._boot)
+        stdin = msgspec.json.encode(msgspec.structs.replace(self._boot, curve_secret=None))
         for rank in range(self._size):
             argv = ["-m", "agent.worker", "--run-dir", str(self._run_dir), "--rank", str(rank)]
             self._children.append(await ChildProcess.start(argv, stdin, f"rank {rank}"))

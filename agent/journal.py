@@ -19,6 +19,7 @@ from agent.phases import phases
 
 log = logging.getLogger("agent.request")
 
+MAX_PROMPT_BYTES = 4096
 CLIENT_GONE = 499  # as nginx logs it: nobody was left to be told a status
 
 
@@ -33,6 +34,10 @@ class Entry:
             self._facts["traceparent"] = traceparent
         self._generation: Generation | None = None
         self._closed = False
+
+    def show_prompt(self, prompt: bytes) -> None:
+        """The prompt, as JSON, is to be on the line."""
+        self._facts["prompt"] = prompt[:MAX_PROMPT_BYTES].decode(errors="ignore")
 
     def follow(self, generation: Generation, leg: str, transfer_id: str | None) -> None:
         """Remember whose figures belong on the line."""

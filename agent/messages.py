@@ -195,6 +195,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     pull_descriptors: int
     pull_seconds: float
     pull_failures: dict[str, int]
+    verify_seconds: float
+    rebuilds: int
     recomputes: int
     leases_ended: dict[str, int]
     handshakes: int

@@ -80,6 +80,8 @@ class _EngineCollector(Collector):
             ("transfer_bytes", "Bytes of KV pulled.", stats.pull_bytes),
             ("transfer_descriptors", "Descriptors posted for pulls.", stats.pull_descriptors),
             ("transfer_seconds", "Seconds spent pulling.", stats.pull_seconds),
+            ("verify_seconds", "Seconds spent on checking pulled KV, part of pulling.", stats.verify_seconds),
+            ("rebuilds", "Transfer engines destroyed and opened anew.", stats.rebuilds),
             ("handshakes", "Handshakes with other agents.", stats.handshakes),
             ("integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
         ):

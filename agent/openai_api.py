@@ -82,6 +82,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def given_prompt(self) -> object:
+        """What the client asks about, as it was given."""
+        raise NotImplementedError
+
+    @property
     def num_alternatives(self) -> int | None:
         """How many likeliest tokens to report per position; None for no logprobs at all."""
         raise NotImplementedError
@@ -108,6 +113,10 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    @property
+    def given_prompt(self) -> object:
+        return self.prompt
 
     @property
     def num_alternatives(self) -> int | None:
@@ -143,6 +152,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
     tools: list[Any] | None = None
+
+    @property
+    def given_prompt(self) -> object:
+        return self.messages
 
     @property
     def num_alternatives(self) -> int | None:

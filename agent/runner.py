@@ -42,7 +42,8 @@ class StepRunner:
         sampled = [end for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         logits = self._model.logits(hidden, sampled) if sampled else None
         if self._pool.is_cuda:
-            torch.cuda.synchronize()
+            # Not the whole device: KV that is being pulled has a stream of its own, and need not be over.
+            torch.cuda.current_stream(self._pool.device).synchronize()
         if not self._draws:
             return None
         return tuple(() for _ in step.chunks) if logits is None else self._draw(logits, step.chunks)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -88,6 +89,8 @@ def create_app(
         entry = journal.open(g.request_id, request.headers.get("traceparent"))
         with entry.closed_on_failure():
             body = decode_body(await _read_body(), body_type)
+            if config.log_prompts:
+                entry.show_prompt(msgspec.json.encode(body.given_prompt))
             identity = _identity()
             if body.stream:
                 events = frontend.events(body, identity, entry)
@@ -187,7 +190,7 @@ class HttpServer(uvicorn.Server):
             connection.transport.close()
 
 
-def create_server(app: Quart) -> HttpServer:
+def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
     """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`."""
     return HttpServer(
         uvicorn.Config(
@@ -200,6 +203,7 @@ def create_server(app: Quart) -> HttpServer:
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
     )

@@ -95,10 +95,14 @@ FromRank = RankReady | StepDone
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine and rank processes read from their standard input at start, as JSON."""
+    """What the engine and rank processes read from their standard input at start, as JSON.
+
+    `curve_secret` locks the engine's control channel; ranks are not told it.
+    """
 
     config: AgentConfig
     incarnation: str
+    curve_secret: str | None = None
 
 
 def step_address(run_dir: Path) -> str:

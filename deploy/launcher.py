@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -45,7 +46,10 @@ class AgentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A proxy and its agents on this machine. Port 0 lets the OS choose."""
+    """A proxy and its agents on this machine. Port 0 lets the OS choose.
+
+    `trust`: how the proxy's certificate is checked, where `proxy_args` make it serve https.
+    """
 
     model: str
     agents: tuple[AgentSpec, ...]
@@ -54,6 +58,7 @@ class ClusterSpec:
     port: int = 0
     discovery_port: int = 0
     proxy_args: tuple[str, ...] = ()
+    trust: ssl.SSLContext | None = None
 
 
 @dataclass(slots=True)
@@ -194,7 +199,7 @@ class Cluster:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
                 while True:
                     self.check_alive()
-                    async with session.get(f"{self.url}/nodes") as response:
+                    async with session.get(f"{self.url}/nodes", ssl=self.spec.trust or True) as response:
                         nodes = (await response.json())["nodes"]
                     ready = {node["address"] for node in nodes if node["state"] == "ready"}
                     waiting = [name for name, agent in self.agents.items() if agent.url not in ready]

@@ -15,6 +15,7 @@ import uvloop
 from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
 from proxy.server import running_proxy
+from proxy.tls import BadCertificate
 from proxy.wire import BadClusterKey
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         uvloop.run(_serve(config))
-    except (OSError, BadKeyFile, BadClusterKey) as error:
+    except (OSError, BadKeyFile, BadClusterKey, BadCertificate) as error:
         print(f"kvferry proxy: {error}", file=sys.stderr)
         return 1
     return 0

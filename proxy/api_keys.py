@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' keys: who may ask for answers, and who may look behind them.
+"""Clients' keys: who may ask for answers, how much of them, and who may look behind them.
 
-The file that `--api-keys` names holds a key per line; `admin` after a key opens the operator's pages to it
-too. Empty lines and lines that begin with `#` are skipped.
+The file that `--api-keys` names holds a key per line, and after it, in any order and each at most once:
+`admin`, which opens the operator's pages to it too, `requests=RATE` and `tokens=RATE` (`proxy.allowance`).
+Empty lines and lines that begin with `#` are skipped.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import base64
 import binascii
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from quart import Quart, Response, request
+from quart import Quart, Response, g, request
 
+from proxy.allowance import Allowance, Rate
 from proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
@@ -36,36 +39,46 @@ class Access(enum.IntEnum):
     ADMIN = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Whoever holds a key."""
+
+    access: Access
+    allowance: Allowance
+
+
+NOBODY = Client(Access.NONE, Allowance(None, None))
+
+
 class ApiKeys:
     """Which key opens what. Holds digests: looking one up takes as long for a wrong key that begins right."""
 
-    def __init__(self, access: Mapping[bytes, Access]) -> None:
-        self._access = access
+    def __init__(self, clients: Mapping[bytes, Client]) -> None:
+        self._clients = clients
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
         """Read a file of keys. Raises `OSError`, and `BadKeyFile` also for a file that admits nobody."""
-        access: dict[bytes, Access] = {}
+        clients: dict[bytes, Client] = {}
         for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), start=1):
             match line.split():
                 case []:
                     continue
                 case [word, *_] if word.startswith("#"):
                     continue
-                case [key] if len(key) >= MIN_KEY_CHARS:
-                    access[_digest(key)] = Access.CLIENT
-                case [key, "admin"] if len(key) >= MIN_KEY_CHARS:
-                    access[_digest(key)] = Access.ADMIN
+                case [key, *words] if len(key) >= MIN_KEY_CHARS:
+                    try:
+                        clients[_digest(key)] = _client(words)
+                    except ValueError as error:
+                        raise BadKeyFile(f"{path}, line {number}, after the key: {error}") from error
                 case _:
-                    raise BadKeyFile(
-                        f"{path}, line {number}: not KEY or KEY admin, of {MIN_KEY_CHARS} characters at least"
-                    )
-        if not access:
+                    raise BadKeyFile(f"{path}, line {number}: a key has {MIN_KEY_CHARS} characters at least")
+        if not clients:
             raise BadKeyFile(f"{path} holds no key")
-        return cls(access)
+        return cls(clients)
 
-    def access(self, authorization: str | None, method: str) -> Access:
-        """What a request with this `Authorization` header may do.
+    def client(self, authorization: str | None, method: str) -> Client:
+        """Who sends a request with this `Authorization` header.
 
         A browser sends the key as the password of Basic. It does so unasked, also on behalf of other sites,
         so that opens nothing but what only reads.
@@ -77,8 +90,8 @@ class ApiKeys:
             case "basic" if method in ("GET", "HEAD"):
                 key = _password(credentials)
             case _:
-                return Access.NONE
-        return self._access.get(_digest(key), Access.NONE)
+                return NOBODY
+        return self._clients.get(_digest(key), NOBODY)
 
 
 def guard(app: Quart, keys: ApiKeys) -> None:
@@ -87,10 +100,26 @@ def guard(app: Quart, keys: ApiKeys) -> None:
     @app.before_request
     async def refuse() -> Response | None:
         needed = _needed(request.path)
-        if keys.access(request.headers.get("Authorization"), request.method) >= needed:
+        client = keys.client(request.headers.get("Authorization"), request.method)
+        g.allowance = client.allowance
+        if client.access >= needed:
             return None
         error = Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
         return Response(error.body(), error.status, error.headers, content_type="application/json")
+
+
+def _client(words: Sequence[str]) -> Client:
+    """What the words after a key say. Raises ValueError."""
+    access, rates = Access.CLIENT, dict[str, Rate]()
+    for word in words:
+        name, _, value = word.partition("=")
+        if word == "admin" and access is Access.CLIENT:
+            access = Access.ADMIN
+        elif name in ("requests", "tokens") and name not in rates:
+            rates[name] = Rate.parse(value)
+        else:
+            raise ValueError("only admin, requests=RATE and tokens=RATE may stand there, each once")
+    return Client(access, Allowance(rates.get("requests"), rates.get("tokens")))
 
 
 def _needed(path: str) -> Access:

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import msgspec
-from quart import Quart, Response, request
+from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
 
 from proxy import metrics, sse
@@ -100,13 +100,16 @@ async def _serve(endpoint: Endpoint, services: Services) -> Response:
 
 
 async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, services: Services) -> Response:
+    if (allowance := g.get("allowance")) is not None:
+        record.draw_on(allowance)
     asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
-    record.tell_request(asked)
+    record.tell_request(asked, show_prompt=services.config.log_prompts)
     traceparent, session = request.headers.get("traceparent"), request.headers.get("X-Session-Id")
     ids = new_identity(endpoint, request_id, asked.seed, traceparent, session)
     exchange = Exchange(services, asked, ids, record)
     if not asked.stream:
         answer = await exchange.answer()
+        record.tell_answer(answer.body)
         record.end(200)
         return _whole(answer, request_id)
     events = exchange.events()

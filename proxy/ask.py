@@ -76,7 +76,7 @@ def ask_about(request: ClientRequest, session: str | None) -> Ask:
     """The question that a client's request puts to the router."""
     return Ask(
         model=request.model,
-        prompt=request.body["messages" if request.chat else "prompt"],
+        prompt=request.prompt,
         n=request.n,
         one_token=request.max_tokens == 1,
         session=session,

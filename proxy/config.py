@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from proxy.address_rules import AddressRules
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -43,7 +44,14 @@ class ProxyConfig:
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
         api_keys: File of the keys that clients must send; anybody is served when not given.
+        allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
+            others are refused. Any when not given.
         cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
+        tls_cert: PEM file with the certificate (and its chain) for serving clients by https; needs tls_key.
+        tls_key: PEM file with the key that belongs to it, without a password.
+        agent_ca: PEM file with the authority that signed the agents' certificates. With it, only agents of
+            https are let in; without it, those of https are checked by the system's authorities.
+        log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
     """
 
@@ -71,7 +79,12 @@ class ProxyConfig:
     keepalive_s: float = 30.0
     drain_s: float = 5.0
     api_keys: Path | None = None
+    allow_address: str = ""
     cluster_key: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    agent_ca: Path | None = None
+    log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
@@ -91,6 +104,9 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        AddressRules(self.allow_address)
         for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -105,17 +106,20 @@ class Discovery:
             return None
         refusal = self._registry.register(message, self._clock())
         self._heard()
+        if refusal is not None:
+            self._metrics.refused_pings.labels(refusal.name.lower()).inc()
         if foreign is not None:
             return None  # other engines do not read answers
         if refusal is not None:
-            return wire.encode(wire.Refused(reason=refusal))
+            return wire.encode(wire.Refused(reason=refusal.value))
         return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index))
 
 
 def _foreign(body: dict[str, Any]) -> wire.Register | None:
     """The registration in another engine's ping, or None if the map is not one. Raises `BadFrame`."""
     if atom.recognises(body):
-        return atom.registration(body)
+        # Its counter begins anew with a restart, of which nothing else tells.
+        return msgspec.structs.replace(atom.registration(body), index=0)
     if vllm_moriio.recognises(body):
         return vllm_moriio.registration(body)
     return None

@@ -131,6 +131,22 @@ class Overloaded(ProxyError):
         return {"Retry-After": str(self._retry_after_s)}
 
 
+class RateLimited(ProxyError):
+    """The client's key has asked for as much as it may for now."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self._retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self._retry_after_s)}
+
+
 class AgentLost(ProxyError):
     """An agent broke off before the end of its leg, or failed by its own account: another may be asked.
 

@@ -288,6 +288,9 @@ class Exchange:
         """The last leg of a request that is not streamed: its answer comes all at once, at the very end."""
         self._record.enter(Phase.DECODE_WAIT)
         async with self._post(agent, body, headers_by=self._deadline, by=self._deadline) as answer:
+            if not answer.content_type.startswith("application/json"):
+                # Nothing that a browser would run may be served from where the operator's page is.
+                raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
             return Answer(
                 content_type=answer.content_type,
                 body=await answer.body(),

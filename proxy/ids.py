@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ TransferId = NewType("TransferId", str)
 Endpoint = Literal["completions", "chat/completions"]
 
 MAX_REQUEST_ID_CHARS = 128
+# W3C Trace Context, as of version 00.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions": "chatcmpl-"}
 
 
@@ -58,12 +61,12 @@ def new_identity(
     traceparent: str | None,
     session: str | None = None,
 ) -> Identity:
-    """Mint what the client's request did not bring along."""
+    """Mint what the client's request did not bring along. A `traceparent` that is none is left out."""
     return Identity(
         request_id=request_id,
         answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + secrets.token_hex(16)),
         created=int(time.time()),
         seed=new_seed() if seed is None else seed,
-        traceparent=traceparent,
+        traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
         session=session,
     )

@@ -87,6 +87,7 @@ class Live:
             "num_nodes": len(nodes),
             "refused_pairings": refused[:MAX_SHOWN],
             "num_refused_pairings": len(refused),
+            "refused_agents": fleet["refused_agents"],
             "in_flight": self._metrics.requests_in_flight(),
             "charts": self._history.charts(now),
             "failures": failures,

@@ -96,6 +96,9 @@ class Metrics:
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )
+        self.refused_pings = Counter(
+            "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
+        )
         registry.register(_Fleet(snapshot))
 
     def requests_in_flight(self) -> dict[str, int]:

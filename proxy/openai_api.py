@@ -83,6 +83,12 @@ class ClientRequest:
     def chat(self) -> bool:
         return self.endpoint == "chat/completions"
 
+    @property
+    def prompt(self) -> str | list[Any]:
+        """The client's own: text, token ids, or a chat's messages."""
+        prompt: str | list[Any] = self.body["messages" if self.chat else "prompt"]
+        return prompt
+
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""
@@ -116,6 +122,23 @@ def check_context(request: ClientRequest, max_model_len: int) -> None:
             f"and at least {wanted} are to follow",
             param="prompt",
         )
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Answered(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def completion_tokens(answer: bytes) -> int:
+    """How many tokens a whole answer says it cost; 0 if it does not say."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Answered).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return 0 if usage is None else usage.completion_tokens
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:

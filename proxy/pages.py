@@ -36,13 +36,14 @@ def readiness(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
-    """Every known agent, and every pair of them that cannot be used, with the reason."""
+    """Every known agent, every pair of them that cannot be used and every agent that was refused, with the
+    reason."""
     refused = [
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.why.value}
         for pair in refused_pairs(snapshot)
     ]
     nodes = [_node(node, snapshot, slots, now) for node in snapshot.nodes]
-    return {"nodes": nodes, "refused_pairings": refused}
+    return {"nodes": nodes, "refused_pairings": refused, "refused_agents": _refused_agents(snapshot, now)}
 
 
 def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -87,6 +88,21 @@ def _node(node: Node, snapshot: Snapshot, slots: Slots, now: float) -> dict[str,
         "last_ping_s": round(now - node.heard_at, 3),
         "not_paired": _not_paired(node, snapshot),
     }
+
+
+def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
+    """Who pings in vain."""
+    return [
+        {
+            "address": agent.address,
+            "control": agent.control,
+            "role": agent.role,
+            "reason": agent.reason.value,
+            "count": agent.count,
+            "last_ping_s": round(now - agent.at, 3),
+        }
+        for agent in snapshot.refused
+    ]
 
 
 def _not_paired(node: Node, snapshot: Snapshot) -> str | None:

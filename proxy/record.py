@@ -9,16 +9,19 @@ import logging
 import time
 
 from proxy import sse
+from proxy.allowance import Allowance
+from proxy.ask import ask_about
 from proxy.history import Failure, History
 from proxy.ids import Endpoint, RequestId, TransferId
 from proxy.metrics import Metrics
-from proxy.openai_api import ClientRequest
+from proxy.openai_api import ClientRequest, completion_tokens
 from proxy.router import Pair
 
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 MAX_MODEL_CHARS = 100
+MAX_PROMPT_CHARS = 4096
 
 
 class Phase(enum.StrEnum):
@@ -56,6 +59,7 @@ class Record:
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
         self._transfer_ids: list[TransferId] = []
+        self._allowance: Allowance | None = None
         self._choices = 1
         self._model = ""
         self._events = 0
@@ -78,17 +82,32 @@ class Record:
         if phase is not Phase.ENDED:
             self._metrics.in_flight.labels(phase).inc()
 
-    def tell_request(self, request: ClientRequest) -> None:
-        """The body was read."""
+    def draw_on(self, allowance: Allowance) -> None:
+        """The client's key has limits; raises `RateLimited` when they are reached."""
+        allowance.enter(time.monotonic())
+        if allowance.counts_tokens:
+            self._allowance = allowance
+
+    def tell_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
+        """The body was read. `show_prompt`: its prompt is to be in the log."""
+        if self._allowance is not None:
+            self._allowance.used(ask_about(request, None).tokens, time.monotonic())
         self._choices = request.n
-        self._model = request.model
-        self._facts |= {"model": request.model, "stream": request.stream, "n": request.n}
+        self._model = request.model[:MAX_MODEL_CHARS]
+        self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
+        if show_prompt:
+            self._facts["prompt"] = json.dumps(request.prompt, ensure_ascii=False)[:MAX_PROMPT_CHARS]
 
     def tell_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """The request was routed, maybe again."""
         self._facts |= {"prefill": pair.prefill.info.address, "decode": pair.decode.info.address}
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
+
+    def tell_answer(self, body: bytes) -> None:
+        """A whole answer is about to be given to the client."""
+        if self._allowance is not None:
+            self._allowance.used(completion_tokens(body), time.monotonic())
 
     def events(self, events: bytes) -> None:
         """Whole events are about to be given to the client."""
@@ -117,6 +136,8 @@ class Record:
             per_event = (self._last_event_at - self._first_event_at) / later_events
             self._metrics.tpot.observe(per_event)
             self._history.per_event(per_event, self._phase_since)
+        if self._allowance is not None:
+            self._allowance.used(self._events, time.monotonic())
         self._remember(status, code)
         logger.info("request %s", json.dumps(self._line(status, code, total)))
 
@@ -128,13 +149,13 @@ class Record:
                 endpoint=self.endpoint,
                 status=status,
                 code=code or "",
-                model=self._model[:MAX_MODEL_CHARS],
+                model=self._model,
                 request_id=self.request_id,
             )
             self._history.failed(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
-        """No prompts and no answers: what users say stays out of the logs."""
+        """No answers, and no prompts unless asked for: what users say stays out of the logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,

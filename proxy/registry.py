@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from proxy.address_rules import AddressRules, speaks_tls
 from proxy.breaker import Breaker, BreakerSettings, BreakerState
+from proxy.refusals import Refusal, RefusedAgent, RefusedAgents
 from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
 
 logger = logging.getLogger(__name__)
@@ -73,10 +75,12 @@ class Snapshot:
     """All agents at one moment, ordered by address so that a rotation over them is stable.
 
     `models` also holds the names that were served lately: their absence is an outage, not a wrong name.
+    `refused`: agents that are not among them although they ping.
     """
 
     nodes: tuple[Node, ...]
     models: frozenset[str]
+    refused: tuple[RefusedAgent, ...] = ()
 
 
 @dataclass(slots=True)
@@ -95,35 +99,39 @@ class Registry:
 
     Args:
         in_flight: How many sequences this proxy has in flight at an agent.
+        rules: Which addresses agents may have.
     """
 
     def __init__(
         self,
         in_flight: Callable[[Incarnation], int] = lambda _: 0,
         breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
+        rules: AddressRules | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._breakers = breakers
+        self._rules = rules or AddressRules()
+        self._refused = RefusedAgents()
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
         self._models: dict[str, float] = {}
         self._swept_at = float("-inf")
 
-    def register(self, info: Register, now: float) -> str | None:
-        """Take one ping. Returns None when it was accepted, else the reason to tell the agent.
+    def register(self, info: Register, now: float) -> Refusal | None:
+        """Take one ping. Returns None when it was accepted, else why it changed nothing.
 
         A new incarnation at a known address replaces the old one, whose own late pings are refused from then
         on: what was known about it must not come back (X23).
         """
         self.sweep(now)
+        refusal = self._refusal(info)
+        if refusal is not None:
+            self._refused.note(info, refusal, now)
+            return refusal
         incarnation = Incarnation(info.incarnation)
-        if incarnation in self._retired:
-            return "this incarnation said bye, or another one took its address"
         record = self._records.get(incarnation)
         if record is None:
-            if len(self._records) >= MAX_NODES and info.address not in self._by_address:
-                return f"this proxy already knows {MAX_NODES} agents"
             self._replace_at(info.address)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
@@ -203,7 +211,7 @@ class Registry:
         self.sweep(now)
         nodes = [_node(record, now) for record in self._records.values()]
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
-        return Snapshot(tuple(nodes), frozenset(self._models))
+        return Snapshot(tuple(nodes), frozenset(self._models), self._refused.lately(now))
 
     def works(self, incarnation: Incarnation, now: float) -> bool:
         """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
@@ -227,6 +235,21 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+
+    def _refusal(self, info: Register) -> Refusal | None:
+        incarnation = Incarnation(info.incarnation)
+        record = self._records.get(incarnation)
+        if self._rules.tls_only and not speaks_tls(info):
+            return Refusal.PLAINTEXT
+        if not self._rules.allow(info):
+            return Refusal.ADDRESS
+        if incarnation in self._retired:
+            return Refusal.RETIRED
+        if record is not None and info.index < record.info.index:
+            return Refusal.STALE
+        if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
+            return Refusal.FULL
+        return None
 
     def _hear(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:

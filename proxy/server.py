@@ -7,6 +7,7 @@ import asyncio
 import math
 import secrets
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from proxy.address_rules import AddressRules
 from proxy.admission import Admission
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
@@ -33,6 +35,7 @@ from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
 from proxy.router import Router, make_policy
 from proxy.slots import Slots
+from proxy.tls import server_context
 from proxy.upstream import Upstream
 from proxy.wire import ClusterKey
 
@@ -61,8 +64,9 @@ class RunningProxy:
     @property
     def url(self) -> str:
         """Base URL for clients."""
+        scheme = "http" if self.services.config.tls_cert is None else "https"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{scheme}://{host}:{self.port}"
 
 
 @asynccontextmanager
@@ -70,15 +74,17 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """Serve for as long as the context is open.
 
     Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
-    those that it had to cut, and closes everything. Raises `OSError` when a port is taken
-    or a file of keys cannot be read, and `BadKeyFile` or `BadClusterKey` when it is not one.
+    those that it had to cut, and closes everything. Raises `OSError` when a port is taken or a file of keys
+    cannot be read, and `BadKeyFile`, `BadClusterKey` or `BadCertificate` when a file is not one.
     """
     clock = asyncio.get_running_loop().time
     slots, history = Slots(), History()
     breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-    registry = Registry(slots.in_flight, breakers)
+    rules = AddressRules(config.allow_address, tls_only=config.agent_ca is not None)
+    registry = Registry(slots.in_flight, breakers, rules)
     key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
     api_keys = ApiKeys.read(config.api_keys) if config.api_keys is not None else None
+    tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     metrics = Metrics(lambda: registry.snapshot(clock()))
     legs = Legs()
     async with Upstream(config, legs, None if key is None else key.bearer) as upstream:
@@ -113,7 +119,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(discovery.run())
                     watching = tasks.create_task(legs.run(registry, clock))
-                    server = HttpServer(_uvicorn_config(services))
+                    server = HttpServer(_uvicorn_config(services, tls))
                     serving = tasks.create_task(server.serve(sockets=[listener]))
                     try:
                         yield proxy
@@ -139,7 +145,7 @@ def _router(config: ProxyConfig, slots: Slots) -> Router:
     )
 
 
-def _uvicorn_config(services: Services) -> uvicorn.Config:
+def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         cast(Any, create_app(services)),
         http="httptools",
@@ -148,6 +154,7 @@ def _uvicorn_config(services: Services) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         timeout_graceful_shutdown=math.ceil(services.config.drain_s),
     )
 

@@ -15,6 +15,7 @@ import aiohttp
 from proxy.config import ProxyConfig
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
 from proxy.legs import Leg, Legs
+from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -89,11 +90,15 @@ class AgentAnswer:
 
 
 class Upstream:
-    """The proxy's one pool of connections. An async context: leaving it closes every connection."""
+    """The proxy's one pool of connections. An async context: leaving it closes every connection.
+
+    Raises `BadCertificate` when the file of the agents' authority is of no use.
+    """
 
     def __init__(self, config: ProxyConfig, legs: Legs, bearer: str | None = None) -> None:
         self._config = config
         self._legs = legs
+        self._tls = True if config.agent_ca is None else client_context(config.agent_ca)
         self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._session: aiohttp.ClientSession
 
@@ -102,6 +107,7 @@ class Upstream:
             limit=self._config.max_connections,
             limit_per_host=0,  # the sum is bounded; one busy agent may use all of it
             keepalive_timeout=self._config.keepalive_s,
+            ssl=self._tls,
         )
         self._session = aiohttp.ClientSession(
             connector=connector,

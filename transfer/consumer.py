@@ -16,34 +16,64 @@ import zmq
 
 from transfer import messages as wire
 from transfer.aggregate import Outcome
+from transfer.checksum import SumTable
 from transfer.control_fault import ControlFaults
 from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
-from transfer.layout import plan_spans
+from transfer.layout import num_columns, plan_spans, source_columns
 from transfer.lease import DuplicateTransfer, Grant
 from transfer.link import Link, LinkState
+from transfer.mending import Mending
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
-from transfer.pull import Connect, Effect, Emit, Pull, PullState, Read, SendDrop, SendOpen, SendRelease
+from transfer.pull import (
+    Connect,
+    Effect,
+    Emit,
+    Pull,
+    PullState,
+    Read,
+    SendDrop,
+    SendOpen,
+    SendRelease,
+    Verify,
+)
 from transfer.quarantine import Quarantine
 from transfer.rank_messages import CancelRead, Rebuild, pack_spans
 from transfer.rank_messages import Read as ReadCommand
 from transfer.ranks import RankGroup
+from transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0
+"""Before asking a producer again that did not let us wait: its map of early readers is full."""
+_MEND_S = 0.25
+"""How often to look whether a backend that is to be opened anew has fallen idle."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One pull or hold. `deadline` is when it is given up (`time.monotonic`), and `timer` does it."""
+    """One pull or hold. `deadline` is when it is given up (`time.monotonic`), and `timer` does it.
+
+    `patient_until`: a producer that answers the `open` with nothing earlier did not let us wait; `pause` then
+    delays the next one.
+    """
 
     pull: Pull
     remote: Remote
     link: Link | None
     deadline: float
     timer: asyncio.TimerHandle
+    patient_until: float = 0.0
+    pause_s: float = 0.0
+    pause: asyncio.TimerHandle | None = None
+
+    def stop_timers(self) -> None:
+        self.timer.cancel()
+        if self.pause is not None:
+            self.pause.cancel()
 
 
 class Consumer:
@@ -68,6 +98,8 @@ class Consumer:
         self._renewal: asyncio.TimerHandle | None = None
         self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
         self._quarantine_timer: asyncio.TimerHandle | None = None
+        self._mending = Mending(config.quarantine_s)
+        self._mending_timer: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
         self.rebuilds = 0
@@ -75,6 +107,7 @@ class Consumer:
         self.nbytes = 0
         self.descriptors = 0
         self.seconds = 0.0
+        self.verify_seconds = 0.0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Begin to take pulls."""
@@ -83,9 +116,9 @@ class Consumer:
     def close(self) -> None:
         """Let go of every producer. Pulls end without an event."""
         for entry in self._entries.values():
-            entry.timer.cancel()
+            entry.stop_timers()
         self._entries.clear()
-        for timer in (self._renewal, self._quarantine_timer):
+        for timer in (self._renewal, self._quarantine_timer, self._mending_timer):
             if timer is not None:
                 timer.cancel()
         for link in list(self._by_number.values()):
@@ -150,6 +183,11 @@ class Consumer:
         link = self._by_number.get(number)
         if link is not None:
             link.connected(outcome)
+
+    def engine_broken(self, transfer: str) -> None:
+        self._mending.ask(time.monotonic(), transfer)
+        if self._mending_timer is None:
+            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
 
     def read_ended(self, transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
         entry = self._entries.get(transfer_id)
@@ -231,7 +269,7 @@ class Consumer:
 
     def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
-        pull = Pull(transfer_id, remote.num_tokens)
+        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv)
         entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry
@@ -262,6 +300,8 @@ class Consumer:
                     self._read(entry, effect)
                 case CancelReadEffect():
                     self._ranks.broadcast(CancelRead(transfer_id=entry.pull.transfer_id, seq=effect.seq))
+                case Verify():
+                    self._verify(entry, effect)
                 case SendRelease():
                     self._release(entry, effect)
                 case SendDrop():
@@ -284,11 +324,25 @@ class Consumer:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
 
     def _open(self, entry: _Entry, effect: SendOpen) -> None:
-        if entry.link is not None:
-            left = max(entry.deadline - time.monotonic(), 0.0)
-            entry.link.open(
-                entry.pull.transfer_id, effect.have, min(_OPEN_WAIT_S, left), partial(self._answered, entry)
-            )
+        if entry.link is None:
+            return
+        now = time.monotonic()
+        wait_s = min(_OPEN_WAIT_S, max(entry.deadline - now, 0.0))
+        entry.patient_until = now + wait_s / 2
+        entry.link.open(entry.pull.transfer_id, effect.have, wait_s, partial(self._answered, entry))
+
+    def _pending(self, entry: _Entry) -> None:
+        """Nothing new yet: ask again, but not without pause if the producer has no place for us to wait."""
+        if time.monotonic() >= entry.patient_until:
+            entry.pause_s = 0.0
+            self._perform(entry, entry.pull.pending())
+        elif entry.pause is None:
+            entry.pause_s = min(max(2 * entry.pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
+            entry.pause = asyncio.get_running_loop().call_later(entry.pause_s, self._paused, entry)
+
+    def _paused(self, entry: _Entry) -> None:
+        entry.pause = None
+        self._perform(entry, entry.pull.pending())
 
     def _release(self, entry: _Entry, effect: SendRelease) -> None:
         if entry.link is not None:
@@ -303,7 +357,8 @@ class Consumer:
             case wire.Opened():
                 effects = self._opened(entry, answer)
             case wire.Pending():
-                effects = pull.pending()
+                self._pending(entry)
+                return
             case wire.Gone():
                 effects = pull.gone(answer.reason)
             case wire.Released():
@@ -318,12 +373,16 @@ class Consumer:
             return []
         if answer.block_ids and max(answer.block_ids) >= link.num_blocks:
             return entry.pull.fail("mismatch", f"block {max(answer.block_ids)} of {link.num_blocks}")
+        checksums: tuple[bytes, ...] = ()
+        if self._config.verify_kv:
+            checksums = rows(answer.checksums, num_columns(self._config.geometry, link.tp_size))
         grant = Grant(
             ready=answer.state == "ready",
             first_block=answer.first_block,
             block_ids=answer.block_ids,
             num_tokens=answer.num_tokens,
             ids_hash=answer.ids_hash,
+            checksums=checksums,
         )
         return entry.pull.opened(time.monotonic(), grant)
 
@@ -352,6 +411,25 @@ class Consumer:
             commands.append(command)
         self._ranks.read(transfer_id, effect.seq, commands)
 
+    def _verify(self, entry: _Entry, effect: Verify) -> None:
+        if entry.link is None:
+            raise AssertionError(f"{entry.pull!r} verifies without a link")
+        check = partial(self._summed, entry, effect, entry.link.tp_size, time.monotonic())
+        self._ranks.sum_blocks(effect.local_blocks, check)
+
+    def _summed(
+        self, entry: _Entry, effect: Verify, remote_tp_size: int, begun: float, sums: SumTable
+    ) -> None:
+        self.verify_seconds += time.monotonic() - begun
+        config = self._config
+        found = flaw(
+            sums,
+            effect.checksums,
+            effect.local_blocks,
+            source_columns(config.geometry, tp_size=config.tp_size, remote_tp_size=remote_tp_size),
+        )
+        self._perform(entry, entry.pull.verified(found))
+
     def _tell(self, entry: _Entry, effect: Emit) -> None:
         event = effect.event
         if isinstance(event, PullDone):
@@ -366,7 +444,7 @@ class Consumer:
         self._watch_quarantine(entry, event)
 
     def _remove(self, entry: _Entry) -> None:
-        entry.timer.cancel()
+        entry.stop_timers()
         if self._entries.get(entry.pull.transfer_id) is not entry:
             return
         del self._entries[entry.pull.transfer_id]
@@ -404,13 +482,24 @@ class Consumer:
     def _rebuild_due(self) -> None:
         self._quarantine_timer = None
         for transfer in self._quarantine.take_due(time.monotonic()):
-            _log.warning("rebuilding the %s engines: a quarantine is too old or too large", transfer)
-            self.rebuilds += 1
-            for link in list(self._by_number.values()):
-                if link.transfer == transfer:
-                    link.lose("unreachable", f"our {transfer} engines are being rebuilt")
-            self._ranks.broadcast(Rebuild(transfer=transfer))
+            self._rebuild(transfer, "a quarantine is too old or too large")
         self._arm_quarantine()
+
+    def _mend(self) -> None:
+        self._mending_timer = None
+        reading = {entry.pull.backend for entry in self._entries.values() if entry.pull.reading}
+        for transfer in self._mending.take_due(time.monotonic(), reading):
+            self._rebuild(transfer, "it can reach some peer no more")
+        if self._mending:
+            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
+
+    def _rebuild(self, transfer: str, why: str) -> None:
+        _log.warning("rebuilding the %s engines: %s", transfer, why)
+        self.rebuilds += 1
+        for link in list(self._by_number.values()):
+            if link.transfer == transfer:
+                link.lose("unreachable", f"our {transfer} engines are being rebuilt")
+        self._ranks.broadcast(Rebuild(transfer=transfer))
 
     # Renewals.
 

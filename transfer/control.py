@@ -2,7 +2,8 @@
 """The two ends of the control channel: a ROUTER that answers, a DEALER that asks (design §6).
 
 Every request is answered or reported as unanswered by its deadline. A peer whose connection breaks is
-reported at once, from the socket's own monitor, not after a timeout.
+reported at once, from the socket's own monitor, not after a timeout. With a key, both ends speak only to
+those who own it (`curve`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from transfer.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
 from transfer.control_fault import ControlFaults
+from transfer.curve import CurveKey, Gate
 from transfer.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -51,19 +53,30 @@ class ControlServer:
     """Takes requests of any number of consumers. Bad frames are counted and dropped, never fatal."""
 
     def __init__(
-        self, on_request: Callable[[Caller, Request], None], faults: ControlFaults | None = None
+        self,
+        on_request: Callable[[Caller, Request], None],
+        faults: ControlFaults | None = None,
+        key: CurveKey | None = None,
     ) -> None:
         self._on_request = on_request
         self._faults = faults or ControlFaults()
+        self._key = key
+        self._gate: Gate | None = None
         self._channel: Channel | None = None
         self.bad_frames = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> int:
-        """Bind, and return the port. Raises `zmq.ZMQError` if the address cannot be bound."""
+        """Bind, and return the port. Raises `zmq.ZMQError` if the address cannot be bound.
+
+        With a key, whoever is to judge the peers is there before any can come.
+        """
         socket = context.socket(zmq.ROUTER)
+        self._channel = Channel(socket, self._received)
         limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._channel = Channel(socket, self._received)
+        if self._key is not None:
+            self._key.secure_server(socket)
+            self._gate = Gate(context, self._key)
         socket.bind(tcp_endpoint(host, port or "*"))
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._channel.start()
@@ -83,6 +96,9 @@ class ControlServer:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     def _received(self, frames: list[bytes]) -> None:
         try:
@@ -100,11 +116,17 @@ class ControlClient:
     """Asks one producer. `on_broken` is called, once, when the connection fails or is lost."""
 
     def __init__(
-        self, host: str, port: int, on_broken: Callable[[], None], faults: ControlFaults | None = None
+        self,
+        host: str,
+        port: int,
+        on_broken: Callable[[], None],
+        faults: ControlFaults | None = None,
+        key: CurveKey | None = None,
     ) -> None:
         self._endpoint = tcp_endpoint(host, port)
         self._on_broken = on_broken
         self._faults = faults or ControlFaults()
+        self._key = key
         self._seq = itertools.count(1)
         self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
         self._channel: Channel | None = None
@@ -116,6 +138,8 @@ class ControlClient:
         socket = context.socket(zmq.DEALER)
         limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost producer is met anew, by a handshake
+        if self._key is not None:
+            self._key.secure_client(socket)
         self._channel = Channel(socket, self._received)
         monitor = socket.get_monitor_socket(_BROKEN | zmq.EVENT_CLOSED)
         self._monitor = Channel(monitor, self._monitored)

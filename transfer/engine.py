@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "mori": "transfer.backends.mori",
+        "cuda_ipc": "transfer.backends.cuda_ipc",
         "nixl": "transfer.backends.nixl",
         "mooncake": "transfer.backends.mooncake",
         "nccl": "transfer.backends.nccl",
@@ -41,6 +42,10 @@ class BackendUnavailable(TransferError):
 
 class PeerUnreachable(TransferError):
     """The peer did not answer, refused us, or is not who it was described to be."""
+
+
+class PeerBroken(PeerUnreachable):
+    """This engine will never reach the peer again; one opened anew may."""
 
 
 class Status(enum.Enum):
@@ -105,7 +110,9 @@ class TransferEngine(Protocol):
         """What a peer needs in order to connect."""
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
-        """Begin to connect. Raises `PeerUnreachable` for a description that makes no sense."""
+        """Begin to connect. Raises `PeerUnreachable` for a description that makes no sense, `PeerBroken` for
+        a peer with which only a new engine can work.
+        """
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:
         """Begin to copy from the peer's pool into ours. The peer must have polled true."""

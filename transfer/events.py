@@ -34,7 +34,7 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
     `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
-    invalid, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log.
+    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log.
     """
 
     transfer_id: str
@@ -63,7 +63,9 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     pull_descriptors: int
     pull_seconds: float
     pull_failures: dict[str, int]
+    verify_seconds: float = 0.0
+    """Spent on checking what was pulled; part of `pull_seconds`."""
     handshakes: int
     bad_frames: int
     rebuilds: int = 0
-    """Transfer engines destroyed and opened again, because a quarantine lasted too long or grew too large."""
+    """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""

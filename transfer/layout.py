@@ -130,6 +130,32 @@ def merge_spans(table: SpanTable) -> SpanTable:
     return merged
 
 
+def num_columns(geometry: KVGeometry, tp_size: int) -> int:
+    """Heads over all ranks, in order of rank; one that several ranks hold counts once for each."""
+    return sum(len(geometry.local_heads(tp_size, rank)) for rank in range(tp_size))
+
+
+def source_columns(geometry: KVGeometry, *, tp_size: int, remote_tp_size: int) -> list[int]:
+    """Where each of the consumer's columns (`num_columns`) comes from: the producer's column by its number.
+
+    That is, of each head, the producer rank's that `plan_spans` has the consumer's rank read from.
+    """
+    starts, total = [], 0
+    for remote_rank in range(remote_tp_size):
+        starts.append(total)
+        total += len(geometry.local_heads(remote_tp_size, remote_rank))
+    columns: list[int] = []
+    for rank in range(tp_size):
+        mine = geometry.local_heads(tp_size, rank)
+        column_of = {
+            head: starts[remote_rank] + head - geometry.local_heads(remote_tp_size, remote_rank).start
+            for remote_rank, heads in _sources(geometry, mine, rank, remote_tp_size).items()
+            for head in heads
+        }
+        columns += [column_of[head] for head in mine]
+    return columns
+
+
 def _sources(geometry: KVGeometry, mine: range, rank: int, remote_tp_size: int) -> dict[int, range]:
     """Which run of my heads comes from which producer rank; each head from exactly one."""
     holders: dict[range, list[int]] = {}

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from transfer.ids import Incarnation, TransferId
 
+MAX_BLOCKS = 1 << 17
+"""Blocks named in one answer."""
 MAX_STAGED = 1024
 MAX_ENDED = 8192
 
@@ -80,6 +82,8 @@ class Grant:
     block_ids: tuple[int, ...]
     num_tokens: int
     ids_hash: str
+    checksums: tuple[bytes, ...] = ()
+    """With verification, one row per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class _Lease:
     limit: float
     block_ids: tuple[int, ...] = ()
     readable: int = 0
+    checksums: tuple[bytes, ...] = ()
     num_tokens: int = 0
     ids_hash: str = ""
     reader: Incarnation | None = None
@@ -141,12 +146,23 @@ class _Lease:
             raise AssertionError(f"lease {self.transfer_id}: {self.state.value} → {to.value}")
         self.state = to
 
-    def grant(self, have: int) -> Grant | None:
-        """What a reader that has `have` blocks can be told now, if anything is new to it."""
+    def grant(self, have: int, max_blocks: int) -> Grant | None:
+        """What a reader that has `have` blocks can be told now, if anything is new to it.
+
+        Of more than `max_blocks` new blocks it is told the first, as if the others were not readable yet.
+        """
         ready = self.state is LeaseState.READY
         if not ready and not (self.state is LeaseState.FILLING and self.readable > have):
             return None
-        return Grant(ready, have, self.block_ids[have : self.readable], self.num_tokens, self.ids_hash)
+        upto = min(self.readable, have + max_blocks)
+        return Grant(
+            ready and upto == self.readable,
+            have,
+            self.block_ids[have:upto],
+            self.num_tokens,
+            self.ids_hash,
+            self.checksums[have:upto],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +178,16 @@ class _Verdict:
 class LeaseTable:
     """Every lease of one producer, and a bounded memory of those that ended."""
 
-    def __init__(self, lease_s: float, *, max_staged: int = MAX_STAGED, max_ended: int = MAX_ENDED) -> None:
+    def __init__(
+        self,
+        lease_s: float,
+        *,
+        max_blocks: int = MAX_BLOCKS,
+        max_staged: int = MAX_STAGED,
+        max_ended: int = MAX_ENDED,
+    ) -> None:
         self._lease_s = lease_s
+        self._max_blocks = max_blocks
         self._max_staged = max_staged
         self._max_ended = max_ended
         self._live: dict[TransferId, _Lease] = {}
@@ -220,23 +244,30 @@ class LeaseTable:
             return self._end(lease, LeaseState.DROPPED)
         return []
 
-    def advance(self, now: float, transfer_id: TransferId, readable: int) -> list[Effect]:
-        """The first `readable` blocks are computed on every rank. Ignored once the lease has ended."""
+    def advance(
+        self, now: float, transfer_id: TransferId, readable: int, checksums: Sequence[bytes] = ()
+    ) -> list[Effect]:
+        """The first `readable` blocks are computed on every rank. Ignored once the lease has ended.
+
+        With verification, `checksums` are those of the blocks that this call adds.
+        """
         lease = self._alive(now, transfer_id)
         if lease is None or lease.state is not LeaseState.FILLING:
             return []
         if not lease.readable <= readable <= len(lease.block_ids):
             raise ValueError(f"{transfer_id}: {readable} readable of {len(lease.block_ids)} blocks")
         lease.readable = readable
+        lease.checksums += tuple(checksums)
         return self._answer_parked(lease)
 
-    def ready(self, now: float, transfer_id: TransferId) -> list[Effect]:
+    def ready(self, now: float, transfer_id: TransferId, checksums: Sequence[bytes] = ()) -> list[Effect]:
         """The whole prompt is computed on every rank; the lease clock starts. Ignored once it has ended."""
         lease = self._alive(now, transfer_id)
         if lease is None:
             return []
         lease.transition(LeaseState.READY)
         lease.readable = len(lease.block_ids)
+        lease.checksums += tuple(checksums)
         lease.deadline = self._extended(now, lease)
         return self._answer_parked(lease)
 
@@ -273,7 +304,7 @@ class LeaseTable:
         lease.reader = consumer
         self._renew(now, lease)
         effects += self._supersede(lease)
-        grant = lease.grant(have)
+        grant = lease.grant(have, self._max_blocks)
         if grant is not None:
             return [*effects, Reply(waiter, transfer_id, grant)]
         if wait_s <= 0:
@@ -360,6 +391,7 @@ class LeaseTable:
             assert lease.deadline <= lease.limit, f"{lease.transfer_id} outlives its request"
             ready = lease.state is LeaseState.READY
             assert not ready or lease.readable == len(lease.block_ids), f"{lease.transfer_id} ready"
+            assert len(lease.checksums) in (0, lease.readable), f"{lease.transfer_id} checksums"
 
     def _alive(self, now: float, transfer_id: TransferId) -> _Lease | None:
         """The registered lease, unless its time is over; `expire` will then end it."""
@@ -391,7 +423,7 @@ class LeaseTable:
     def _answer_parked(self, lease: _Lease) -> list[Effect]:
         if lease.parked is None:
             return []
-        grant = lease.grant(lease.parked.have)
+        grant = lease.grant(lease.parked.have, self._max_blocks)
         if grant is None:
             return []
         waiter, lease.parked = lease.parked.waiter, None

@@ -78,7 +78,7 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(remote.host, remote.port, self._broken, faults)
+        self._client = ControlClient(remote.host, remote.port, self._broken, faults, config.key)
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -186,6 +186,7 @@ class Link:
             weights=config.weights,
             transfers=self._offer,
             host_id=config.host_id,
+            verify_kv=config.verify_kv,
             ranks=ranks,
         )
         self._request(hello, HANDSHAKE_S, self._greeted)

@@ -18,6 +18,9 @@ from transfer.layout import KVGeometry
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
+_GRANT_SPARE_BYTES = 1 << 16
+_BLOCK_ID_BYTES = 9
+"""The most that msgpack makes of an integer."""
 MAX_IDS = 4096
 """Transfers named in one `renew`."""
 
@@ -26,8 +29,10 @@ _Word = Annotated[str, Meta(max_length=256)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
+_Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 _Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
-_Blocks = Annotated[tuple[_Count, ...], Meta(max_length=1 << 17)]
+_MAX_BLOCKS = 1 << 17
+_Blocks = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_BLOCKS)]
 
 GoneReason = Literal["unknown", "expired", "dropped", "finished", "failed"]
 
@@ -51,7 +56,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Hello(_Frame, frozen=True, tag="hello"):
-    """First contact of two agents. `transfers` are those to choose from, the consumer's best first."""
+    """First contact of two agents. `transfers` are those to choose from, the consumer's best first.
+
+    `verify_kv`: the consumer takes no KV without checksums.
+    """
 
     consumer: _Id
     geometry: KVGeometry
@@ -59,6 +67,7 @@ class Hello(_Frame, frozen=True, tag="hello"):
     weights: _Word
     transfers: Annotated[tuple[_Word, ...], Meta(max_length=16)]
     host_id: _Word
+    verify_kv: bool
     ranks: Annotated[tuple[dict[_Word, EngineDescription], ...], Meta(max_length=1024)]
 
 
@@ -89,7 +98,11 @@ class Open(_Frame, frozen=True, tag="open"):
 
 
 class Opened(_Frame, frozen=True, tag="opened"):
-    """Readable blocks, from number `first_block` of the prompt on. `ready`: those are all."""
+    """Readable blocks, from number `first_block` of the prompt on. `ready`: those are all.
+
+    `checksums` are of a producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of
+    each rank (`layout.num_columns`), in this order.
+    """
 
     transfer_id: _Id
     state: Literal["filling", "ready"]
@@ -98,6 +111,7 @@ class Opened(_Frame, frozen=True, tag="opened"):
     num_tokens: _Count
     lease_s: _Seconds
     ids_hash: _Word
+    checksums: _Sums
 
 
 class Pending(_Frame, frozen=True, tag="pending"):
@@ -155,6 +169,11 @@ Answer = HelloOk | Refused | Opened | Pending | Gone | Renewed | Released | Drop
 _F = TypeVar("_F")
 
 
+def max_blocks(sum_bytes: int) -> int:
+    """How many blocks one `Opened` can name, with checksums of so many bytes each (0: without)."""
+    return min(_MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
+
+
 def encode(frame: Request | Answer) -> bytes:
     """Pack one message. Raises `BadFrame` if it is too large to be taken at the other end."""
     packed: bytes = msgpack.packb(msgspec.to_builtins(frame, builtin_types=(bytes,)), use_bin_type=True)
@@ -189,8 +208,8 @@ def _decode(frame: bytes, types: Any) -> Any:
             raw=False,
             strict_map_key=True,
             max_str_len=4096,
-            max_bin_len=1 << 16,
-            max_array_len=1 << 17,
+            max_bin_len=MAX_FRAME_BYTES,
+            max_array_len=_MAX_BLOCKS,
             max_map_len=64,
             max_ext_len=0,
         )

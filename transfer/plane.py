@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from transfer.curve import CurveKey
 from transfer.layout import KVGeometry
+from transfer.lease import MAX_STAGED
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,10 @@ class PlaneConfig:
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
         rank_address: ZMQ address on which this agent's ranks report.
+        verify_kv: Sum every block that we lend, and check the sums of what we pull.
+        max_staged: Readers that may wait for prefills which have not begun.
         control_fault: Loss and repetition of control messages that we send (tests).
+        key: Locks the control channel: only agents with the same key speak to each other.
     """
 
     incarnation: str
@@ -52,7 +57,10 @@ class PlaneConfig:
     weights: str
     host_id: str
     rank_address: str
+    verify_kv: bool = False
+    max_staged: int = MAX_STAGED
     control_fault: str | None = None
+    key: CurveKey | None = None
 
     @property
     def renewal_interval_s(self) -> float:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from transfer import messages as wire
+from transfer.checksum import SUM_BYTES
 from transfer.control import Caller, ControlServer
 from transfer.control_fault import ControlFaults
 from transfer.events import LeaseEnded
 from transfer.ids import Incarnation, TransferId
-from transfer.layout import differences
+from transfer.layout import differences, num_columns
 from transfer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
 from transfer.plane import PlaneConfig
 from transfer.rank_messages import Serve
 from transfer.ranks import RankGroup
+from transfer.sealing import Sealer
 from transfer.tokens import mint
 
 _GREETED_S = 15.0
@@ -34,8 +36,14 @@ class Producer:
         self._config = config
         self._ranks = ranks
         self._emit = emit
-        self._table = LeaseTable(config.lease_s)
-        self._server = ControlServer(self._requested, ControlFaults(config.control_fault))
+        columns = num_columns(config.geometry, config.tp_size) if config.verify_kv else 0
+        self._table = LeaseTable(
+            config.lease_s,
+            max_blocks=wire.max_blocks(columns * SUM_BYTES),
+            max_staged=config.max_staged,
+        )
+        self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
+        self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
         self._timer: asyncio.TimerHandle | None = None
         self._greeted_until = 0.0
         self._serving = False
@@ -61,6 +69,7 @@ class Producer:
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
+        assert self._sealer is None or len(self._sealer) == self._table.leased, "prompts to be summed"
 
     # The scheduler's calls; see `SchedulerConnector`.
 
@@ -73,23 +82,43 @@ class Producer:
         timeout_s: float,
     ) -> None:
         now = time.monotonic()
-        self._perform(self._table.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s))
+        effects = self._table.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s)
+        if self._sealer is not None:
+            self._sealer.register(transfer_id, block_ids)
+        self._perform(effects)
 
     def advance(self, transfer_id: TransferId, readable_blocks: int) -> None:
-        self._perform(self._table.advance(time.monotonic(), transfer_id, readable_blocks))
+        if self._sealer is not None:
+            self._sealer.advance(transfer_id, readable_blocks)
+        else:
+            self._advance(transfer_id, readable_blocks)
 
     def ready(self, transfer_id: TransferId) -> None:
-        self._perform(self._table.ready(time.monotonic(), transfer_id))
+        if self._sealer is not None:
+            self._sealer.ready(transfer_id)
+        else:
+            self._ready(transfer_id)
 
     def fail(self, transfer_id: TransferId) -> None:
         if self._table.is_registered(transfer_id):
             self.ended["failed"] += 1
+        self._forget(transfer_id)
         self._perform(self._table.fail(transfer_id))
 
     def drop(self, transfer_id: TransferId) -> bool:
         dropped, effects = self._table.drop(time.monotonic(), transfer_id)
         self._perform(effects)
         return dropped
+
+    def _advance(self, transfer_id: TransferId, readable: int, checksums: Sequence[bytes] = ()) -> None:
+        self._perform(self._table.advance(time.monotonic(), transfer_id, readable, checksums))
+
+    def _ready(self, transfer_id: TransferId, checksums: Sequence[bytes] = ()) -> None:
+        self._perform(self._table.ready(time.monotonic(), transfer_id, checksums))
+
+    def _forget(self, transfer_id: TransferId) -> None:
+        if self._sealer is not None:
+            self._sealer.forget(transfer_id)
 
     # The control channel.
 
@@ -140,6 +169,8 @@ class Producer:
             return "weights", config.weights, hello.weights
         if not set(hello.transfers) & set(self._ranks.transfers):
             return "transfers", ",".join(self._ranks.transfers), ",".join(hello.transfers)
+        if hello.verify_kv and not config.verify_kv:
+            return "verify_kv", "off", "on"
         return None
 
     def _open(self, caller: Caller, request: wire.Open) -> None:
@@ -182,6 +213,7 @@ class Producer:
                     self._reply(effect)
                 case Freed():
                     self.ended[effect.cause] += 1
+                    self._forget(effect.transfer_id)
                     self._emit(LeaseEnded(transfer_id=effect.transfer_id, cause=effect.cause))
         self._update_serving()
         self._arm()
@@ -199,6 +231,7 @@ class Producer:
                     num_tokens=grant.num_tokens,
                     lease_s=self._config.lease_s,
                     ids_hash=grant.ids_hash,
+                    checksums=b"".join(grant.checksums),
                 )
             case NotYet():
                 self._answer(reply.waiter, wire.Pending, transfer_id=reply.transfer_id)

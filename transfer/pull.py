@@ -30,6 +30,8 @@ class PullState(enum.Enum):
     """Asking for blocks that are not known yet; earlier ones may be under way."""
     READING = "reading"
     """All blocks are known; some are under way."""
+    VERIFYING = "verifying"
+    """All reads are done; the checksums of what they brought are on their way."""
     RELEASING = "releasing"
     """All bytes are here; waiting for the proof."""
     DONE = "done"
@@ -41,14 +43,18 @@ _LIVE = (
     PullState.CONNECTING,
     PullState.OPENING,
     PullState.READING,
+    PullState.VERIFYING,
     PullState.RELEASING,
 )
 _TABLE: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
     {
         PullState.HELD: frozenset({PullState.CONNECTING, PullState.FAILED}),
         PullState.CONNECTING: frozenset({PullState.OPENING, PullState.FAILED}),
-        PullState.OPENING: frozenset({PullState.READING, PullState.RELEASING, PullState.FAILED}),
-        PullState.READING: frozenset({PullState.RELEASING, PullState.FAILED}),
+        PullState.OPENING: frozenset(
+            {PullState.READING, PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}
+        ),
+        PullState.READING: frozenset({PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}),
+        PullState.VERIFYING: frozenset({PullState.RELEASING, PullState.FAILED}),
         PullState.RELEASING: frozenset({PullState.DONE, PullState.FAILED}),
     }
 )
@@ -83,6 +89,14 @@ class CancelRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Effect: sum what these local blocks hold, compare with a row of checksums each; comes to `verified`."""
+
+    local_blocks: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendRelease:
     """Effect: tell the producer that we are done. With `read_ok` the answer must come to `released`."""
 
@@ -101,16 +115,18 @@ class Emit:
     event: PullDone | PullFailed | PullQuiescent
 
 
-Effect = Connect | SendOpen | Read | CancelRead | SendRelease | SendDrop | Emit
+Effect = Connect | SendOpen | Read | CancelRead | Verify | SendRelease | SendDrop | Emit
 
 
 class Pull:
-    """One transfer into our blocks. `backend` is set by `connected`."""
+    """One transfer into our blocks. With `verify` it takes no block without the producer's checksums."""
 
-    def __init__(self, transfer_id: TransferId, num_tokens: int) -> None:
+    def __init__(self, transfer_id: TransferId, num_tokens: int, *, verify: bool = False) -> None:
         self.transfer_id = transfer_id
         self.state = PullState.HELD
         self._num_tokens = num_tokens
+        self._verify = verify
+        self._checksums: tuple[bytes, ...] = ()
         self._blocks: tuple[int, ...] = ()
         self._first_block = 0
         self._ids_hash: str | None = None
@@ -186,7 +202,7 @@ class Pull:
         if self._reading:
             self._transition(PullState.READING)
             return effects
-        return [*effects, *self._release()]
+        return [*effects, *self._complete()]
 
     def pending(self) -> list[Effect]:
         """The producer has nothing new yet."""
@@ -216,7 +232,7 @@ class Pull:
         self._descriptors += outcome.descriptors
         if self._reading or self.state is not PullState.READING:
             return []
-        return self._release()
+        return self._complete()
 
     def read_quiescent(self, seq: int) -> list[Effect]:
         """A read that failed is no longer written by any rank."""
@@ -224,6 +240,12 @@ class Pull:
             return []
         self._reading.discard(seq)
         return self._quiesced()
+
+    def verified(self, flaw: str) -> list[Effect]:
+        """What landed was compared with the checksums; `flaw` says where it differs, empty if nowhere."""
+        if self.state is not PullState.VERIFYING:
+            return []
+        return self.fail("checksum", flaw) if flaw else self._release()
 
     def released(self, now: float, valid: bool) -> list[Effect]:
         """The producer's verdict on what was read."""
@@ -287,6 +309,8 @@ class Pull:
             return "other token ids"
         if known > len(self._blocks) or (grant.ready and known < len(self._blocks)):
             return f"{known} blocks, expected {len(self._blocks)}"
+        if self._verify and len(grant.checksums) != len(grant.block_ids):
+            return f"{len(grant.checksums)} checksums of {len(grant.block_ids)} blocks"
         return ""
 
     def _read(self, now: float, grant: Grant) -> list[Effect]:
@@ -296,11 +320,20 @@ class Pull:
         self._known += len(grant.block_ids)
         if not remote:
             return []
+        if self._verify:
+            self._checksums += grant.checksums[skip:]
         if self._first_read is None:
             self._first_read = now
         seq, self._reads = self._reads, self._reads + 1
         self._reading.add(seq)
         return [Read(seq, local, remote)]
+
+    def _complete(self) -> list[Effect]:
+        """Every read is done."""
+        if not self._checksums:
+            return self._release()
+        self._transition(PullState.VERIFYING)
+        return [Verify(self._blocks[self._first_block :], self._checksums)]
 
     def _release(self) -> list[Effect]:
         self._transition(PullState.RELEASING)

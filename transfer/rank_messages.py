@@ -70,6 +70,13 @@ class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
     transfer: str
 
 
+class SumBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="sum_blocks"):
+    """Sum what some blocks hold now (`transfer.checksum`); comes to one `BlocksSummed`."""
+
+    number: int
+    blocks: tuple[int, ...]
+
+
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """Whether a peer may come to read now, so that backends which need it must be polled."""
 
@@ -77,12 +84,13 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """Every producer rank is reachable, or why not."""
+    """Every producer rank is reachable, or why not. `broken`: not before our engine is opened anew."""
 
     rank: int
     link: int
     transfer: str
     error: str | None
+    broken: bool = False
 
 
 class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):
@@ -106,8 +114,16 @@ class ReadQuiescent(msgspec.Struct, frozen=True, kw_only=True, tag="read_quiesce
     seq: int
 
 
-Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | Serve
-Report = RankHello | Connected | ReadEnded | ReadQuiescent
+class BlocksSummed(msgspec.Struct, frozen=True, kw_only=True, tag="blocks_summed"):
+    """One rank's sums of the blocks that a `SumBlocks` named, a row per block and a column per head."""
+
+    rank: int
+    number: int
+    sums: bytes
+
+
+Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | SumBlocks | Serve
+Report = RankHello | Connected | ReadEnded | ReadQuiescent | BlocksSummed
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

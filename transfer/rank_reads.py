@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from transfer import rank_messages as wire
-from transfer.engine import Peer, PeerUnreachable, Status, Transfer, TransferEngine
+from transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class RankLinks:
             for rank in command.ranks:
                 link.peers.append(engine.connect(rank.engine, rank.regions, command.token, command.timeout_s))
         except PeerUnreachable as error:
-            self._connected(command.link, str(error))
+            self._connected(command.link, str(error), broken=isinstance(error, PeerBroken))
 
     def _collect_link(self, number: int, link: _Link) -> None:
         try:
@@ -119,12 +119,16 @@ class RankLinks:
         if all(ready):
             self._connected(number, None)
 
-    def _connected(self, number: int, error: str | None) -> None:
+    def _connected(self, number: int, error: str | None, *, broken: bool = False) -> None:
         link = self._links[number]
         link.connecting = False
         if error is not None:
             self._close_link(number)
-        self._report(wire.Connected(rank=self._rank, link=number, transfer=link.engine.name, error=error))
+        self._report(
+            wire.Connected(
+                rank=self._rank, link=number, transfer=link.engine.name, error=error, broken=broken
+            )
+        )
 
     def _close_link(self, number: int) -> None:
         link = self._links.pop(number, None)

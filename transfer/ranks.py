@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
 from transfer import rank_messages as wire
 from transfer.aggregate import Aggregator, Outcome, RankReport
 from transfer.channel import Channel, ChannelFull, limit_socket
+from transfer.checksum import SumTable, unpack_sums
 from transfer.engine import BACKENDS
 from transfer.ids import TransferId
 from transfer.messages import EngineDescription
@@ -50,7 +53,23 @@ class ReadQuiescent:
     seq: int
 
 
-RankEvent = LinkConnected | ReadEnded | ReadQuiescent
+@dataclass(frozen=True, slots=True)
+class EngineBroken:
+    """A rank has met a peer that this backend's engine will never reach again."""
+
+    transfer: str
+
+
+RankEvent = LinkConnected | EngineBroken | ReadEnded | ReadQuiescent
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Checksums on their way from the ranks."""
+
+    num_blocks: int
+    on_sums: Callable[[SumTable], None]
+    parts: dict[int, SumTable] = field(default_factory=dict)
 
 
 class RankGroup:
@@ -65,6 +84,8 @@ class RankGroup:
         self._channel: Channel | None = None
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
         self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
+        self._sums: dict[int, _Sums] = {}
+        self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
     async def start(self, context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float) -> None:
@@ -103,6 +124,14 @@ class RankGroup:
         for rank, command in enumerate(commands):
             self._send(rank, command)
 
+    def sum_blocks(self, blocks: Sequence[int], on_sums: Callable[[SumTable], None]) -> None:
+        """Have every rank sum some blocks. `on_sums` is called once, with a row per block and a column for
+        every head of every rank, in order of rank.
+        """
+        number = next(self._sum_numbers)
+        self._sums[number] = _Sums(len(blocks), on_sums)
+        self.broadcast(wire.SumBlocks(number=number, blocks=tuple(blocks)))
+
     def broadcast(self, command: wire.Command) -> None:
         """Command every rank."""
         for rank in range(self._tp_size):
@@ -139,6 +168,8 @@ class RankGroup:
                 key = (TransferId(report.transfer_id), report.seq)
                 if self._reads.quiescent(key, report.rank):
                     self._on_event(ReadQuiescent(*key))
+            case wire.BlocksSummed():
+                self._blocks_summed(report)
 
     def _welcome(self, hello: wire.RankHello) -> None:
         if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
@@ -150,6 +181,8 @@ class RankGroup:
             self._complete.set()
 
     def _connected(self, report: wire.Connected) -> None:
+        if report.broken:
+            self._on_event(EngineBroken(report.transfer))
         rank_report = RankReport(ok=report.error is None, reason=report.error or "")
         outcome = self._links.report((report.link, report.transfer), report.rank, rank_report)
         if outcome is not None:
@@ -170,3 +203,10 @@ class RankGroup:
         elif not report.ok:
             # The whole has failed already; the other ranks need not go on.
             self.broadcast(wire.CancelRead(transfer_id=report.transfer_id, seq=report.seq))
+
+    def _blocks_summed(self, report: wire.BlocksSummed) -> None:
+        sums = self._sums[report.number]
+        sums.parts[report.rank] = unpack_sums(report.sums, sums.num_blocks)
+        if len(sums.parts) == self._tp_size:
+            del self._sums[report.number]
+            sums.on_sums(np.concatenate([sums.parts[rank] for rank in range(self._tp_size)], axis=1))

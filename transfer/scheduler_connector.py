@@ -12,7 +12,7 @@ from transfer.events import LeaseEnded, PlaneEvent, PlaneStats
 from transfer.ids import TransferId
 from transfer.plane import PlaneConfig, Remote
 from transfer.producer import Producer
-from transfer.ranks import LinkConnected, RankEvent, RankGroup, ReadEnded, ReadQuiescent
+from transfer.ranks import EngineBroken, LinkConnected, RankEvent, RankGroup, ReadEnded, ReadQuiescent
 
 
 class SchedulerConnector:
@@ -146,6 +146,7 @@ class SchedulerConnector:
             pull_descriptors=consumer.descriptors,
             pull_seconds=consumer.seconds,
             pull_failures=dict(consumer.failures),
+            verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
             rebuilds=consumer.rebuilds,
@@ -165,6 +166,8 @@ class SchedulerConnector:
         match event:
             case LinkConnected(link, outcome):
                 self._consumer.link_connected(link, outcome)
+            case EngineBroken(transfer):
+                self._consumer.engine_broken(transfer)
             case ReadEnded(transfer_id, seq, outcome):
                 self._consumer.read_ended(transfer_id, seq, outcome)
             case ReadQuiescent(transfer_id, seq):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from transfer import rank_messages as wire
+from transfer.checksum import PoolSums
 from transfer.engine import (
     BackendUnavailable,
     EngineOptions,
@@ -33,6 +34,7 @@ from transfer.engine import (
 from transfer.layout import KVGeometry
 from transfer.messages import EngineDescription
 from transfer.rank_reads import RankLinks
+from transfer.rank_sums import RankSums
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +80,7 @@ class WorkerConnector:
         self._address = address
         self._rank = rank
         self._pool = pool
+        self._geometry = geometry
         self._names = candidates(transfer)
         self._incarnation = incarnation
         self._options = EngineOptions(
@@ -172,9 +175,11 @@ class WorkerConnector:
         channel.connect(self._address)
         descriptions = {name: description for name, (_, description) in opened.items()}
         links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
+        pool_sums = PoolSums(self._pool, self._geometry)
+        sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
         try:
             self._say_hello(channel, descriptions)
-            self._loop(channel, links, engines, descriptions)
+            self._loop(channel, links, sums, engines, descriptions)
         finally:
             for engine in engines.values():
                 engine.close()
@@ -189,6 +194,7 @@ class WorkerConnector:
         self,
         channel: zmq.Socket[bytes],
         links: RankLinks,
+        sums: RankSums,
         engines: dict[str, TransferEngine],
         descriptions: dict[str, EngineDescription],
     ) -> None:
@@ -198,7 +204,7 @@ class WorkerConnector:
         for engine in engines.values():
             _watch(poller, engine)
         while True:
-            ready = dict(poller.poll(_wait_ms(links, list(engines.values()))))
+            ready = dict(poller.poll(0 if sums.busy else _wait_ms(links, list(engines.values()))))
             if self._stopped.fileno() in ready:
                 return
             while channel.poll(0):
@@ -208,11 +214,14 @@ class WorkerConnector:
                     descriptions[command.transfer] = self._rebuild(command.transfer, links, engines)
                     _watch(poller, engines[command.transfer])
                     self._say_hello(channel, descriptions)
+                elif isinstance(command, wire.SumBlocks):
+                    sums.add(command)
                 else:
                     links.handle(command)
             for engine in engines.values():
                 engine.progress()
             links.collect()
+            sums.advance()
 
     def _rebuild(self, name: str, links: RankLinks, engines: dict[str, TransferEngine]) -> EngineDescription:
         """Destroy an engine and open it anew: the end of everything that it could still write.

@@ -5,7 +5,7 @@
 
 const PHASES = { route: "Routing", prefill: "Prefill", decode_wait: "Decode wait", decode: "Decode" };
 const ROLES = ["prefill", "decode", "both"];
-const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", refusing: "bad", stalled: "bad" };
+const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", refusing: "bad", tripped: "bad", stalled: "bad" };
 const RETRY_MS = 5000;
 const SILENCE_MS = 4000;
 const RECENT_S = 20;
@@ -35,7 +35,7 @@ const age = (seconds) =>
   seconds < 90 ? `${Math.round(seconds)} s ago`
     : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
       : `${Math.round(seconds / 3600)} h ago`;
-const host = (address) => address.replace(/^https?:\/\//, "");
+const host = (address) => address.replace(/^(https?|tcp):\/\//, "");
 
 /* ---- charts ---- */
 
@@ -355,6 +355,20 @@ function showRefused(pairings, total) {
   showRows(byId("refused"), rows, "Every prefill agent fits every decode agent.");
 }
 
+function showRefusedAgents(agents) {
+  byId("turned-away").hidden = !agents.length;
+  say(byId("num-turned-away"), agents.length);
+  const rows = agents.map((agent) => [
+    [host(agent.address), "mono"],
+    [host(agent.control), "mono"],
+    [agent.role],
+    [agent.reason],
+    [agent.count],
+    [age(agent.last_ping_s)],
+  ]);
+  showRows(byId("refused-agents"), rows, "None.");
+}
+
 function showFailures(failures) {
   say(byId("num-failures"), failures.reduce((sum, failure) => sum + failure.count, 0));
   const rows = failures.map((failure) => [
@@ -383,6 +397,7 @@ function show(snapshot) {
   charts.forEach((chart) => chart.show(snapshot.charts));
   showNodes(snapshot.nodes, snapshot.num_nodes);
   showRefused(snapshot.refused_pairings, snapshot.num_refused_pairings);
+  showRefusedAgents(snapshot.refused_agents);
   showFailures(snapshot.failures);
   document.body.dataset.snapshot = snapshot.time;
 }

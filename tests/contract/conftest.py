@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.contract.pools import pattern
-from tests.gpu import needs_gpus
+from tests.gpu import count_gpus, needs_gpus
 from tests.standins import mori_io
 from transfer.engine import (
     BACKENDS,
@@ -40,14 +40,16 @@ ROOT = Path(__file__).resolve().parents[2]
 class ServingPeer:
     """The other process."""
 
-    def __init__(self, backend: str, fault: str | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, backend: str, fault: str | None = None, device: str = "cpu", pool_bytes: int = POOL_BYTES
+    ) -> None:
         self.secret = new_secret()
         command = [
             sys.executable,
             "-m",
             "tests.contract.serving_peer",
             backend,
-            str(POOL_BYTES),
+            str(pool_bytes),
             self.secret.hex(),
             device,
         ]
@@ -93,6 +95,7 @@ class Reader:
             ),
         )
         self.region = self.engine.register(self._tensor)
+        self._settle()
 
     @property
     def pool(self) -> np.ndarray:
@@ -101,6 +104,7 @@ class Reader:
 
     def clear(self) -> None:
         self._tensor.zero_()
+        self._settle()
 
     def connect(self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = 10.0) -> Peer:
         """Connect and wait for it. Raises what the backend raises."""
@@ -117,6 +121,11 @@ class Reader:
         """Progress until the transfer has ended."""
         self.wait(lambda: transfer.poll() is not Status.PENDING)
         return transfer.poll()
+
+    def _settle(self) -> None:
+        """What we wrote to the pool is in it: backends do not wait for our stream."""
+        if self._tensor.is_cuda:
+            torch.cuda.synchronize(self._tensor.device)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -146,10 +155,16 @@ def usability(mori_standin: None) -> dict[str, Usability]:
     return {name: usable(name) for name in BACKENDS}
 
 
-ON_GPUS = [pytest.param(f"{name}@cuda", marks=(pytest.mark.gpu, needs_gpus(2))) for name in ("nixl", "nccl")]
+ON_HOSTS = [name for name in BACKENDS if name != "cuda_ipc"]
+ON_GPUS = [
+    pytest.param(f"{name}@cuda", marks=(pytest.mark.gpu, needs_gpus(count)))
+    for name, count in (("cuda_ipc", 1), ("nixl", 1), ("nccl", 2))
+]
+"""Between two GPUs where there are two, else within one, which NCCL refuses."""
+PEER_GPU, READER_GPU = "cuda:0", f"cuda:{min(1, max(0, count_gpus() - 1))}"
 
 
-@pytest.fixture(params=[*BACKENDS, *ON_GPUS])
+@pytest.fixture(params=[*ON_HOSTS, *ON_GPUS])
 def cell(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend, and the kind of memory that the pools are in."""
     name, _, device = str(request.param).partition("@")
@@ -166,14 +181,14 @@ def backend(cell: tuple[str, str], usability: dict[str, Usability]) -> str:
 
 @pytest.fixture
 def reader(backend: str, cell: tuple[str, str]) -> Iterator[Reader]:
-    made = Reader(backend, "cpu" if cell[1] == "cpu" else "cuda:0")
+    made = Reader(backend, "cpu" if cell[1] == "cpu" else READER_GPU)
     yield made
     made.engine.close()
 
 
 @pytest.fixture
 def start_peer(backend: str, cell: tuple[str, str]) -> Iterator[Callable[..., ServingPeer]]:
-    device = "cpu" if cell[1] == "cpu" else "cuda:1"
+    device = "cpu" if cell[1] == "cpu" else PEER_GPU
     started: list[ServingPeer] = []
 
     def start(fault: str | None = None) -> ServingPeer:

@@ -18,6 +18,9 @@ import torch
 from tests.contract.pools import pattern
 from transfer.engine import EngineOptions, open_engine
 
+MAX_KNOWN_BYTES = 64 << 20
+"""What follows in a larger pool is zero."""
+
 
 def main(backend: str, pool_bytes: str, secret: str, device: str = "cpu", fault: str | None = None) -> None:
     engine = open_engine(
@@ -31,7 +34,11 @@ def main(backend: str, pool_bytes: str, secret: str, device: str = "cpu", fault:
         ),
     )
     engine.admit(bytes.fromhex(secret))
-    pool = torch.from_numpy(pattern(int(pool_bytes))).to(device)
+    pool = torch.zeros(int(pool_bytes), dtype=torch.uint8, device=device)
+    known = torch.from_numpy(pattern(min(len(pool), MAX_KNOWN_BYTES)))
+    pool[: len(known)].copy_(known)
+    if pool.is_cuda:
+        torch.cuda.synchronize(pool.device)
     region = engine.register(pool)
     print(json.dumps({"engine": engine.describe().hex(), "region": region.describe().hex()}), flush=True)
     waits: list[object] = [sys.stdin]

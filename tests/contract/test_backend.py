@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.contract.conftest import POOL_BYTES, Reader, ServingPeer
+from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer
 from transfer.engine import EngineOptions, PeerUnreachable, Status, open_engine
 from transfer.tokens import mint, new_secret
 
@@ -197,9 +197,32 @@ def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: st
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-@pytest.mark.parametrize("cell", ["nccl", "tcp"], indirect=True)
+@pytest.mark.parametrize("cell", ["nccl", "tcp", ON_GPUS[0]], indirect=True)
 def test_a_reader_without_a_token_of_this_agent_is_refused(reader: Reader, start_peer: StartPeer) -> None:
     """X22: nobody reads who was not admitted on the control channel."""
     other = start_peer()
     with pytest.raises(PeerUnreachable):
         reader.connect(other, token=mint(new_secret()))
+
+
+@pytest.mark.parametrize("cell", ["tcp"], indirect=True)
+def test_an_answer_to_another_read_is_nobodys(reader: Reader, start_peer: StartPeer) -> None:
+    """L10: answers are matched by number. Two that changed places fail, and not a byte of them lands."""
+    peer = reader.connect(start_peer("reorder:seconds=10,count=1"))
+    first = reader.read(peer, [(0, 4096, 64)])
+    second = reader.read(peer, [(128, 8192, 64)])
+    assert reader.finish(first) is Status.FAILED
+    assert reader.finish(second) is Status.FAILED
+    assert (first.reason, second.reason) == ("peer_lost", "peer_lost")
+    assert first.quiescent and second.quiescent
+    assert not reader.pool.any()
+
+
+@pytest.mark.parametrize("cell", ["tcp"], indirect=True)
+def test_a_read_that_nobody_overtakes_is_only_late(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """The fault itself: with one read in flight there is nothing to reorder."""
+    peer = reader.connect(start_peer("reorder:seconds=0.05,count=1"))
+    assert reader.finish(reader.read(peer, [(0, 4096, 64)])) is Status.DONE
+    assert np.array_equal(reader.pool[:64], served_bytes[4096:4160])

@@ -66,7 +66,7 @@ class Machines:
 def freeze(value: Any) -> Hashable:
     """A hashable value that is equal for equal states."""
     match value:
-        case None | bool() | int() | float() | str() | Enum():
+        case None | bool() | int() | float() | str() | bytes() | Enum():
             return value  # type: ignore[no-any-return]
         case OrderedDict():
             return tuple((freeze(key), freeze(each)) for key, each in value.items())

@@ -42,6 +42,7 @@ from tests.model.world import (
     Reading,
     World,
     blocks_of,
+    checksums_of,
     incarnation,
     replaced,
     transfer_id,
@@ -77,7 +78,11 @@ class Protocol:
     def start(self) -> World:
         machines, bounds = self._machines, self._bounds
         pulls = [
-            Reading(machines.keep(machines.pull.Pull(transfer_id(request), TOKENS)), reader, request)
+            Reading(
+                machines.keep(machines.pull.Pull(transfer_id(request), TOKENS, verify=bounds.verify)),
+                reader,
+                request,
+            )
             for reader, request in bounds.pulls
         ]
         ranks = machines.keep(machines.aggregate.Aggregator(bounds.ranks))
@@ -190,15 +195,17 @@ class Protocol:
     def advance(self, world: World, request: int) -> World:
         computed = world.prompts[request].computed + 1
         world = self._prompt(world, request, computed=computed)
-        return self._table(world, "advance", world.now, transfer_id(request), computed)[0]
+        added = self._checksums(request, computed - 1, computed)
+        return self._table(world, "advance", world.now, transfer_id(request), computed, added)[0]
 
     def ready(self, world: World, request: int) -> World:
         prompt = world.prompts[request]
         until = prompt.until
         if world.now < until:
             until = min(world.now + LEASE_S, prompt.limit)
+        added = self._checksums(request, prompt.computed, BLOCKS)
         world = self._prompt(world, request, phase=Phase.READY, computed=BLOCKS, until=until)
-        return self._table(world, "ready", world.now, transfer_id(request))[0]
+        return self._table(world, "ready", world.now, transfer_id(request), added)[0]
 
     def preempt(self, world: World, request: int) -> World:
         """Abort or preemption: the table hears of it first, then the blocks are someone else's."""
@@ -218,6 +225,8 @@ class Protocol:
     def _steps_of_reader(self, world: World, index: int) -> Iterator[Step]:
         pull = world.pulls[index]
         machine = self._machines[pull.machine]
+        if pull.verifying:
+            yield self._step(f"verify {index}", self.verify, world, index)
         if not machine.live or pull.end is not End.NONE:
             return
         if machine.state is self._machines.pull.PullState.HELD:
@@ -237,6 +246,8 @@ class Protocol:
         name = f"{read.seq} of {index} on rank {read.rank}"
         if read.state is Bytes.FLYING:
             yield self._step(f"read {name}", self.land, world, index, place)
+            if world.faults and self._bounds.verify:
+                yield self._step(f"damage read {name}", self.damage, world, index, place)
             if world.faults or read.cancelled or world.incarnation:
                 yield self._step(f"break read {name}", self.break_read, world, index, place)
             return
@@ -279,6 +290,16 @@ class Protocol:
         prompt = world.prompts[pull.request]
         right = prompt.intact and pull.reads[place].blocks <= prompt.computed
         return self._rank(world, index, place, state=Bytes.RIGHT if right else Bytes.WRONG)
+
+    def damage(self, world: World, index: int, place: int) -> World:
+        """All bytes of one rank's read arrive, but not as they were."""
+        return self._fault(self._rank(world, index, place, state=Bytes.WRONG))
+
+    def verify(self, world: World, index: int) -> World:
+        """Every rank has summed what landed. Bytes that are wrong have other sums."""
+        right = all(read.state is Bytes.RIGHT for read in world.pulls[index].reads)
+        world = self._reading(world, index, verifying=False)
+        return self._pull(world, index, "verified", "" if right else "a slice differs")
 
     def break_read(self, world: World, index: int, place: int) -> World:
         free = world.pulls[index].reads[place].cancelled or world.incarnation
@@ -471,6 +492,8 @@ class Protocol:
         known = grant.first_block + len(grant.block_ids)
         must(grant.block_ids == blocks_of(request)[grant.first_block : known], "I1: its own blocks")
         must(known <= prompt.computed and prompt.intact, "I1: only blocks that are computed and kept")
+        sums = self._checksums(request, grant.first_block, known)
+        must(grant.checksums == sums, "I1: with checksums of these very blocks")
         must(not grant.ready or prompt.phase is Phase.READY, "I1: ready only after the prefill")
         must(world.now < prompt.until, "I1: nothing is lent once the lease is over")
         must(prompt.reader in (None, reader), "I7: a lease has one reader")
@@ -504,6 +527,8 @@ class Protocol:
                     world = self._send(world, index, "drop")
                 case names.Read():
                     world = self._begin_read(world, index, effect)
+                case names.Verify():
+                    world = self._begin_verify(world, index, effect)
                 case names.CancelRead(seq):
                     world = self._cancel_read(world, index, seq)
                 case names.Emit(event):
@@ -519,6 +544,16 @@ class Protocol:
         upto = 1 + blocks_of(pull.request).index(read.remote_blocks[-1])
         begun = tuple(RankRead(read.seq, rank, upto) for rank in range(self._bounds.ranks))
         return self._reading(world, index, reads=pull.reads + begun)
+
+    def _begin_verify(self, world: World, index: int, verify: Any) -> World:
+        pull = world.pulls[index]
+        must(
+            all(read.told is not None and read.told.ok for read in pull.reads),
+            "I1: what is summed has landed",
+        )
+        must(verify.local_blocks == _destination(index), "I1: every block is summed")
+        must(verify.checksums == checksums_of(pull.request), "I1: and compared with its own checksums")
+        return self._reading(world, index, verifying=True)
 
     def _cancel_read(self, world: World, index: int, seq: int) -> World:
         reads = tuple(
@@ -582,6 +617,9 @@ class Protocol:
         raise Violation("I7: a second lease for the same transfer")
 
     # Small changes.
+
+    def _checksums(self, request: int, first: int, upto: int) -> tuple[bytes, ...]:
+        return checksums_of(request)[first:upto] if self._bounds.verify else ()
 
     @property
     def _remembers_all(self) -> bool:

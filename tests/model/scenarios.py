@@ -21,6 +21,7 @@ SHORT: Mapping[str, Bounds] = MappingProxyType(
         "one reader, one fault, time": replace(_ALONE, faults=1, time=2),
         "one reader, two faults": replace(_ALONE, faults=2, time=0),
         "one reader, renewals": replace(_ALONE, faults=0, renewals=1, time=3),
+        "one reader that verifies": replace(_ALONE, verify=True, faults=1, time=1),
         "two ranks": replace(_ALONE, ranks=2, faults=1, time=0, depth=15),
         "two readers of one request": Bounds(
             requests=1, pulls=((0, 0), (1, 0)), faults=1, renewals=1, time=1, depth=9
@@ -38,6 +39,7 @@ LONG: Mapping[str, Bounds] = MappingProxyType(
         "one reader, one fault, time": replace(_ALONE, faults=1, renewals=1, time=3),
         "one reader, three faults": replace(_ALONE, faults=3, time=0),
         "one reader, two faults, time": replace(_ALONE, faults=2, renewals=1, time=3, depth=13),
+        "one reader that verifies, two faults": replace(_ALONE, verify=True, faults=2, time=1),
         "two ranks": replace(_ALONE, ranks=2, faults=1, time=0),
         "two ranks, three faults": replace(_ALONE, ranks=2, faults=3, time=0, depth=14),
         "two readers of one request": Bounds(

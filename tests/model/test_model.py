@@ -11,10 +11,10 @@ from tests.model.scenarios import LONG, SHORT
 EVERY_STEP = {
     *("register", "advance", "ready", "preempt", "drop", "expire", "time", "restart"),
     *("open", "renew", "lose", "unanswered", "cancel", "crash", "deliver", "repeat"),
-    *("read", "break", "quiesce", "report", "report-again", "report-quiescent"),
+    *("read", "damage", "verify", "break", "quiesce", "report", "report-again", "report-quiescent"),
 }
 EVERY_END = {
-    *("pull done", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),
+    *("pull done", "pull checksum", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),
     *("pull unreachable", "pull lease_unknown", "pull lease_expired", "pull lease_dropped"),
     *("pull lease_finished", "pull lease_failed", "pull lease_gone", "quarantine ended"),
     *("lease released", "lease expired", "lease dropped"),
@@ -26,6 +26,7 @@ def visited() -> dict[str, Coverage]:
     return {}
 
 
+@pytest.mark.xdist_group("coverage")
 @pytest.mark.parametrize("name", SHORT)
 def test_every_reachable_state_is_right(name: str, visited: dict[str, Coverage]) -> None:
     """The assertions, and which invariant each of them is, are listed in `tests/model/protocol.py`."""
@@ -35,6 +36,7 @@ def test_every_reachable_state_is_right(name: str, visited: dict[str, Coverage])
     assert coverage.complete == (SHORT[name].depth == 64)
 
 
+@pytest.mark.xdist_group("coverage")
 def test_together_they_take_every_step_and_reach_every_end(visited: dict[str, Coverage]) -> None:
     """A check that a world never reaches proves nothing."""
     if len(visited) < len(SHORT):

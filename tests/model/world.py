@@ -29,16 +29,18 @@ REQUEST_S = 3
 class Bounds:
     """How large a world is explored.
 
-    `pulls` are pairs of a reader and a request. `faults` is how many things may go wrong in one history, of
-    any kind; `renewals` how many renewals are sent; `time` how far the clock runs; `depth` the number of
-    steps of a history, after those of `begin`, which are taken first, by name; `memory` and `staged` bound
-    what the producer remembers of ended leases and of readers that came early.
+    `pulls` are pairs of a reader and a request. With `verify` blocks come with checksums, and bytes may be
+    damaged on their way, which is a fault like another. `faults` is how many things may go wrong in one
+    history, of any kind; `renewals` how many renewals are sent; `time` how far the clock runs; `depth` the
+    number of steps of a history, after those of `begin`, which are taken first, by name; `memory` and
+    `staged` bound what the producer remembers of ended leases and of readers that came early.
     """
 
     requests: int = 2
     readers: int = 2
     pulls: tuple[tuple[int, int], ...] = ((0, 0), (1, 1))
     ranks: int = 1
+    verify: bool = False
     faults: int = 2
     renewals: int = 1
     time: int = 3
@@ -119,6 +121,8 @@ class Reading(NamedTuple):
     seq: int = 0
     end: End = End.NONE
     reads: tuple[RankRead, ...] = ()
+    verifying: bool = False
+    """The ranks are summing what landed."""
 
 
 class Reader(NamedTuple):
@@ -159,6 +163,11 @@ def incarnation(reader: int) -> Incarnation:
 def blocks_of(request: int) -> tuple[int, ...]:
     """The producer's blocks that hold a request's prompt."""
     return tuple(range(10 * (request + 1), 10 * (request + 1) + BLOCKS))
+
+
+def checksums_of(request: int) -> tuple[bytes, ...]:
+    """What the producer's ranks make of these blocks."""
+    return tuple(b"sum of %d" % block for block in blocks_of(request))
 
 
 def replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import json
 import secrets
 import signal
 import socket
+import ssl
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -92,6 +93,9 @@ class StandInAgent:
     max_running: int | None = None
     """What it says that it runs at once; it does not hold itself to that."""
     keep_requests: bool = True
+    tls: ssl.SSLContext | None = None
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    """Headers that all its answers carry."""
 
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     faults: list[Fault] = field(default_factory=list)
@@ -111,6 +115,7 @@ class StandInAgent:
 
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
+        app.on_response_prepare.append(self._add_headers)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/kv/drop", self._drop)
@@ -120,7 +125,7 @@ class StandInAgent:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._listener = socket.create_server((self.host, self.port), family=family)
         self.port = self._listener.getsockname()[1]
-        await web.SockSite(self._runner, self._listener).start()
+        await web.SockSite(self._runner, self._listener, ssl_context=self.tls).start()
         self._http = aiohttp.ClientSession()
         if self.proxies:
             self._pinger = asyncio.get_running_loop().create_task(self._ping())
@@ -153,7 +158,7 @@ class StandInAgent:
     @property
     def address(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{shown}:{self.port}"
 
     def registration(self) -> wire.Register:
         """What it says of itself in its next ping."""
@@ -239,6 +244,9 @@ class StandInAgent:
         finally:
             self.running -= 1
             self.changed.set()
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self.answer_headers)
 
     async def _drop(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -328,9 +336,11 @@ class StandInAgent:
         assert self._http is not None
         host = params["remote_host"]
         shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{params['remote_port']}/stand-in/release"
+        scheme = "http" if self.tls is None else "https"
+        url = f"{scheme}://{shown}:{params['remote_port']}/stand-in/release"
+        body = {"transfer_id": params["transfer_id"]}
         with suppress(aiohttp.ClientError):
-            async with self._http.post(url, json={"transfer_id": params["transfer_id"]}) as answer:
+            async with self._http.post(url, json=body, ssl=False) as answer:
                 await answer.read()
 
     async def _stream(self, request: web.Request, drawn: _Drawn, fault: Fault | None) -> web.StreamResponse:

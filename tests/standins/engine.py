@@ -196,6 +196,8 @@ class StandInEngine:
                 pull_descriptors=7,
                 pull_seconds=0.5,
                 pull_failures=dict(self._told),
+                verify_seconds=0.25,
+                rebuilds=0,
                 recomputes=2,
                 leases_ended={"released": 4},
                 handshakes=1,

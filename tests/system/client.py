@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,10 +83,11 @@ def heldout(count: int | None = None, task: str | None = None) -> list[Prompt]:
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
-def session() -> aiohttp.ClientSession:
+def session(trust: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+    """`trust`: how certificates are checked."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True),
     )
 
 
@@ -122,7 +124,10 @@ async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
 
 
 async def complete_all(
-    url: str, bodies: Sequence[dict[str, Any]], concurrency: int
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    concurrency: int,
+    trust: ssl.SSLContext | None = None,
 ) -> list[Answer | RequestFailed | StreamCut]:
     """Send every body, at most `concurrency` at once; answers in the order of the bodies."""
     gate = asyncio.Semaphore(concurrency)
@@ -134,7 +139,7 @@ async def complete_all(
             except (RequestFailed, StreamCut) as error:
                 return error
 
-    async with session() as http:
+    async with session(trust) as http:
         return list(await asyncio.gather(*(one(body) for body in bodies)))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ def start_cluster(log_dir: Path) -> StartCluster:
         decode_args: tuple[str, ...] = (),
         proxy_args: tuple[str, ...] = (),
         model: str = MODEL,
+        trust: ssl.SSLContext | None = None,
     ) -> AsyncIterator[Cluster]:
         agents = [
             AgentSpec(name=f"prefill-{index}", role="prefill", args=(*COMMON_ARGS, *args, *prefill_args))
@@ -50,7 +52,11 @@ def start_cluster(log_dir: Path) -> StartCluster:
         ]
         number = len(list(log_dir.iterdir()))
         spec = ClusterSpec(
-            model=model, agents=tuple(agents), log_dir=log_dir / f"{number}", proxy_args=proxy_args
+            model=model,
+            agents=tuple(agents),
+            log_dir=log_dir / f"{number}",
+            proxy_args=proxy_args,
+            trust=trust,
         )
         async with Cluster(spec) as cluster:
             await cluster.wait_ready()

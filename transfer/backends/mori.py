@@ -4,10 +4,10 @@
 It has run on a stand-in only, never on AMD hardware. What it takes care of, beyond what the library does:
 
 * The library ends its process on a failed topology or registration, so a child process tries first.
-* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`mori_greeting`).
+* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`greeting`).
 * It has no deadline, no cancel, and an error that is not the end of writing (`mori_transfer`).
 * Its queue pairs to an engine are made once and stay broken once they are; such a peer is refused from then
-  on, which makes the link fall back to another backend.
+  on, which makes the link fall back to another backend, and our engine be opened anew when it is idle.
 * A NIC takes no more than its send queue holds; what exceeds that waits here rather than in a blocking call.
 
 MORI authenticates nobody: whoever can reach its port may ask for the keys to the registered memory. It keeps
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transfer import tokens
-from transfer.backends.mori_greeting import Doorkeeper, GreetingAddress, Visit
+from transfer.backends.greeting import Doorkeeper, GreetingAddress, Visit
 from transfer.backends.mori_library import Library
 from transfer.backends.mori_peer import MoriPeer
 from transfer.backends.mori_probe import find_reason
 from transfer.backends.mori_regions import MoriRegion, PoolAddress, RemotePool
 from transfer.backends.mori_settings import parse_settings
 from transfer.backends.mori_transfer import MoriTransfer
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerBroken, PeerUnreachable, Region
 from transfer.layout import SpanTable
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class MoriEngine:
             raise PeerUnreachable(f"not a mori engine's description: {error}") from error
         remote = RemotePool(self._library.module, address.engine, pool)
         if remote.key in self._library.broken:
-            raise PeerUnreachable("mori: our queue pairs to it are in error")
+            raise PeerBroken("mori: our queue pairs to it are in error")
         visit = Visit(address.greeting, token, self._selector, time.monotonic() + timeout_s)
         self._library.engine.register_remote_engine(remote.engine)
         client = MoriPeer(self._library, self._pool(), remote, visit)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from transfer.backends.mori_greeting import Visit, VisitState
+from transfer.backends.greeting import Visit, VisitState
 from transfer.backends.mori_library import Library
 from transfer.backends.mori_regions import MoriRegion, RemotePool, by_regions
 from transfer.backends.mori_transfer import BatchState, MoriBatch, MoriTransfer

@@ -9,6 +9,7 @@ itself is never touched.
     stall:after=A          send A bytes and then nothing more on that connection
     truncate:after=A       announce and send only the first A bytes
     delay:seconds=S        wait before the first byte
+    reorder:seconds=S      answer the next request of that connection first, if one comes within S
 
 `count=N` limits any of them to the first N transfers.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, cast
 
-Kind = Literal["flip", "drop", "stall", "truncate", "delay"]
+Kind = Literal["flip", "drop", "stall", "truncate", "delay", "reorder"]
 
 _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -29,6 +30,7 @@ _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "stall": frozenset({"after"}),
         "truncate": frozenset({"after"}),
         "delay": frozenset({"seconds"}),
+        "reorder": frozenset({"seconds"}),
     }
 )
 

@@ -57,6 +57,8 @@ class ServedConnection:
         self._due = time.monotonic() + _GREETING_S
         self._inbox = bytearray()
         self._outbox: deque[memoryview] = deque()
+        self._held: list[memoryview] = []
+        """A response that a fault keeps back until the next one, or until it is due."""
         self._after_this = _Phase.SERVING
         selector.register(connection, selectors.EVENT_READ, self)
 
@@ -80,9 +82,14 @@ class ServedConnection:
         elif self._phase is _Phase.DELAYED and self._due <= now:
             self._phase = _Phase.SERVING
             self._selector.register(self._socket, selectors.EVENT_WRITE, self)
+        elif self._phase is _Phase.SERVING and self._held and self._due <= now:
+            self._outbox.extend(self._held)
+            self._held.clear()
+            self._selector.modify(self._socket, selectors.EVENT_WRITE, self)
 
     def next_deadline(self) -> float | None:
-        return self._due if self._phase in (_Phase.GREETING, _Phase.DELAYED) else None
+        waits = self._phase in (_Phase.GREETING, _Phase.DELAYED)
+        return self._due if waits or (self._phase is _Phase.SERVING and self._held) else None
 
     def close(self) -> None:
         if self.closed:
@@ -171,8 +178,14 @@ class ServedConnection:
         fault = self._faults.draw()
         if fault is not None:
             body, total = self._damage(body, total, fault)
-        self._outbox.append(memoryview(RESPONSE.pack(number, 1, total)))
-        self._outbox.extend(view for view in body if len(view))
+        response = [memoryview(RESPONSE.pack(number, 1, total)), *(view for view in body if len(view))]
+        if fault is not None and fault.kind == "reorder" and not self._held:
+            self._held = response
+            self._due = time.monotonic() + fault.seconds
+            return
+        self._outbox.extend(response)
+        self._outbox.extend(self._held)
+        self._held.clear()
 
     def _damage(self, body: list[memoryview], total: int, fault: Fault) -> tuple[list[memoryview], int]:
         """What a fault makes of a response: the bytes to send, and how many to announce."""
@@ -182,6 +195,8 @@ class ServedConnection:
             self._phase = _Phase.DELAYED
             self._due = time.monotonic() + fault.seconds
             self._selector.unregister(self._socket)
+            return body, total
+        if fault.kind == "reorder":
             return body, total
         body = _first(body, fault.after)
         if fault.kind == "truncate":

@@ -49,6 +49,12 @@ def test_a_bare_command_line_keeps_every_default(model: str) -> None:
     assert config.role == "both"
     assert config.proxy == ()
     assert config.lease_s == 10.0
+    assert config.verify_kv is False
+
+
+def test_a_switch_is_turned_on_by_its_name_alone(model: str) -> None:
+    assert parse_config(["--verify-kv", "--model", model]).verify_kv is True
+    assert parse_config(["--model", model, "--verify-kv", "false"]).verify_kv is False
 
 
 def test_a_yaml_file_sets_options_and_flags_after_it_win(model: str, tmp_path: Path) -> None:
@@ -113,8 +119,9 @@ def test_no_new_options() -> None:
         "--model", "--role", "--served-model-name", "--host", "--port", "--advertise-host", "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
-        "--transfer", "--transfer-options", "--lease-s", "--pull-timeout-s", "--on-pull-failure", "--threads",
-        "--max-body-bytes", "--log-level", "--cluster-key", "--tcp-fault", "--control-fault",
+        "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
+        "--on-pull-failure", "--threads", "--max-body-bytes", "--log-prompts", "--log-level", "--cluster-key",
+        "--tls-cert", "--tls-key", "--tcp-fault", "--control-fault",
     }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from agent.metrics import Metrics
 STATS = Stats(
     steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,
     blocks_total=22, preemptions=8, pulls=9, pull_bytes=10, pull_descriptors=12, pull_seconds=0.5,
-    pull_failures={"timeout": 2}, recomputes=1, leases_ended={"expired": 3, "released": 4}, handshakes=13,
-    integrity_errors=0,
+    pull_failures={"timeout": 2}, verify_seconds=0.25, rebuilds=14, recomputes=1,
+    leases_ended={"expired": 3, "released": 4}, handshakes=13, integrity_errors=0,
 )  # fmt: skip
 
 
@@ -41,6 +41,8 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert [page["kvferry_kv_blocks", state] for state in states] == [4, 5, 6, 7]
     assert page["kvferry_transfer_bytes_total",] == 10
     assert page["kvferry_transfer_seconds_total",] == 0.5
+    assert page["kvferry_verify_seconds_total",] == 0.25
+    assert page["kvferry_rebuilds_total",] == 14
     assert page["kvferry_transfer_failures_total", "timeout"] == 2
     assert page["kvferry_leases_ended_total", "expired"] == 3
     assert page["kvferry_leases_ended_total", "dropped"] == 0, "a cause is shown before it first occurs"
@@ -64,6 +66,15 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     assert page["kvferry_phase_seconds_count", "queue"] == 2
     assert page["kvferry_phase_seconds_count", "pull"] == 1
     assert page["kvferry_requests_total", "200"] == 2
+
+
+def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agent.request")
+    entry = Journal(Metrics(lambda: None)).open("r1")
+    entry.show_prompt(('"' + "ü" * 5000 + '"').encode())
+    entry.close(200)
+    (record,) = caplog.records
+    assert json.loads(record.message)["prompt"] == '"' + "ü" * 2047
 
 
 @pytest.mark.parametrize(

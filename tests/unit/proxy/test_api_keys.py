@@ -99,7 +99,15 @@ async def test_a_browser_can_bring_an_admin_key_for_looking_only(guarded: Stage)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# none\n", "short\n", f"{CLIENT_KEY} root\n", f"{CLIENT_KEY} admin yes\n"]
+    "text",
+    [
+        "",
+        "# none\n",
+        "short\n",
+        f"{CLIENT_KEY} root\n",
+        f"{CLIENT_KEY} admin yes\n",
+        f"{CLIENT_KEY} admin admin\n",
+    ],
 )
 def test_a_file_that_admits_nobody_or_is_mistaken_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"

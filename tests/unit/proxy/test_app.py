@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.proxy.conftest import Stage, StartStage
 
+TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -123,7 +124,7 @@ async def test_the_clients_request_id_is_kept_if_it_is_fit_to_log(
     stage: Stage, given: str, kept: bool, stream: bool
 ) -> None:
     prefill, decode = await stage.pair()
-    headers = {"X-Request-Id": given, "traceparent": "00-1-2-01"}
+    headers = {"X-Request-Id": given, "traceparent": TRACEPARENT}
     async with stage.post({**BODY, "stream": stream}, headers=headers) as response:
         await response.read()
         shown = response.headers["X-Request-Id"]
@@ -131,7 +132,7 @@ async def test_the_clients_request_id_is_kept_if_it_is_fit_to_log(
     assert re.fullmatch(r"[0-9a-f]{32}", shown) or kept
     for agent in (prefill, decode):
         assert agent.asked[0].headers["X-Request-Id"] == shown
-        assert agent.asked[0].headers["traceparent"] == "00-1-2-01"
+        assert agent.asked[0].headers["traceparent"] == TRACEPARENT
 
 
 async def test_failures_carry_the_request_id_too(stage: Stage) -> None:

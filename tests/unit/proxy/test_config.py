@@ -38,7 +38,12 @@ def test_the_flags_are_these() -> None:
         "keepalive_s",
         "drain_s",
         "api_keys",
+        "allow_address",
         "cluster_key",
+        "tls_cert",
+        "tls_key",
+        "agent_ca",
+        "log_prompts",
         "log_level",
     ]
 
@@ -64,6 +69,9 @@ def test_defaults_and_deadlines_are_sane() -> None:
         (["--decode-policy", "random"], "decode_policy"),
         (["--decode-limit", "0"], "decode_limit"),
         (["--queue-limit", "-1"], "queue_limit"),
+        (["--tls-cert", "cert.pem"], "tls_key"),
+        (["--tls-key", "key.pem"], "tls_cert"),
+        (["--allow-address", "10.0.0.0/8,10.1"], "'10.1'"),
         (["--log-level", "loud"], "log_level"),
         (["--config", "/nowhere.yml"], "nowhere"),
     ],

@@ -86,6 +86,19 @@ async def test_an_address_that_nobody_can_dial_is_a_bad_ping(setting: Setting, a
     assert not setting.addresses
 
 
+async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None:
+    setting.handle(wire.encode(registration("decode", 1, index=9)))
+    setting.handle(wire.encode(registration("decode", 1, index=8)))
+    assert 'kvferry_refused_pings_total{reason="stale"} 1.0' in setting.metrics.exposition().decode()
+    assert setting.bad == 0
+
+
+async def test_an_atom_engine_that_restarts_may_count_from_the_start(setting: Setting) -> None:
+    for index in ("7", "0"):
+        setting.handle(msgpack.packb(ATOM_PING | {"index": index}))
+    assert not setting.registry.snapshot(0.0).refused
+
+
 @pytest.mark.parametrize("address", ["http://host.example:8000", "http://[2001:db8::1]:8000", "https://h:1/"])
 async def test_names_and_ipv6_addresses_are_fine(setting: Setting, address: str) -> None:
     """X9."""

@@ -528,6 +528,22 @@ async def test_every_request_is_logged_once_without_its_prompt(
     assert "secret" not in caplog.text
 
 
+async def test_prompts_are_logged_when_that_is_asked_for(
+    start_stage: StartStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 4, "Security": `--log-prompts`, and then only so much of each."""
+    stage = await start_stage(log_prompts=True)
+    await stage.pair()
+    with caplog.at_level("INFO", logger="proxy.record"):
+        await stage.stream({**BODY, "prompt": "no secret " * 1000})
+        await stage.ask(
+            {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}]}, "chat/completions"
+        )
+    text, chat = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
+    assert text["prompt"].startswith('"no secret no secret') and len(text["prompt"]) == 4096
+    assert chat["prompt"] == '[{"role": "user", "content": "hi"}]'
+
+
 async def until(claim: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Wait for something in the proxy, which tells nobody when it changes."""
     async with asyncio.timeout(timeout_s):

@@ -17,8 +17,10 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from proxy import wire
 from proxy.discovery import Discovery
 from proxy.metrics import Metrics
+from proxy.refusals import Refusal
 from proxy.registry import Registry
-from tests.unit.proxy.builders import registration
+from tests.standins.wiretap import Wiretap
+from tests.unit.proxy.builders import load, registration
 
 PING = wire.encode(registration("decode", 1))
 REFUSAL_S = 0.5
@@ -102,6 +104,103 @@ async def test_an_agent_does_not_speak_to_a_proxy_without_the_key() -> None:
     async with discovery(None) as (registry, address):
         assert not await answered(address, new_key().secure_client, REFUSAL_S)
         assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+
+
+class Agent:
+    """A holder of the key that pings by way of a port."""
+
+    def __init__(self, key: wire.ClusterKey, port: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        key.secure_client(self._dealer)
+        self._dealer.connect(f"tcp://127.0.0.1:{port}")
+
+    async def send(self, message: wire.AgentMessage) -> None:
+        await self._dealer.send(wire.encode(message))
+
+    async def ping(self, message: wire.Register) -> wire.ProxyMessage:
+        """Send a registration and return the answer."""
+        await self.send(message)
+        async with asyncio.timeout(5):
+            return wire.decode_proxy_message(await self._dealer.recv())
+
+    def close(self) -> None:
+        self._dealer.close()
+        self._context.term()
+
+
+async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
+    """Issue 4, "Security": an agent's life, sent again byte by byte, is not even heard."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+    async with discovery(key) as (registry, address):
+        port = int(address.rpartition(":")[2])
+        async with Wiretap(port) as tap:
+            first, second = Agent(key, tap.port), Agent(key, port)
+            try:
+                await first.ping(registration("decode", 1, index=0))
+                await first.ping(registration("decode", 1, index=1, state="draining"))
+                await first.send(wire.Bye(incarnation=registration("decode", 1).incarnation))
+                await second.ping(registration("decode", 2))
+                while len(registry.snapshot(clock()).nodes) != 1:
+                    await asyncio.sleep(0.01)
+                before = registry.snapshot(clock())
+                assert PING not in tap.heard and b"10.0.0.1" not in tap.heard, "it is encrypted"
+                await tap.replay()
+                assert registry.snapshot(clock()) == before
+                assert isinstance(await second.ping(registration("decode", 2)), wire.Ack)
+            finally:
+                first.close()
+                second.close()
+
+
+@pytest.mark.parametrize("byte", [0, 1, 10, 40, -17, -1])
+async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
+    """Issue 4, "Security": one bit of its frame's length, name, number, seal or contents is enough."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+
+    def flip(data: bytes) -> bytes:
+        altered = bytearray(data)
+        altered[byte] ^= 1
+        return bytes(altered)
+
+    async with discovery(key) as (registry, address):
+        port = int(address.rpartition(":")[2])
+        async with Wiretap(port) as tap:
+            victim, other = Agent(key, tap.port), Agent(key, port)
+            try:
+                await victim.ping(registration("decode", 1, index=0))
+                before = registry.snapshot(clock()).nodes
+                tap.alter = flip
+                # Its last byte is `max_running`: without the seal, 8 would arrive as 9.
+                await victim.send(registration("decode", 1, index=1, load=load(max_running=8)))
+                async with asyncio.timeout(5):
+                    await tap.altered.wait()
+                await asyncio.sleep(REFUSAL_S / 2)
+                assert registry.snapshot(clock()).nodes == before
+                assert isinstance(await other.ping(registration("decode", 2)), wire.Ack), "it listens on"
+            finally:
+                victim.close()
+                other.close()
+
+
+async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
+    """Issue 4, "Security": an old index, and an incarnation that another one has replaced."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+    async with discovery(key) as (registry, address):
+        agent = Agent(key, int(address.rpartition(":")[2]))
+        try:
+            old = registration("decode", 1, index=5)
+            await agent.ping(old)
+            stale = await agent.ping(registration("decode", 1, index=4, state="draining"))
+            assert stale == wire.Refused(reason=Refusal.STALE.value)
+            new = registration("decode", 1, incarnation="f" * 16, index=0)
+            await agent.ping(new)
+            late = await agent.ping(registration("decode", 1, index=6))
+            assert late == wire.Refused(reason=Refusal.RETIRED.value)
+            assert [node.info for node in registry.snapshot(clock()).nodes] == [new]
+        finally:
+            agent.close()
 
 
 async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from proxy.config import ProxyConfig
 from proxy.operator_page import FOLDER
 from proxy.registry import Registry
 from proxy.server import running_proxy
+from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -86,6 +87,24 @@ async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
     [failed] = snapshot["failures"]
     assert (failed["status"], failed["code"], failed["count"]) == (404, "model_not_found", 1)
     assert len(failed["model"]) == 100, "what clients send is cut to a bound"
+
+
+async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
+    """Issue 4, "Security": a rogue address is refused, and whoever looks after the fleet sees it."""
+    stage = await start_stage(allow_address="10.0.0.0/8")
+    rogue = StandInAgent("decode", (stage.discovery,))
+    async with rogue:
+        await rogue.until(lambda: rogue.refusals)
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        page = await response.json()
+    assert not page["nodes"]
+    [refused] = page["refused_agents"]
+    assert (refused["address"], refused["role"]) == (rogue.address, "decode")
+    assert "--allow-address" in refused["reason"]
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        assert [each["address"] for each in (await next_snapshot(response))["refused_agents"]] == [
+            rogue.address
+        ]
 
 
 async def test_a_request_in_flight_is_shown_in_its_phase(stage: Stage) -> None:

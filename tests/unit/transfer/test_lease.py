@@ -48,6 +48,15 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     assert table.leased == 0
 
 
+def test_more_blocks_than_fit_an_answer_are_told_in_turn() -> None:
+    """Ready is said with the last of them; each comes with its own checksum."""
+    table = filling(max_blocks=2)
+    table.advance(0.0, T, 1, (b"5",))
+    table.ready(0.0, T, (b"6", b"7"))
+    assert only_answer(ask(table, 1.0)) == Grant(False, 0, (5, 6), 40, "hash", (b"5", b"6"))
+    assert only_answer(ask(table, 1.0, have=2)) == Grant(True, 2, (7,), 40, "hash", (b"7",))
+
+
 def test_a_repeated_release_gets_the_same_answer_and_frees_once() -> None:
     table = ready()
     ask(table, 1.0)

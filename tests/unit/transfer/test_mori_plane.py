@@ -62,6 +62,27 @@ async def test_a_broken_queue_pair_fails_one_pull_and_the_next_takes_another_bac
             assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
+async def test_a_refused_queue_pair_has_the_engine_opened_anew_and_the_peer_is_read_again() -> None:
+    """Nothing but mori is allowed here, so without a new engine every pull would fail from then on."""
+    options = {"transfer": "mori", "transfer_options": "mori.qp_per_transfer=1"}
+    async with Agent(seed=1, **options) as prefill, AsyncExitStack() as stack:
+        decode = Agent(seed=2, **options)
+        with fault("fail:after=1"):  # the child that tries first reads once
+            await stack.enter_async_context(decode)
+        reasons = []
+        while not decode.plane.stats().rebuilds:
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            ended = await decode.event((PullDone, PullFailed))
+            if isinstance(ended, PullFailed):
+                reasons.append(ended.reason)
+                if not ended.quiescent:
+                    await decode.event(PullQuiescent)
+        assert reasons[:2] == ["read_failed", "unreachable"]
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert (await decode.event(PullDone)).backend == "mori"
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
 async def test_a_read_past_its_deadline_keeps_its_blocks_in_quarantine_until_it_ends() -> None:
     """I3."""
     options = {"transfer": "mori", "transfer_options": "mori.qp_per_transfer=1"}

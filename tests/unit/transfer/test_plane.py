@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transfer.connector import (
 from transfer.engine import PeerUnreachable, usable
 from transfer.ids import new_transfer_id
 from transfer.layout import KVGeometry
+from transfer.lease import LeaseTable
 
 THEIRS = [3, 4, 5, 9, 1]
 OURS = [20, 21, 22, 7, 30]
@@ -91,9 +93,34 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
         await asyncio.sleep(0.1)
         prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 2)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10.0):
+            while not prefill.heads(THEIRS[1]).equal(decode.heads(OURS[1])):
+                await asyncio.sleep(0.01)
         assert_same_kv(prefill, THEIRS[:2], decode, OURS[:2])
         assert not decode.plane.take_events()
+        prefill.plane.ready(transfer_id)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R24: its answer is `pending` at once, so the reader paces itself, and still gets its blocks."""
+    asked: list[float] = []
+    take = LeaseTable.open
+
+    def counted(table: LeaseTable, now: float, *rest: Any) -> Any:
+        asked.append(now)
+        return take(table, now, *rest)
+
+    monkeypatch.setattr(LeaseTable, "open", counted)
+    async with Agent(seed=1, max_staged=0) as prefill, Agent(seed=2) as decode:
+        transfer_id = new_transfer_id()
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        await asyncio.sleep(1.0)
+        assert 2 <= len(asked) <= 8
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
         prefill.plane.ready(transfer_id)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)

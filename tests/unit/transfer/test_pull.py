@@ -22,6 +22,7 @@ from transfer.pull import (
     SendDrop,
     SendOpen,
     SendRelease,
+    Verify,
 )
 
 OURS = (10, 11, 12)
@@ -209,3 +210,54 @@ def test_in_any_order_of_events_there_is_one_end_and_it_is_honest(history: list[
     if quiescent:
         assert isinstance(ends[0], PullFailed)
         assert not ends[0].quiescent
+
+
+def verifying() -> Pull:
+    """Both chunks have been read."""
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 1, None)
+    pull.connected("tcp")
+    pull.opened(2.0, Grant(False, 0, (3, 4), 40, "hash", (b"3", b"4")))
+    pull.opened(2.0, Grant(True, 2, (5,), 40, "hash", (b"5",)))
+    assert pull.read_ended(0, GOOD) == []
+    assert pull.read_ended(1, GOOD) == [Verify((11, 12), (b"4", b"5"))]
+    return pull
+
+
+def test_what_was_read_is_verified_before_the_proof_is_asked_for() -> None:
+    pull = verifying()
+    assert pull.live
+    assert pull.verified("") == [SendRelease(read_ok=True)]
+    (done,) = events(pull.released(5.0, True))
+    assert isinstance(done, PullDone)
+
+
+def test_what_differs_from_its_checksums_is_thrown_away() -> None:
+    pull = verifying()
+    effects = pull.verified("one slice differs")
+    assert effects[0] == SendRelease(read_ok=False)
+    failed = failure(effects)
+    assert (failed.reason, failed.detail, failed.quiescent) == ("checksum", "one slice differs", True)
+    assert pull.verified("") == [] and pull.over
+
+
+def test_a_pull_that_ends_while_it_verifies_does_not_wait_for_the_sums() -> None:
+    pull = verifying()
+    assert failure(pull.fail("deadline")).reason == "deadline"
+    assert pull.verified("") == []
+
+
+def test_blocks_without_checksums_are_not_taken_where_they_are_wanted() -> None:
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 0, None)
+    pull.connected("tcp")
+    assert failure(pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3",)))).reason == "mismatch"
+
+
+def test_a_full_hit_has_nothing_to_verify() -> None:
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 3, None)
+    pull.connected("tcp")
+    assert pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3", b"4", b"5"))) == [
+        SendRelease(read_ok=True)
+    ]

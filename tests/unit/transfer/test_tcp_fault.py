@@ -13,6 +13,7 @@ def test_every_kind_is_read() -> None:
     assert parse_fault("stall") == Fault(kind="stall")
     assert parse_fault("truncate:after=3") == Fault(kind="truncate", after=3)
     assert parse_fault("delay:seconds=0.5") == Fault(kind="delay", seconds=0.5)
+    assert parse_fault("reorder:seconds=2,count=1") == Fault(kind="reorder", seconds=2.0, count=1)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_usable_gives_a_reason_for_every_backend_that_does_not_work(monkeypatch:
 
 
 def test_auto_prefers_the_best() -> None:
-    assert candidates("auto") == ("mori", "nixl", "mooncake", "nccl", "tcp")
+    assert candidates("auto") == ("mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp")
     assert candidates("tcp") == ("tcp",)
     with pytest.raises(ValueError):
         open_engine("telepathy", None)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfer.backends import mori_greeting
-from transfer.backends.mori_greeting import Doorkeeper, Visit, VisitState
+from transfer.backends import greeting
+from transfer.backends.greeting import Doorkeeper, Visit, VisitState
 from transfer.engine import PeerUnreachable
 from transfer.tokens import TOKEN_BYTES
 
@@ -71,13 +71,13 @@ def test_a_stranger_is_refused(hall: Hall) -> None:
 
 def test_another_engine_at_the_same_port_is_not_taken_for_the_one_that_was_meant(hall: Hall) -> None:
     """X23: a restarted peer is another peer, whatever its address."""
-    hall.address = mori_greeting.GreetingAddress(host="127.0.0.1", port=hall.address.port, nonce=b"o" * 16)
+    hall.address = greeting.GreetingAddress(host="127.0.0.1", port=hall.address.port, nonce=b"o" * 16)
     visit = hall.visit()
     hall.wait(lambda: visit.state is VisitState.LOST)
 
 
 def test_a_silent_connection_is_closed_and_nonsense_too(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mori_greeting, "_GREETING_S", 0.05)
+    monkeypatch.setattr(greeting, "_GREETING_S", 0.05)
     for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
         with socket.create_connection(("127.0.0.1", hall.address.port)) as stranger:
             stranger.setblocking(False)
@@ -90,9 +90,7 @@ def test_a_door_that_never_answers_is_given_up_by_the_deadline() -> None:
     """X13."""
     selector = selectors.EpollSelector()
     with socket.create_server(("127.0.0.1", 0)) as silent, selector:
-        address = mori_greeting.GreetingAddress(
-            host="127.0.0.1", port=silent.getsockname()[1], nonce=bytes(16)
-        )
+        address = greeting.GreetingAddress(host="127.0.0.1", port=silent.getsockname()[1], nonce=bytes(16))
         visit = Visit(address, TOKEN, selector, time.monotonic() + 0.05)
         deadline = visit.next_deadline()
         assert deadline is not None
@@ -101,7 +99,7 @@ def test_a_door_that_never_answers_is_given_up_by_the_deadline() -> None:
 
 
 def test_an_address_that_makes_no_sense_is_unreachable() -> None:
-    address = mori_greeting.GreetingAddress(host="no-such-host.invalid", port=1, nonce=bytes(16))
+    address = greeting.GreetingAddress(host="no-such-host.invalid", port=1, nonce=bytes(16))
     with selectors.EpollSelector() as selector, pytest.raises(PeerUnreachable, match="no-such-host"):
         Visit(address, TOKEN, selector, time.monotonic())
 

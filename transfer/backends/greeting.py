@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection that a reader keeps to a producer rank for as long as it reads over MORI-IO.
+"""The connection that a reader keeps to a producer rank whose memory it reads without its help.
 
-MORI's own connecting blocks, and holds the interpreter while it does: a peer that is stopped would stop this
+A library may block on a peer that is stopped, and hold the interpreter while it does: that would stop this
 rank's model too. So a reader first greets the peer here, without blocking, and only one that answers is
 connected to. The greeting also tells who is there (another process may have got a dead one's port), carries
-the token that MORI does not ask for, and its end is the first sign of a peer's death.
+the token that the data plane does not ask for, and its end is the first sign of a peer's death.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from transfer.backends.tcp_wire import GREETING, NONCE_BYTES, WELCOME
 from transfer.engine import PeerUnreachable
 
-_MAGIC = b"KVM1"
+_MAGIC = b"KVG1"
 _BACKLOG = 128
 _MAX_VISITORS = 1024
 _GREETING_S = 5.0
@@ -160,7 +160,7 @@ class Visit:
             family, kind, protocol, _, where = found[0]
             self._socket = socket.socket(family, kind, protocol)
         except OSError as error:
-            raise PeerUnreachable(f"mori: {address.host}:{address.port}: {error}") from error
+            raise PeerUnreachable(f"{address.host}:{address.port}: {error}") from error
         self._socket.setblocking(False)
         self._socket.connect_ex(where)  # its outcome shows as an event
         selector.register(self._socket, selectors.EVENT_WRITE, self)

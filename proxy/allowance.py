@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much one client may ask for: requests and tokens per time, by buckets that fill steadily.
+
+What a request will cost is known only when it has ended. So a request is let in while anything is left, and
+its tokens are taken as they become known: the prompt's when it is read, the answer's when it has ended. A
+client that overdraws waits until the debt is paid, and so keeps to its rate in the long run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from proxy.errors import RateLimited
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_RATE = re.compile(r"(\d{1,12})/(s|min|h)")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many (at least one) within so many seconds, also all at once."""
+
+    amount: int
+    within_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Rate:
+        """Read `600/min`; also `/s` and `/h`. Raises ValueError."""
+        match = _RATE.fullmatch(text)
+        if match is None or not int(match[1]):
+            raise ValueError(f"{text!r} is not a rate such as 10/s, 600/min or 1000/h")
+        return cls(int(match[1]), _SECONDS[match[2]])
+
+
+class Bucket:
+    """Holds up to `rate.amount`, and is full at first. Told the time, in monotonic seconds."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._level = float(rate.amount)
+        self._at = float("-inf")
+
+    def wait_s(self, now: float) -> float:
+        """How long until one is in it; 0 if it is."""
+        self._fill(now)
+        return max(0.0, (1.0 - self._level) * self._rate.within_s / self._rate.amount)
+
+    def take(self, amount: float, now: float) -> None:
+        """Take this much, be it there or not."""
+        self._fill(now)
+        self._level -= amount
+
+    def _fill(self, now: float) -> None:
+        gained = (now - self._at) * self._rate.amount / self._rate.within_s
+        self._level = min(self._level + gained, float(self._rate.amount))
+        self._at = now
+
+
+class Allowance:
+    """One client's buckets; None for what is not limited."""
+
+    def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
+        self._requests = None if requests is None else Bucket(requests)
+        self._tokens = None if tokens is None else Bucket(tokens)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether anybody need say how many were used."""
+        return self._tokens is not None
+
+    def enter(self, now: float) -> None:
+        """Count one more request. Raises `RateLimited`; a request that is refused does not count."""
+        if self._requests is not None:
+            _check(self._requests, "requests", now)
+        if self._tokens is not None:
+            _check(self._tokens, "tokens", now)
+        if self._requests is not None:
+            self._requests.take(1.0, now)
+
+    def used(self, tokens: int, now: float) -> None:
+        """So many more tokens of a prompt or an answer have become known."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
+
+
+def _check(bucket: Bucket, of_what: str, now: float) -> None:
+    wait_s = bucket.wait_s(now)
+    if wait_s > 0:
+        raise RateLimited(
+            f"this key has used up its {of_what} for now", retry_after_s=max(1, math.ceil(wait_s))
+        )

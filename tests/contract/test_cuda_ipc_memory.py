@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader's mapping does to the memory of a GPU whose owner was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.contract.conftest import DEADLINE_S, PEER_GPU, READER_GPU, Reader, ServingPeer
+from tests.gpu import needs_gpus
+from transfer.engine import Status
+
+LEASE_S = 10.0
+SHARE = 3
+"""The owner takes a third of its GPU: far more than what other tests take beside this one."""
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader("cuda_ipc", READER_GPU)
+    yield made
+    made.engine.close()
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info(PEER_GPU)[0]
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_a_killed_owners_gpu_memory_comes_back_and_it_can_start_again(reader: Reader) -> None:
+    """An owner of the same size starts only where the dead one's memory is free."""
+    pool_bytes = torch.cuda.mem_get_info(PEER_GPU)[1] // SHARE
+    free_before = free_bytes()
+    for _ in range(2):
+        owner = ServingPeer("cuda_ipc", device=PEER_GPU, pool_bytes=pool_bytes)
+        try:
+            transfer = reader.read(reader.connect(owner), [(0, 0, 1 << 20)])
+            assert reader.finish(transfer) is Status.DONE
+            assert free_bytes() < free_before - pool_bytes // 2
+        finally:
+            owner.close()
+        killed = time.monotonic()
+        reader.wait(lambda: free_bytes() > free_before - pool_bytes // 2)
+        assert time.monotonic() - killed < min(LEASE_S + 1, DEADLINE_S)

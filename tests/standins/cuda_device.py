@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for the GPU of the cuda_ipc backend: this process's memory, and launches that a test may hold.
+
+It keeps the promises of `transfer.backends.cuda_ipc_device.Device`, and fails a test that breaks its demands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from transfer.backends.cuda_ipc_device import MAX_FLIGHTS
+from transfer.backends.cuda_ipc_driver import HANDLE_BYTES, Borrowed, CudaError, Lent
+from transfer.backends.cuda_ipc_work import Work
+
+_ADDRESS = struct.Struct("<Q")
+
+
+class HostFlight:
+    """A launch that copies when it is told to."""
+
+    def __init__(self, work: Work, device: HostDevice) -> None:
+        self._device = device
+        self._over = False
+        self.work = work
+
+    def land(self) -> None:
+        """Copy, and wake the transfer thread. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        table = np.zeros(self.work.table_size(1), dtype=np.int64)
+        self.work.write_table(table, 1)
+        count = self.work.num_spans
+        starts, addresses = table[: count + 1], table[count + 1 : 3 * count + 1]
+        for span, words in enumerate(np.diff(starts).tolist()):
+            source, destination = int(addresses[span]), int(addresses[count + span])
+            self._device.check_mapped(source)
+            ctypes.memmove(destination, source, words * self.work.word_bytes)
+        self._device.flights.remove(self)
+        self._device.on_landed()
+
+    def landed(self) -> bool:
+        return self._over
+
+    def wait(self) -> None:
+        self.land()
+
+
+class HostDevice:
+    """See `Device`. With `hold`, launches wait until they are landed; `unreachable` refuses every handle."""
+
+    def __init__(self, on_landed: Callable[[], None]) -> None:
+        self.on_landed = on_landed
+        self.hold = False
+        self.unreachable = False
+        self.launched: list[HostFlight] = []
+        self.flights: list[HostFlight] = []
+        self.borrowed: list[Borrowed] = []
+        self.closed = False
+
+    def lend(self, address: int, nbytes: int) -> Lent:
+        return Lent(handle=_ADDRESS.pack(address).ljust(HANDLE_BYTES), offset=0, nbytes=nbytes)
+
+    def borrow(self, lent: Lent) -> Borrowed:
+        if self.unreachable:
+            raise CudaError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)")
+        (address,) = _ADDRESS.unpack_from(lent.handle)
+        borrowed = Borrowed(address=address, nbytes=lent.nbytes, mapping=address)
+        self.borrowed.append(borrowed)
+        return borrowed
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        self.borrowed.remove(borrowed)
+
+    def peek(self, borrowed: Borrowed) -> bytes:
+        return ctypes.string_at(borrowed.address, borrowed.nbytes)
+
+    def launch(self, work: Work) -> HostFlight:
+        assert len(self.flights) < MAX_FLIGHTS
+        flight = HostFlight(work, self)
+        self.launched.append(flight)
+        self.flights.append(flight)
+        if not self.hold:
+            flight.land()
+        return flight
+
+    def close(self) -> None:
+        assert not self.flights, "a launch is under way"
+        assert not self.borrowed, "memory is still borrowed"
+        self.closed = True
+
+    def check_mapped(self, address: int) -> None:
+        """A GPU would fault here."""
+        assert any(0 <= address - each.address < each.nbytes for each in self.borrowed), "read while unmapped"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.transfer.rig import GEOMETRY
+from transfer.checksum import PoolSums, pack_sums, unpack_sums, word_keys
+from transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
+from transfer.verification import flaw, rows
+
+
+def random_pool(geometry: KVGeometry, heads: int, seed: int = 0) -> torch.Tensor:
+    shape = geometry.pool_shape(6, heads)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(getattr(torch, geometry.dtype))
+
+
+def plainly(slice_: torch.Tensor, word: str) -> int:
+    """The definition, word by word."""
+    words = np.frombuffer(slice_.contiguous().view(torch.uint8).numpy().tobytes(), dtype=word).tolist()
+    total = sum(key * each for key, each in zip(word_keys(len(words)).tolist(), words, strict=True))
+    return (total % 2**64) >> 32
+
+
+def test_the_keys_are_splitmix64() -> None:
+    """The published first outputs for the seed 0: sums must agree between versions and machines."""
+    keys = word_keys(3).view(np.uint64).tolist()
+    assert keys == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize("geometry", [
+    GEOMETRY,
+    KVGeometry(num_layers=1, num_kv_heads=2, head_dim=8, dtype="bfloat16", block_size=4, rope="r"),
+    KVGeometry(num_layers=1, num_kv_heads=1, head_dim=3, dtype="float16", block_size=1, rope="r", mla=True),
+], ids=["float32", "bfloat16", "odd"])  # fmt: skip
+def test_a_sum_is_what_its_definition_says(geometry: KVGeometry) -> None:
+    heads = num_columns(geometry, 1)
+    pool = random_pool(geometry, heads)
+    word = "<i4" if geometry.head_block_bytes % 4 == 0 else "<i2"
+    sums = PoolSums(pool, geometry).sums([4, 0])
+    assert sums.tolist() == [[plainly(pool[block, head], word) for head in range(heads)] for block in (4, 0)]
+
+
+def test_damage_changes_the_sums_of_its_slice_alone() -> None:
+    """A bit, two words that changed places, and the flip of the tcp backend's fault in every element."""
+    pool = random_pool(GEOMETRY, 4)
+    sums = PoolSums(pool, GEOMETRY)
+    before = sums.sums(range(6))
+    words = pool.view(torch.int32)
+    damages = [
+        lambda part: part.view(-1)[7:8].bitwise_xor_(1),
+        lambda part: part.view(-1)[:2].copy_(part.view(-1)[:2].flip(0)),
+        lambda part: part.bitwise_xor_(0x40000000),
+        lambda part: part.zero_(),
+    ]
+    for damage in damages:
+        kept = words[3, 2].clone()
+        damage(words[3, 2])
+        assert np.argwhere(sums.sums(range(6)) != before).tolist() == [[3, 2]]
+        words[3, 2] = kept
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("remote_tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_columns_come_from_where_the_bytes_do(tp_size: int, remote_tp_size: int, mla: bool) -> None:
+    """Both sides number their columns by rank, so they meet at any TP ratio, and for replicated heads."""
+    geometry = KVGeometry(
+        num_layers=1, num_kv_heads=4, head_dim=2, dtype="float32", block_size=1, rope="r", mla=mla
+    )
+    columns = source_columns(geometry, tp_size=tp_size, remote_tp_size=remote_tp_size)
+    assert len(columns) == num_columns(geometry, tp_size)
+    named = []
+    for rank in range(tp_size):
+        plan = plan_spans(
+            geometry, tp_size=tp_size, rank=rank, remote_tp_size=remote_tp_size,
+            local_blocks=[0], remote_blocks=[0],
+        )  # fmt: skip
+        slices = []
+        for remote_rank, table in plan.items():
+            before = sum(len(geometry.local_heads(remote_tp_size, each)) for each in range(remote_rank))
+            for local, remote, length in (table // geometry.head_block_bytes).tolist():
+                slices += [(local + each, before + remote + each) for each in range(length)]
+        named += [column for _, column in sorted(slices)]
+    assert columns == named
+
+
+def test_a_flaw_is_told_by_block_and_head() -> None:
+    theirs = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    packed = rows(pack_sums(theirs), 2)
+    assert flaw(theirs[:, ::-1], packed, [7, 8, 9], [1, 0]) == ""
+    ours = theirs.copy()
+    ours[1, 1] += 1
+    assert flaw(ours, packed, [7, 8, 9], [0, 1]) == "1 of 6 slices differ, first block 8, head 1"
+
+
+def test_checksums_that_are_no_whole_rows_are_no_checksums() -> None:
+    assert rows(b"\0" * 24, 2) == (b"\0" * 8,) * 3
+    assert rows(b"\0" * 23, 2) == ()
+    with pytest.raises(ValueError, match="reshape"):
+        unpack_sums(b"\0" * 12, 2)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the cuda_ipc backend is set up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaIpcSettings:
+    """Options of the cuda_ipc backend, as in `--transfer-options cuda_ipc.NAME=VALUE,…`.
+
+    Args:
+        sm_share: Share of the reading GPU's multiprocessors that a pull may occupy. More is faster, up to the
+            link's speed; what a pull occupies, the model's own kernels cannot have meanwhile.
+    """
+
+    sm_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sm_share <= 1:
+            raise ValueError(f"cuda_ipc.sm_share must be over 0 and at most 1, got {self.sm_share}")
+
+    def num_programs(self, multiprocessors: int) -> int:
+        """Programs of one launch. The GPU spreads them, at first one to a multiprocessor."""
+        return max(1, int(multiprocessors * self.sm_share))
+
+
+def parse_settings(options: Mapping[str, str]) -> CudaIpcSettings:
+    """Settings from text. Raises ValueError naming the option at fault."""
+    known = {field.name for field in dataclasses.fields(CudaIpcSettings)}
+    for name in options:
+        if name not in known:
+            raise ValueError(f"unknown option cuda_ipc.{name}; known: {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(dict(options), CudaIpcSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"options of cuda_ipc: {error}") from error
