@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--round-size", type=int, default=ROUND_REQUESTS, help="requests between two stocktakings"
     )
+    parser.add_argument("--decode-tp", type=int, default=1, help="ranks of each decode agent")
     parser.add_argument("--log-dir", type=Path, default=Path("logs/chaos"))
     args = parser.parse_args()
     settings = Settings(
@@ -54,9 +55,10 @@ def main() -> int:
         questions=args.questions,
         stop_s=tuple(args.stop_s),
         round_size=args.round_size,
+        decode_tp=args.decode_tp,
     )
     backends = BACKENDS if args.backend == "all" else (args.backend,)
-    return 0 if asyncio.run(chaos(settings, backends, args.log_dir)) else 1
+    return 0 if asyncio.run(chaos(settings, backends, args.log_dir / f"seed-{args.seed}")) else 1
 
 
 if __name__ == "__main__":

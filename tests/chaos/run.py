@@ -45,6 +45,8 @@ class Settings:
     questions: int
     stop_s: tuple[float, float]
     round_size: int = ROUND_REQUESTS
+    decode_tp: int = 1
+    """Ranks of each decode agent; a prefill agent has one."""
 
     def rounds(self) -> list[Round]:
         """What is asked and struck."""
@@ -54,7 +56,8 @@ class Settings:
         """How to repeat the run over one backend."""
         low, high = self.stop_s
         shape = f"--requests {self.requests} --questions {self.questions} --round-size {self.round_size}"
-        return f"python -m tests.chaos --seed {self.seed} {shape} --stop-s {low} {high} --backend {backend}"
+        shape += f" --stop-s {low} {high} --decode-tp {self.decode_tp}"
+        return f"python -m tests.chaos --seed {self.seed} {shape} --backend {backend}"
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ async def run(
     questions = make_questions(settings.seed, settings.questions)
     rounds = settings.rounds()
     with library(backend, MORI_FAULT):
-        async with Cluster(make_spec(settings.seed, backend, log_dir)) as cluster:
+        async with Cluster(make_spec(settings.seed, backend, settings.decode_tp, log_dir)) as cluster:
             await cluster.wait_ready(READY_S)
             under_way = _Run(cluster, questions, references, tally)
             for number, each in enumerate(rounds, start=1):

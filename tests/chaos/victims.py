@@ -41,7 +41,7 @@ def library(backend: str, mori_fault: str = "") -> Iterator[None]:
         yield
 
 
-def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
+def make_spec(seed: int, backend: str, decode_tp: int, log_dir: Path) -> ClusterSpec:
     """Agents that lose and repeat control messages, one of each role with the prefix cache and one without.
 
     Reads from prefill-0 are late at first (over tcp; over mori, see `MORI_FAULT`) and decode-1 never renews,
@@ -63,6 +63,7 @@ def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
             args=(
                 *("--port", str(next(ports)), "--control-port", str(next(ports))),
                 *("--transfer", backend, "--lease-s", str(LEASE_S), "--threads", "1"),
+                *("--tp", str(decode_tp if role == "decode" else 1)),
                 *("--pull-timeout-s", str(PULL_TIMEOUT_S), *own_args[name]),
             ),
         )
@@ -110,14 +111,14 @@ async def revive(cluster: Cluster, name: str) -> None:
 
 
 def processes(agent: Process, part: Part) -> list[psutil.Process]:
-    """The processes of one part of an agent."""
+    """The processes of one part of an agent; of several ranks only the last, which no other may outlive."""
     api = psutil.Process(agent.pid)
     if part == "api":
         return [api]
     children = api.children(recursive=True)
     if part == "all":
         return [api, *children]
-    return [child for child in children if _MODULES[part] in child.cmdline()]
+    return [child for child in children if _MODULES[part] in child.cmdline()][-1:]
 
 
 @contextmanager
