@@ -111,7 +111,7 @@ async def revive(cluster: Cluster, name: str) -> None:
 
 
 def processes(agent: Process, part: Part) -> list[psutil.Process]:
-    """The processes of one part of an agent; of several ranks only the last, which no other may outlive."""
+    """The processes of one part of an agent; of several ranks only the last."""
     api = psutil.Process(agent.pid)
     if part == "api":
         return [api]
