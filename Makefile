@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu chaos model-check check format bench-proxy bench-transfer train clean
+.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check check format bench-proxy bench-streamed \
+	bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -47,6 +48,10 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
+test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
+	$(BIN)/python -m tests.system.vllm.install .venv-vllm
+	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,12 +64,18 @@ format: $(STAMP) ## format the code and mend what the linter can
 bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
 	$(BIN)/python -m tests.bench.proxy_cost
 
+bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
+	$(BIN)/python -m tests.bench.streamed_gap
+
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
-	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
+
+dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
+	$(BIN)/python -m tests.unit.proxy.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info

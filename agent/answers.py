@@ -51,6 +51,15 @@ def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
     return line + sse_event(body)
 
 
+def first_tokens_event(deltas: Sequence[Delta]) -> bytes:
+    """`: first ID,ID…`, an event without data: token 1 of every choice, which the prefill leg shows.
+
+    A proxy that sent both legs at once sees by it that they speak of the same answer.
+    """
+    ids = ",".join(str(delta.token_ids[0]) for delta in sorted(deltas, key=lambda delta: delta.index))
+    return f": first {ids}\n\n".encode()
+
+
 def token_line(delta: Delta) -> bytes:
     """`: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to go on with this stream elsewhere.
 

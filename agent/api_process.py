@@ -98,7 +98,11 @@ class _Agent:
         self._engine = EngineClient(self._context, run_dir)
         self._metrics = Metrics(lambda: self._engine.stats)
         self._announcer = Announcer(
-            zmq.Context.shadow(self._context), config.proxy, self._lifecycle, self._registration, key=key
+            zmq.Context.shadow(self._context),
+            config.proxy,
+            self._lifecycle.changed,
+            self._registration,
+            key=key,
         )
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
@@ -118,7 +122,8 @@ class _Agent:
                 pinging.cancel()
             return code
         finally:
-            self._announcer.close(self._incarnation)
+            self._announcer.say_bye(self._incarnation)
+            self._announcer.close()
 
     def close(self) -> None:
         """Close the sockets; returns once goodbyes have left, or after their short linger."""
@@ -219,6 +224,7 @@ class _Agent:
             transfer_mode="read",
             version=version("kvferry"),
             state=self._lifecycle.state,
+            refusals=stats.refusals if stats else {},
             steps=stats.steps if stats else 0,
             load=Load(
                 running=stats.running if stats else 0,
@@ -228,6 +234,7 @@ class _Agent:
                 kv_blocks_leased=stats.blocks_leased if stats else 0,
                 max_running=config.max_num_seqs,
             ),
+            prefill_chunk=config.prefill_chunk,
         )
 
 

@@ -36,7 +36,9 @@ def build_parser() -> ArgumentParser:
     """One flag per field of `AgentConfig`, spelled with dashes and described by the class's docstring."""
     parser = ArgumentParser(
         prog="kvferry agent",
-        description="Run a model, serve it over HTTP, and announce it to proxies.",
+        description="Run a model, serve it over HTTP, and announce it to proxies. "
+        "With --attach URL, announce a running server of another engine instead: "
+        "kvferry agent --attach URL --help lists the options of that.",
         default_env=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with these options.")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,8 @@ from typing import Literal
 from transfer.control_fault import parse_control_fault
 
 Role = Literal["prefill", "decode", "both"]
+
+_DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class AgentConfig:
         advertise_host: Host that peers and proxies must dial; the bound host when not given.
         control_port: Port of the KV control channel; 0 lets the OS choose.
         proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
-        device: Where the model runs.
+        device: Where the model runs: cpu; cuda, one GPU per rank from GPU 0 on; or cuda:N, from GPU N on.
         dtype: Element type of weights and KV; auto is float32 on CPU and the checkpoint's own on CUDA.
         load_format: safetensors reads the checkpoint; dummy makes random weights from its config.
         tp: Tensor-parallel ranks, one process each.
@@ -61,7 +64,7 @@ class AgentConfig:
     advertise_host: str | None = None
     control_port: int = 6301
     proxy: tuple[str, ...] = ()
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     tp: int = 1
@@ -72,7 +75,7 @@ class AgentConfig:
     prefill_chunk: int = 256
     max_batch_tokens: int = 1024
     prefix_cache: bool = True
-    transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
+    transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     transfer_options: str = ""
     verify_kv: bool = False
     lease_s: float = 10.0
@@ -103,6 +106,8 @@ class AgentConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if _DEVICE.fullmatch(self.device) is None:
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         if self.threads < 0:
@@ -118,6 +123,13 @@ class AgentConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must hold "
                 f"one prefill_chunk ({self.prefill_chunk})"
             )
+
+    @property
+    def first_gpu(self) -> int | None:
+        """The GPU of rank 0, those of the other ranks follow; None on CPU."""
+        device = _DEVICE.fullmatch(self.device)
+        assert device is not None
+        return None if self.device == "cpu" else int(device[1] or 0)
 
     @property
     def model_name(self) -> str:

@@ -222,6 +222,7 @@ class Engine:
             blocks_total=self._allocator.num_blocks,
             preemptions=counters.preemptions,
             pulls=plane.pulls,
+            streamed_pulls=plane.streamed_pulls,
             pull_bytes=plane.pull_bytes,
             pull_descriptors=plane.pull_descriptors,
             pull_seconds=plane.pull_seconds,
@@ -231,6 +232,7 @@ class Engine:
             recomputes=counters.recomputes,
             leases_ended=plane.leases_ended,
             handshakes=plane.handshakes,
+            refusals=plane.refusals,
             integrity_errors=self._integrity_errors,
         )
 

@@ -7,8 +7,10 @@
 4. Deltas become one answer, or an event each (`answers`).
 
 A prefill leg (design §5) asks for one token per choice and answers where the prompt's KV is pinned; a decode
-leg begins with those tokens and goes on from there. To resume a stream that broke elsewhere, it begins with
-all the tokens which that stream had shown, and shows what comes after them.
+leg begins with those tokens and goes on from there. A streamed one, which was sent together with its prefill
+leg, gets them with the KV, as its engine's first output, and leaves it to that leg to show them. To resume a
+stream that broke elsewhere, it begins with all the tokens which that stream had shown, and shows what comes
+after them.
 """
 
 from __future__ import annotations
@@ -105,12 +107,18 @@ class Frontend:
             try:
                 async with self._generation(body, identity, entry) as (generation, reply):
                     generation.restore()
+                    hides_first = generation.request.streamed
                     async for output in self._outputs(generation, reply):
                         deltas = self._push(generation, reply, output)
-                        events = [answers.delta_event(generation.request, delta) for delta in deltas]
-                        if any(events):
+                        if hides_first and deltas:
+                            events, hides_first = answers.first_tokens_event(deltas), False
+                        else:
+                            events = b"".join(
+                                answers.delta_event(generation.request, delta) for delta in deltas
+                            )
+                        if events:
                             begun = True
-                            yield b"".join(events)
+                            yield events
                     yield answers.last_event(generation) + answers.DONE_EVENT
                     entry.close(200)
             except ApiError as error:
@@ -168,7 +176,7 @@ class Frontend:
         for delta in deltas:
             if delta.finish_reason is not None and delta.index not in ended_by_engine:
                 reply.stop_choice(delta.index)
-        if generation.request.remote is None:
+        if generation.request.remote is None or generation.request.streamed:
             generation.cached_tokens = max(generation.cached_tokens, output.cached_tokens)
         generation.timing = output.timing or generation.timing
         return deltas
@@ -228,7 +236,7 @@ class Frontend:
             return_token_ids=bool(body.return_token_ids),
             want_timing=bool(body.kvferry_timing),
             produce=kv.transfer_id if kv and kv.do_remote_decode else None,
-            remote=kv.remote() if kv and kv.do_remote_prefill else None,
+            remote=kv.remote(len(prompt_ids)) if kv and kv.do_remote_prefill else None,
             first_tokens=tuple(kv.first_tokens or ()) if kv else (),
             remote_cached_tokens=(kv.remote_cached_tokens or 0) if kv else 0,
             resume=tuple(body.resume or ()),

@@ -43,6 +43,11 @@ class GenerationRequest:
     token_lines: bool = False
 
     @property
+    def streamed(self) -> bool:
+        """Whether this is a decode leg whose first tokens come with the KV: the prefill leg shows them."""
+        return self.remote is not None and self.remote.streamed
+
+    @property
     def want_margins(self) -> bool:
         return self.return_token_ids and self.sampling.logprobs is not None
 

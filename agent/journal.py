@@ -74,6 +74,8 @@ class Entry:
             facts["finish_reasons"] = [choice.finish_reason for choice in self._generation.choices]
         if timing is not None:
             facts["phases"] = {name: round(seconds, 6) for name, seconds in phases(timing).items()}
+            # By a clock that the agents of one host share: their lines together show what overlapped.
+            facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
         log.info("%s", msgspec.json.encode(facts).decode())
 
 

@@ -44,10 +44,15 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Both directions in one map: a prefill leg sets `do_remote_decode`, a decode leg `do_remote_prefill`."""
+    """Both directions in one map: a prefill leg sets `do_remote_decode`, a decode leg `do_remote_prefill`.
+
+    A decode leg with `streamed` was sent beside its prefill leg: it encodes the prompt itself, and its pull
+    brings the first tokens.
+    """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
+    streamed: bool = False
     transfer_id: str | None = None
     client_max_tokens: _Count | None = None
     remote_engine_id: str | None = None
@@ -75,10 +80,17 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             self._check_decode_leg(num_choices)
 
     def _check_decode_leg(self, num_choices: int) -> None:
-        needed = ("engine_id", "host", "port", "num_tokens", "tp_size")
-        for name in (*(f"remote_{part}" for part in needed), "first_tokens", "prompt_token_ids"):
+        known_later = ("remote_num_tokens", "first_tokens", "prompt_token_ids")
+        needed = ("remote_engine_id", "remote_host", "remote_port", "remote_tp_size")
+        for name in needed if self.streamed else (*needed, *known_later):
             if getattr(self, name) is None:
                 raise bad_request(f"{name} is missing", f"{_PARAM}.{name}", "missing_field")
+        if self.streamed:
+            for name in known_later:
+                if getattr(self, name) is not None:
+                    message = f"{name} is not known while the prefill runs"
+                    raise bad_request(message, f"{_PARAM}.{name}")
+            return
         if len(self.first_tokens or ()) != num_choices:
             raise bad_request(f"first_tokens must have n = {num_choices} entries", f"{_PARAM}.first_tokens")
         if all(token.finish_reason for token in self.first_tokens or ()):
@@ -87,22 +99,26 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             message = "prompt_token_ids must have remote_num_tokens entries"
             raise bad_request(message, f"{_PARAM}.prompt_token_ids")
 
-    def remote(self) -> RemoteKV:
-        """Where a decode leg pulls from. Only after `check`."""
+    def remote(self, num_tokens: int) -> RemoteKV:
+        """Where a decode leg pulls the KV of its prompt of `num_tokens` from. Only after `check`."""
         assert self.transfer_id and self.remote_engine_id and self.remote_host and self.remote_port
-        assert self.remote_num_tokens and self.remote_tp_size
+        assert self.remote_tp_size
         return RemoteKV(
             transfer_id=self.transfer_id,
             engine_id=self.remote_engine_id,
             host=self.remote_host,
             port=self.remote_port,
-            num_tokens=self.remote_num_tokens,
+            num_tokens=num_tokens,
             tp_size=self.remote_tp_size,
             dp_rank=self.remote_dp_rank or 0,
+            streamed=self.streamed,
         )
 
     def prior(self, resume: Sequence[Resume] | None) -> tuple[Prior, ...]:
-        """The tokens to go on from, as the engine needs them. Only after `check` (and `check_resume`)."""
+        """The tokens to go on from, as the engine needs them. Only after `check` (and `check_resume`).
+
+        Nothing while the prefill runs.
+        """
         known = resume or [
             Resume(output_ids=[token.id], finish_reason=token.finish_reason)
             for token in self.first_tokens or ()

@@ -49,7 +49,10 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's KV lies: the prefill agent's control channel and what it pinned."""
+    """Where the prompt's KV lies: the prefill agent's control channel and what it pinned.
+
+    `streamed`: its prefill may still run, or not have begun; token 1 of every choice comes with the KV.
+    """
 
     transfer_id: str
     engine_id: str
@@ -59,6 +62,7 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     tp_size: int
     dp_rank: int = 0
+    streamed: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -118,16 +122,25 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one request's time went, in seconds, and what its KV transfer moved."""
+    """Where one request's time went, in seconds, and what its KV transfer moved.
+
+    `pull_tail_s` is the part of `pull_s` after the prefill had ended; `pull_early_blocks` were here before
+    that. `prompt_done_at` (when its KV was computed or had arrived here) and `first_step_at` are readings of
+    the monotonic clock, which all processes of a host share.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     pull_wait_s: float = 0.0
     pull_s: float = 0.0
+    pull_tail_s: float = 0.0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
     pull_bytes: int = 0
     pull_descriptors: int = 0
+    pull_early_blocks: int = 0
+    prompt_done_at: float | None = None
+    first_step_at: float | None = None
     backend: str | None = None
     recomputed: bool = False
 
@@ -178,7 +191,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot for pings and metrics, sent on change and at least every second while anything runs.
 
-    Counters only grow. `leases_ended`, `pull_failures` are by cause.
+    Counters only grow. `leases_ended`, `pull_failures` are by cause. `refusals`: why we can never pull from
+    some producers, by incarnation.
     """
 
     steps: int
@@ -191,6 +205,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     blocks_total: int
     preemptions: int
     pulls: int
+    streamed_pulls: int
     pull_bytes: int
     pull_descriptors: int
     pull_seconds: float
@@ -200,6 +215,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     recomputes: int
     leases_ended: dict[str, int]
     handshakes: int
+    refusals: dict[str, str]
     integrity_errors: int
 
 

@@ -77,6 +77,11 @@ class _EngineCollector(Collector):
             ("preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
             ("recomputes", "Prompts computed here because their KV could not be pulled.", stats.recomputes),
             ("transfers", "KV pulls that were proven valid.", stats.pulls),
+            (
+                "streamed_transfers",
+                "KV pulls that had blocks before the prefill had ended.",
+                stats.streamed_pulls,
+            ),
             ("transfer_bytes", "Bytes of KV pulled.", stats.pull_bytes),
             ("transfer_descriptors", "Descriptors posted for pulls.", stats.pull_descriptors),
             ("transfer_seconds", "Seconds spent pulling.", stats.pull_seconds),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from agent.lifecycle import Lifecycle
 from proxy.wire import (
     PING_INTERVAL_S,
     Ack,
@@ -83,10 +82,10 @@ class ProxyLink:
 
 
 class Announcer:
-    """Pings every proxy once per interval (seconds), and at once when the agent's state changes.
+    """Pings every proxy once per interval (seconds), and at once when `changed` is set, which it clears.
 
     Args:
-        describe: Returns the registration that carries a given ping counter.
+        describe: Returns the registration that carries a given ping counter; None for no ping this time.
         key: When given, only proxies that hold the same key are spoken to.
     """
 
@@ -94,13 +93,13 @@ class Announcer:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         proxies: Sequence[str],
-        lifecycle: Lifecycle,
-        describe: Callable[[int], Register],
+        changed: asyncio.Event,
+        describe: Callable[[int], Register | None],
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
     ) -> None:
         self._links = [ProxyLink(context, address, key) for address in proxies]
-        self._lifecycle = lifecycle
+        self._changed = changed
         self._describe = describe
         self._interval_s = interval_s
 
@@ -108,19 +107,25 @@ class Announcer:
         """Ping for ever."""
         index = 0
         while True:
-            self._lifecycle.changed.clear()
+            self._changed.clear()
+            ping = self._describe(index)
             for link in self._links:
                 link.hear()
-                link.send(encode(self._describe(index)))
+                if ping is not None:
+                    link.send(encode(ping))
             index += 1
             try:
                 async with asyncio.timeout(self._interval_s):
-                    await self._lifecycle.changed.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 pass
 
-    def close(self, incarnation: Incarnation) -> None:
+    def say_bye(self, incarnation: Incarnation) -> None:
         """Say goodbye to every proxy that is connected."""
         for link in self._links:
             link.send(encode(Bye(incarnation=incarnation)))
+
+    def close(self) -> None:
+        """Close the sockets once what was said has left, or soon."""
+        for link in self._links:
             link.close()

@@ -29,6 +29,7 @@ from agent.step import (
 )
 from agent.tensor_parallel import Group
 from transfer.connector import WorkerConnector
+from transfer.pool import allocate_pool
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16
@@ -109,12 +110,11 @@ class Rank:
         )
 
     def _allocate_pool(self, device: torch.device) -> torch.Tensor:
-        """This rank's pool, touched, so that memory does not grow later."""
+        """This rank's pool, as large as was asked for, or as fits."""
         heads = len(self._geometry.local_heads(self._group.size, self._group.rank))
         block_bytes = heads * self._geometry.head_block_bytes
         num_blocks = self._config.kv_blocks or self._default_blocks(block_bytes, device)
-        shape = self._geometry.pool_shape(num_blocks, heads)
-        return torch.empty(shape, dtype=self._model.dtype, device=device).zero_()
+        return allocate_pool(self._geometry.pool_shape(num_blocks, heads), self._model.dtype, device)
 
     def _default_blocks(self, block_bytes: int, device: torch.device) -> int:
         if device.type == "cpu":
@@ -130,12 +130,12 @@ def _open_device(config: AgentConfig, group: Group, run_dir: Path) -> torch.devi
     """Choose the rank's device and join the process group, through a file in the agent's own directory."""
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
     device = torch.device("cpu")
-    if config.device == "cuda":
-        device = torch.device("cuda", group.rank)
+    if config.first_gpu is not None:
+        device = torch.device("cuda", config.first_gpu + group.rank)
         torch.cuda.set_device(device)
     if group.size > 1:
         dist.init_process_group(
-            "nccl" if config.device == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{run_dir}/process-group",
             rank=group.rank,
             world_size=group.size,

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agent.blocks import BlockAllocator, OutOfBlocks
+from agent.handover import handed_over, to_hand_over
 from agent.messages import Failed, FinishReason, Output, Submit, Token
 from agent.sequence import Clock, Request, Sequence, SequenceState
 from agent.step import Chunk, Drawn, Step
 from agent.transfer_ledger import Connector, TransferLedger
 from transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
+from transfer.first_tokens import FirstTokens
 from transfer.lease import DuplicateTransfer
 
 
@@ -301,7 +303,7 @@ class Scheduler:
             if sequence.num_computed < request.prompt_len:
                 sequence.transition(SequenceState.WAITING_FOR_REMOTE_KV)
                 self._pulling[request.request_id] = sequence
-                self._ledger.start_pull(sequence, num_shared, self._pull_deadline(request) - now)
+                self._start_pull(sequence, num_shared, now)
                 return
             self._ledger.abandon_pull(request)
         sequence.transition(SequenceState.RUNNING)
@@ -398,7 +400,7 @@ class Scheduler:
         for sibling, token in zip(siblings, drawn, strict=True):
             tokens.append(self._append(sibling, token))
         if request.submit.produce is not None:
-            self._end_produce(request)
+            self._end_produce(request, tokens)
 
     def _append(self, sequence: Sequence, drawn: Drawn) -> Token:
         sequence.tokens.append(drawn.token_id)
@@ -432,15 +434,17 @@ class Scheduler:
                 self._allocator.share(sibling.blocks)
                 request.sequences[index] = sibling
                 self._running.append(sibling)
+        if request.unsaid:
+            self._outbox.append(self._output(request, request.take_unsaid()))
         return list(request.sequences.values())
 
-    def _end_produce(self, request: Request) -> None:
+    def _end_produce(self, request: Request, tokens: Seq[Token]) -> None:
         """A produced prompt has its first tokens: hand its blocks to the reader, or free them."""
         going_on = [seq for seq in request.sequences.values() if seq.state is not SequenceState.FINISHED]
         if not going_on:
             self._ledger.withdraw(request)
             return
-        self._ledger.hand_over(request)
+        self._ledger.hand_over(request, to_hand_over(tokens, request.cached_tokens or 0))
         for sequence in going_on:
             self._finish(sequence)
 
@@ -458,16 +462,32 @@ class Scheduler:
 
     # Transfers.
 
+    def _start_pull(self, sequence: Sequence, num_shared: int, now: float) -> None:
+        """Pull a prompt that was computed elsewhere; or that is being computed, which takes its own time."""
+        request = sequence.request
+        timeout_s = self._pull_deadline(request) - now
+        fill_s = 0.0
+        if request.awaits_first_tokens:
+            timeout_s = min(self._limits.pull_timeout_s, request.deadline - now)
+            fill_s = request.deadline - now - timeout_s
+        self._ledger.start_pull(sequence, num_shared, timeout_s, fill_s)
+
     def _pull_done(self, event: PullDone, now: float) -> None:
         sequence = self._ledger.pull_done(event.transfer_id)
         if sequence is None:
             return
         request = sequence.request
+        if request.awaits_first_tokens and not self._adopt(request, event.first_tokens):
+            self._free_blocks(sequence)
+            self._pull_is_lost(sequence, "it came without the first tokens")
+            return
         del self._pulling[request.request_id]
         request.timing = msgspec.structs.replace(
             request.timing,
             pull_wait_s=event.wait_s,
             pull_s=event.pull_s,
+            pull_tail_s=event.tail_s,
+            pull_early_blocks=event.early_blocks,
             pull_bytes=event.nbytes,
             pull_descriptors=event.descriptors,
             backend=event.backend,
@@ -482,10 +502,27 @@ class Scheduler:
         sequence = self._ledger.pull_failed(event.transfer_id, quiescent=event.quiescent)
         if sequence is None:
             return
+        if sequence.request.awaits_first_tokens:
+            self._adopt(sequence.request, event.first_tokens)
+        self._pull_is_lost(sequence, event.reason)
+
+    def _adopt(self, request: Request, first: FirstTokens | None) -> bool:
+        """Take over what the prefill's engine drew. False if it told nothing, or of another request."""
+        if first is None:
+            return False
+        tokens = handed_over(first, request.submit.sampling, self._limits.vocab_size)
+        if tokens is None:
+            return False
+        request.cached_tokens = first.cached_tokens
+        request.adopt(tokens)
+        return True
+
+    def _pull_is_lost(self, sequence: Sequence, reason: str) -> None:
+        """Compute the prompt here, or give the request up."""
         request = sequence.request
         del self._pulling[request.request_id]
         if not self._limits.recompute_on_pull_failure:
-            self._fail(request, 502, "pull_failed", f"The prompt's KV could not be pulled: {event.reason}.")
+            self._fail(request, 502, "pull_failed", f"The prompt's KV could not be pulled: {reason}.")
             return
         self.counters.recomputes += 1
         request.recomputed = True
@@ -616,10 +653,13 @@ def _slots(sequence: Sequence) -> int:
 
 
 def _can_go_on(submit: Submit) -> bool:
-    """Whether a taken-over request brings what decoding starts from: the whole prompt and first tokens."""
+    """Whether a taken-over request brings what decoding starts from: the whole prompt and first tokens.
+
+    One whose prefill still runs brings no tokens: they come with the KV.
+    """
     assert submit.remote is not None
     return (
         submit.remote.num_tokens == len(submit.prompt_ids)
         and all(prior.finished or prior.token_ids for prior in submit.prior)
-        and bool(submit.prior)
+        and bool(submit.prior) != submit.remote.streamed
     )

@@ -10,7 +10,7 @@ from enum import Enum
 import msgspec
 
 from agent.blocks import BlockHash, hash_blocks
-from agent.messages import Submit, Timing
+from agent.messages import Prior, Submit, Timing, Token
 from agent.step import Sample, uses_earlier_ids
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ class Request:
     """One `Submit`: its sequences, deadlines and what became of its KV transfer.
 
     Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
+    `prior` is what the choices have had since they arrived here; `unsaid` are tokens that another engine drew
+    and the API process has not been told.
     """
 
     submit: Submit
@@ -150,6 +152,11 @@ class Request:
     preempted: bool = False
     cached_tokens: int | None = None
     timing: Timing = field(default_factory=Timing)
+    prior: tuple[Prior, ...] = field(init=False)
+    unsaid: tuple[Token, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.prior = self.submit.prior
 
     @property
     def request_id(self) -> str:
@@ -164,14 +171,39 @@ class Request:
         """Whether the prompt's KV is still to come from elsewhere."""
         return self.submit.remote is not None and not self.recomputed
 
+    @property
+    def awaits_first_tokens(self) -> bool:
+        """Whether token 1 of its choices is to come with the KV."""
+        return self.submit.remote is not None and self.submit.remote.streamed and not self.prior
+
+    def adopt(self, tokens: tuple[Token, ...]) -> None:
+        """Go on from token 1 of every choice, which the prefill's engine drew, as if it had come along.
+
+        Some choice must go on after it.
+        """
+        self.unsaid = tokens
+        self.prior = tuple(
+            Prior(index=token.index, token_ids=(token.token_id,), finished=token.finish is not None)
+            for token in tokens
+        )
+        (trunk,) = self.sequences.values()
+        trunk.index, outputs = next(iter(self.unfinished_choices().items()))
+        trunk.tokens = [*self.submit.prompt_ids, *outputs]
+        self.sequences = {trunk.index: trunk}
+
+    def take_unsaid(self) -> list[Token]:
+        """What the API process is to be told now."""
+        tokens, self.unsaid = self.unsaid, ()
+        return list(tokens)
+
     def unfinished_choices(self) -> dict[int, tuple[int, ...]]:
         """Choices that want tokens, with the output tokens that they had on arrival."""
-        if not self.submit.prior:
+        if not self.prior:
             return dict.fromkeys(range(self.submit.sampling.n), ())
         limit = self.submit.sampling.max_tokens
         return {
             prior.index: prior.token_ids
-            for prior in self.submit.prior
+            for prior in self.prior
             if not prior.finished and len(prior.token_ids) < limit
         }
 
@@ -185,6 +217,8 @@ class Request:
             prefill_s=0.0 if pulled else _between(clock.admitted, clock.prompt_done),
             decode_queue_s=_between(clock.prompt_done, clock.first_step),
             first_step_s=_between(clock.first_step, clock.first_decoded),
+            prompt_done_at=clock.prompt_done,
+            first_step_at=clock.first_step,
             recomputed=self.recomputed,
         )
 

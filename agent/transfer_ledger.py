@@ -14,6 +14,7 @@ from typing import Protocol
 
 from agent.blocks import BlockAllocator, hash_prompt
 from agent.sequence import Request, Sequence
+from transfer.first_tokens import FirstTokens
 from transfer.plane import Remote
 
 
@@ -24,7 +25,7 @@ class Connector(Protocol):
         self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float
     ) -> None: ...
     def advance(self, transfer_id: str, readable_blocks: int) -> None: ...
-    def ready(self, transfer_id: str) -> None: ...
+    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None: ...
     def fail(self, transfer_id: str) -> None: ...
     def drop(self, transfer_id: str) -> bool: ...
     def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None: ...
@@ -36,6 +37,7 @@ class Connector(Protocol):
         first_block: int,
         timeout_s: float,
         ids_hash: str | None = None,
+        fill_s: float = 0.0,
     ) -> None: ...
     def cancel(self, transfer_id: str) -> None: ...
 
@@ -95,11 +97,11 @@ class TransferLedger:
         """Let the reader see the blocks that are complete on every rank."""
         self._connector.advance(_produced(sequence.request), sequence.num_computed // block_size)
 
-    def hand_over(self, request: Request) -> None:
+    def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
         """The whole prompt is computed: from now on only the reader needs the blocks."""
         transfer_id = _produced(request)
         self._leases[transfer_id].request = None
-        self._connector.ready(transfer_id)
+        self._connector.ready(transfer_id, first_tokens)
 
     def withdraw(self, request: Request) -> None:
         """End a lease that is not handed over. The plane knows before the allocator does."""
@@ -128,10 +130,11 @@ class TransferLedger:
         self._connector.hold(_pulled(request), _remote(request), timeout_s)
         self._held.add(_pulled(request))
 
-    def start_pull(self, sequence: Sequence, num_shared: int, timeout_s: float) -> None:
+    def start_pull(self, sequence: Sequence, num_shared: int, timeout_s: float, fill_s: float = 0.0) -> None:
         """Pull the prompt's KV into a sequence's blocks, all but the first `num_shared`.
 
-        The blocks are the ledger's until the pull has ended.
+        The blocks are the ledger's until the pull has ended: `timeout_s` at most after the prefill has, which
+        may itself go on for `fill_s`.
         """
         transfer_id = _pulled(sequence.request)
         blocks = sequence.blocks
@@ -145,6 +148,7 @@ class TransferLedger:
             num_shared,
             timeout_s,
             hash_prompt(sequence.request.submit.prompt_ids),
+            fill_s,
         )
 
     def abandon_pull(self, request: Request) -> None:

@@ -15,6 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keygen": ("deploy.keygen", "make the key that proxies and agents of one cluster share"),
     "doctor": ("deploy.doctor", "say which KV transfer backends work here, and why others do not"),
 }
+SIDECAR = "deploy.sidecar"
+"""What `kvferry agent --attach` runs: an agent in front of a server of another engine."""
 
 
 def usage() -> str:
@@ -38,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         case ["--version", *_]:
             print(f"kvferry {version('kvferry')}")
             return 0
+        case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
+            run = importlib.import_module(SIDECAR).main
+            return int(run(rest))
         case [name, *rest] if name in COMMANDS:
             run = importlib.import_module(COMMANDS[name][0]).main
             return int(run(rest))

@@ -38,7 +38,7 @@ class UpConfig:
     prefill: int = 1
     decode: int = 1
     tp: int = 1
-    transfer: Literal["auto", "mori", "nixl", "mooncake", "nccl", "tcp"] = "auto"
+    transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     host: str = "127.0.0.1"
     port: int = 10001

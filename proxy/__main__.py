@@ -8,15 +8,20 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import uvloop
 
 from proxy.api_keys import BadKeyFile
 from proxy.config import ProxyConfig, parse_config
-from proxy.server import running_proxy
+from proxy.engine_server import BadEngineServer
+from proxy.server import RunningProxy, running_proxy
 from proxy.tls import BadCertificate
 from proxy.wire import BadClusterKey
+from proxy.workers import RunningWorkers, WorkersFailed, running_workers
+
+BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,23 +33,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
     )
+    status = 0
     try:
         uvloop.run(_serve(config))
-    except (OSError, BadKeyFile, BadClusterKey, BadCertificate) as error:
-        print(f"kvferry proxy: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except* (OSError, *BAD_FILES, WorkersFailed) as failed:
+        status = 1
+        for error in _leaves(failed):
+            print(f"kvferry proxy: {error}", file=sys.stderr)
+    return status
 
 
 async def _serve(config: ProxyConfig) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    async with running_proxy(config) as proxy:
+    running: AbstractAsyncContextManager[RunningProxy | RunningWorkers]
+    running = running_proxy(config) if config.workers == 1 else running_workers(config)
+    async with running as proxy:
         # Launchers read this line: with port 0 only the proxy knows where it listens.
         where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
         print(json.dumps({"listening": where}), flush=True)
         await stop.wait()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 if __name__ == "__main__":

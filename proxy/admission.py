@@ -27,14 +27,16 @@ from proxy.wire import Incarnation
 MAX_RETRY_AFTER_S = 30
 
 Question = Callable[[], Pair | NoPair]
+Free = Callable[[Incarnation, int], None]
+"""Gives back slots at an agent."""
 
 
 class Hold:
     """One attempt's slots at its agents, which must be given back once."""
 
-    def __init__(self, pair: Pair, choices: int, admission: Admission) -> None:
+    def __init__(self, pair: Pair, choices: int, free: Free) -> None:
         self.pair = pair
-        self._admission = admission
+        self._give = free
         decode = pair.decode.incarnation
         self._slots = {decode: choices} if pair.alone else {pair.prefill.incarnation: 1, decode: choices}
 
@@ -53,7 +55,7 @@ class Hold:
         return dict(self._slots)
 
     def _free(self, agent: Incarnation) -> None:
-        self._admission.free(agent, self._slots.pop(agent))
+        self._give(agent, self._slots.pop(agent))
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +152,7 @@ class Admission:
         pair = question()
         if isinstance(pair, NoPair):
             return pair
-        hold = Hold(pair, ask.n, self)
+        hold = Hold(pair, ask.n, self.free)
         for agent, count in hold.slots().items():
             self._slots.take(agent, count)
         return hold

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from proxy.errors import RateLimited
@@ -59,11 +60,27 @@ class Bucket:
 
 
 class Allowance:
-    """One client's buckets; None for what is not limited."""
+    """One client's buckets; None for what is not limited.
+
+    Several processes may serve one client, each with buckets of its own: `share` makes them agree, but for
+    what is on its way from one to the other.
+    """
 
     def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
+        self._tell: Callable[[int, int], None] | None = None
+
+    def share(self, tell: Callable[[int, int], None]) -> None:
+        """From now on tell the other processes how many requests and tokens were taken here."""
+        self._tell = tell
+
+    def take(self, requests: int, tokens: int, now: float) -> None:
+        """Take so many, which another process has told of."""
+        if self._requests is not None:
+            self._requests.take(requests, now)
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
 
     @property
     def counts_tokens(self) -> bool:
@@ -77,12 +94,17 @@ class Allowance:
         if self._tokens is not None:
             _check(self._tokens, "tokens", now)
         if self._requests is not None:
-            self._requests.take(1.0, now)
+            self._spend(1, 0, now)
 
     def used(self, tokens: int, now: float) -> None:
         """So many more tokens of a prompt or an answer have become known."""
         if self._tokens is not None:
-            self._tokens.take(tokens, now)
+            self._spend(0, tokens, now)
+
+    def _spend(self, requests: int, tokens: int, now: float) -> None:
+        self.take(requests, tokens, now)
+        if self._tell is not None:
+            self._tell(requests, tokens)
 
 
 def _check(bucket: Bucket, of_what: str, now: float) -> None:

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import msgspec
 from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
 
-from proxy import metrics, sse
+from proxy import sse
 from proxy.api_keys import guard
 from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
 from proxy.exchange import Answer, Exchange, Services
+from proxy.fleet import JSON, Page, PageName
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
 from proxy.operator_page import add_operator_page
-from proxy.pages import models_page, nodes_page, readiness, scrape_targets
 from proxy.record import CLIENT_LEFT, Record
 from proxy.reply import EventStream
 from proxy.wire import Incarnation
@@ -41,37 +39,36 @@ def create_app(services: Services) -> Quart:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(models_page(_snapshot(services)))
+        return await _page("models", services)
 
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return Response(b'{"status":"ok"}', content_type=JSON)
 
     @app.get("/ready")
     async def ready() -> Response:
-        report = readiness(_snapshot(services))
-        return _json(report, 200 if report["ready"] else 503)
+        return await _page("ready", services)
 
     @app.get("/nodes")
     async def nodes() -> Response:
-        return _json(nodes_page(_snapshot(services), services.slots, _now()))
+        return await _page("nodes", services)
 
     @app.get("/nodes/targets")
     async def targets() -> Response:
-        return _json(scrape_targets(_snapshot(services)))
+        return await _page("targets", services)
 
     # Agents of other engines have addresses in their incarnations.
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
-        return _drain(services, Incarnation(incarnation), True)
+        return await _drain(services, Incarnation(incarnation), True)
 
     @app.post("/nodes/<path:incarnation>/undrain")
     async def undrain(incarnation: str) -> Response:
-        return _drain(services, Incarnation(incarnation), False)
+        return await _drain(services, Incarnation(incarnation), False)
 
     @app.get("/metrics")
     async def exposition() -> Response:
-        return Response(services.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
+        return await _page("metrics", services)
 
     add_operator_page(app, services.live)
     if services.api_keys is not None:
@@ -122,13 +119,24 @@ async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, se
     return response
 
 
-def _drain(services: Services, incarnation: Incarnation, drained: bool) -> Response:
+async def _page(name: PageName, services: Services) -> Response:
+    """A page about the fleet."""
+    try:
+        return _shown(await services.fleet.page(name))
+    except ProxyError as error:
+        return _failure(error, _request_id())
+
+
+async def _drain(services: Services, incarnation: Incarnation, drained: bool) -> Response:
     """Take an agent out of rotation, or put it back; the answer is how it now stands."""
-    if not services.registry.drain(incarnation, drained):
-        return _failure(NotFound(404, f"no agent has the incarnation {incarnation!r}"), _request_id())
-    services.admission.pump()
-    page = nodes_page(_snapshot(services), services.slots, _now())
-    return _json(next(node for node in page["nodes"] if node["incarnation"] == incarnation))
+    try:
+        return _shown(await services.fleet.drain(incarnation, drained))
+    except ProxyError as error:
+        return _failure(error, _request_id())
+
+
+def _shown(page: Page) -> Response:
+    return Response(page.body, page.status, content_type=page.content_type)
 
 
 async def _body(limit: int) -> bytes:
@@ -150,20 +158,8 @@ def _whole(answer: Answer, request_id: RequestId) -> Response:
 
 def _failure(error: ProxyError, request_id: RequestId) -> Response:
     headers = {**error.headers, "X-Request-Id": request_id}
-    return Response(error.body(), error.status, headers, content_type="application/json")
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, content_type="application/json")
+    return Response(error.body(), error.status, headers, content_type=JSON)
 
 
 def _request_id() -> RequestId:
     return request_id_from(request.headers.get("X-Request-Id"))
-
-
-def _snapshot(services: Services) -> Any:
-    return services.registry.snapshot(_now())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

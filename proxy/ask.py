@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,23 +21,42 @@ MAX_CHUNKS = 512
 _DIGEST_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """What there is to know of a prompt without having it."""
+
+    tokens: int
+    chunks: tuple[bytes, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """The question that policies answer.
 
-    `prompt` is the client's own: text, token ids, or a chat's messages. It is looked at only by those who
-    ask for `tokens` or `chunks`. `one_token`: no more than one is wanted. `session`: whose request it is.
+    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is looked at
+    only by those who ask for `tokens` or `chunks`. `n` is how many sequences it makes. `one_token`: no more
+    than one is wanted of each. `undivided`: one agent should serve all of it. `session`: whose request it is.
     """
 
     model: str
     prompt: str | list[Any] = ""
     n: int = 1
     one_token: bool = False
+    undivided: bool = False
     session: str | None = None
+    digest: Digest | None = None
+    """In place of the prompt, where that stayed in another process."""
+
+    def condensed(self, *, chunks: bool) -> Ask:
+        """The same question without the prompt, and without its `chunks` unless they are wanted."""
+        digest = Digest(tokens=self.tokens, chunks=self.chunks if chunks else ())
+        return replace(self, prompt="", digest=digest)
 
     @cached_property
     def tokens(self) -> int:
         """The prompt's length in tokens: exact for token ids, else about."""
+        if self.digest is not None:
+            return self.digest.tokens
         material = self._material
         return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
 
@@ -46,6 +66,8 @@ class Ask:
 
         Two prompts share as many leading digests as they share whole chunks.
         """
+        if self.digest is not None:
+            return self.digest.chunks
         digest = self.model.encode(errors="surrogatepass")
         digests = []
         for chunk in self._cut():
@@ -63,8 +85,10 @@ class Ask:
     @cached_property
     def _material(self) -> bytes | list[int]:
         prompt = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]  # a batch of one
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            prompt = "".join(prompt)
+        elif isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+            prompt = list(chain.from_iterable(prompt))
         if isinstance(prompt, str):
             return prompt.encode(errors="surrogatepass")
         if prompt and isinstance(prompt[0], dict):
@@ -77,7 +101,8 @@ def ask_about(request: ClientRequest, session: str | None) -> Ask:
     return Ask(
         model=request.model,
         prompt=request.prompt,
-        n=request.n,
+        n=request.sequences,
         one_token=request.max_tokens == 1,
+        undivided=request.undivided,
         session=session,
     )

@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from proxy.address_rules import AddressRules
+from proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
 from proxy.flags import parse_flags
 from proxy.policy import PolicyName
 from proxy.wire import DEFAULT_DISCOVERY_PORT
@@ -21,7 +24,12 @@ class ProxyConfig:
     Args:
         host: Address that the HTTP server and discovery bind.
         port: HTTP port; 0 lets the OS choose.
+        workers: Processes that serve clients on that port; with 1, one process does everything.
         discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
+        prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
+        decode: Decode server of another engine, likewise.
+        dialect: What the servers speak that name no dialect of their own.
+        nodes: YAML file that names servers of other engines.
         max_body_bytes: Largest request body accepted.
         body_timeout_s: Deadline for a client to send its body, in seconds.
         connect_timeout_s: Deadline for connecting to an agent, in seconds.
@@ -35,12 +43,17 @@ class ProxyConfig:
         decode_policy: How to choose among decode agents.
         split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
             by one decode agent alone; 0 splits every request.
+        stream_pull_min_tokens: Prompts of which at least this many tokens are to be computed (an estimate)
+            are pulled meanwhile; 0 pulls none so; when not given, those of more than one chunk.
         prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
         decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
         queue_limit: Most requests that wait for an agent with room; more are refused with 429.
         queue_timeout_s: Longest wait for an agent with room, in seconds; then 429.
         breaker_failures: Failures in a row after which an agent gets only a probe now and then.
         breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
+        nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
+            `kv_lease_duration`.
+        moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
@@ -58,7 +71,12 @@ class ProxyConfig:
 
     host: str = "127.0.0.1"
     port: int = 10001
+    workers: int = 1
     discovery_port: int = DEFAULT_DISCOVERY_PORT
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    dialect: EngineDialect | None = None
+    nodes: Path | None = None
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
@@ -70,12 +88,15 @@ class ProxyConfig:
     prefill_policy: PolicyName = "round_robin"
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
+    stream_pull_min_tokens: int | None = None
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024
     queue_timeout_s: float = 30.0
     breaker_failures: int = 5
     breaker_pause_s: float = 1.0
+    nixl_lease_s: float = 30.0
+    moriio_lease_s: float = 60.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
     drain_s: float = 5.0
@@ -93,6 +114,7 @@ class ProxyConfig:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
         for name in (
+            "workers",
             "max_body_bytes",
             "max_connections",
             "prefill_limit",
@@ -105,12 +127,20 @@ class ProxyConfig:
         for field in fields(self):
             if field.name.endswith("_s") and not getattr(self, field.name) > 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+        self.named_servers()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         AddressRules(self.allow_address)
-        for name in ("retries", "migrations", "split_min_tokens", "queue_limit"):
-            if getattr(self, name) < 0:
+        for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def named_servers(self) -> tuple[EngineServer, ...]:
+        """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""
+        named = tuple(server_from_words(words, "prefill", self.dialect) for words in self.prefill)
+        named += tuple(server_from_words(words, "decode", self.dialect) for words in self.decode)
+        check_distinct(named)
+        return named
 
 
 def parse_config(argv: Sequence[str]) -> ProxyConfig:
@@ -126,3 +156,13 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         prog="kvferry proxy",
         description="Takes OpenAI requests through a pair of prefill and decode agents.",
     )
+
+
+def config_to_json(config: ProxyConfig) -> bytes:
+    """The settings for another process of this proxy."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def config_from_json(raw: bytes) -> ProxyConfig:
+    """Read what `config_to_json` wrote. What msgspec does not know (paths) is written as its string."""
+    return msgspec.json.decode(raw, type=ProxyConfig, dec_hook=lambda kind, value: kind(value))

@@ -26,7 +26,8 @@ HIGH_WATER_MARK = 1024
 class Discovery:
     """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped.
 
-    `heard` is called whenever the registry has taken a message.
+    `heard` is called whenever the registry has taken a message. `complete` adds what another engine's ping
+    does not tell.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Discovery:
         clock: Callable[[], float],
         key: wire.ClusterKey | None = None,
         heard: Callable[[], None] = lambda: None,
+        complete: Callable[[wire.Register], wire.Register] = lambda info: info,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._proxy_id = proxy_id
         self._clock = clock
         self._heard = heard
+        self._complete = complete
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -96,6 +99,9 @@ class Discovery:
             message = foreign or wire.decode_agent_message(frames[1])
             if isinstance(message, wire.Register):
                 _check_addresses(message)
+            if foreign is not None and self._registry.refusal(foreign) is None:
+                # Only an address that may be dialled is asked anything.
+                message = self._complete(foreign)
         except wire.BadFrame as error:
             self._metrics.bad_pings.inc()
             logger.debug("bad ping dropped: %s", error)

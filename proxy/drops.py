@@ -7,6 +7,7 @@ import asyncio
 import logging
 
 from proxy.dialects import native
+from proxy.dialects.base import Leg
 from proxy.errors import ProxyError
 from proxy.ids import TransferId
 from proxy.metrics import Metrics
@@ -37,10 +38,16 @@ class Drops:
 
     def drop(self, agent: Register, transfer_id: TransferId) -> None:
         """Send a drop in the background. Returns at once; past `MAX_PENDING` it is left to the lease."""
+        body = native.drop_body(transfer_id, agent.incarnation)
+        headers = {"Content-Type": "application/json"}
+        self.send(agent, Leg(path=native.DROP_PATH, headers=headers, body=body))
+
+    def send(self, agent: Register, leg: Leg) -> None:
+        """The same by whatever request it is that makes another engine free its KV."""
         if len(self._pending) >= MAX_PENDING:
             self._metrics.drops.labels("overflow").inc()
             return
-        task = asyncio.get_running_loop().create_task(self._send(agent, transfer_id))
+        task = asyncio.get_running_loop().create_task(self._send(agent, leg))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
@@ -49,17 +56,15 @@ class Drops:
         while self._pending:
             await asyncio.wait(self._pending)
 
-    async def _send(self, agent: Register, transfer_id: TransferId) -> None:
+    async def _send(self, agent: Register, leg: Leg) -> None:
         by = asyncio.get_running_loop().time() + DROP_TIMEOUT_S
-        body = native.drop_body(transfer_id, agent.incarnation)
-        headers = {"Content-Type": "application/json"}
         try:
             async with self._upstream.post(
-                agent, native.DROP_PATH, body, headers, headers_by=by, by=by
+                agent, leg.path, leg.body, leg.headers, headers_by=by, by=by
             ) as answer:
                 await answer.body()
         except ProxyError as error:
-            logger.info("transfer %s was not dropped: %s", transfer_id, error)
+            logger.info("a transfer was not dropped: %s", error)
             self._metrics.drops.labels("failed").inc()
         else:
             self._metrics.drops.labels("delivered").inc()

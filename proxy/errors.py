@@ -124,11 +124,11 @@ class Overloaded(ProxyError):
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
-        self._retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(self._retry_after_s)}
+        return {"Retry-After": str(self.retry_after_s)}
 
 
 class RateLimited(ProxyError):
@@ -150,7 +150,7 @@ class RateLimited(ProxyError):
 class AgentLost(ProxyError):
     """An agent broke off before the end of its leg, or failed by its own account: another may be asked.
 
-    `refused`: it takes no connections. `silent`: it was given up, since it pings no more (`proxy.legs`).
+    `refused`: it takes no connections. `silent`: it was given up, since it pings no more (`proxy.silence`).
     """
 
     status = 502

@@ -7,13 +7,14 @@ The life of a streamed request, as `Exchange.events` tells it:
    slots at both agents and has a fresh transfer id.
 2. **Prefill leg.** The prefill agent answers with the first token of every choice and, if any choice must
    go on, with where it keeps the prompt's KV. From here on that KV is *pinned* for this attempt.
+   With a long prompt the decode leg is sent at the same time (`streamed`), to pull what is computed.
 3. **First token.** The client gets it now: it need not wait for the KV to move.
 4. **Decode leg.** The decode agent pulls the KV, and its events are relayed from token 2 to `[DONE]`. The ids
    of the tokens that pass are noted (`Progress`).
 
 However an attempt ends, `_end` runs exactly once: its hold goes back, and KV that is still pinned is dropped.
-A client that leaves cancels the task that runs this code. Only one leg is open at a time, so the connection
-of that leg closes and its agent stops; there is nothing else to cancel.
+A client that leaves cancels the task that runs this code. The connections of the legs that are open close
+with it, and their agents stop; there is nothing else to cancel.
 
 An agent may be lost at any point of this (`AgentLost` → `_plan_retry`); then the same four steps are taken
 again with another pair. The seed stays the same, so the same tokens are drawn, and what the client already
@@ -25,16 +26,17 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 from proxy import sse
-from proxy.admission import Admission, Hold
+from proxy.admission import Hold
 from proxy.api_keys import ApiKeys
 from proxy.ask import ask_about
 from proxy.config import ProxyConfig
 from proxy.dialects import native
+from proxy.dialects.base import Dialect, Leg, Part
 from proxy.drops import Drops
 from proxy.errors import (
     AgentLost,
@@ -46,19 +48,22 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
+from proxy.fleet import Call, Fleet
 from proxy.history import History
 from proxy.ids import Identity, TransferId, new_transfer_id
+from proxy.legs import Tools
 from proxy.live import Live
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.openai_api import ClientRequest, check_context
-from proxy.pairing import alike
+from proxy.parts import cut, uncut
+from proxy.peers import Peers
 from proxy.progress import Progress
 from proxy.record import Phase, Record
-from proxy.registry import Registry
 from proxy.retry_budget import RetryBudget
-from proxy.router import NOBODY, NoPair, Pair, Router
-from proxy.slots import Slots
+from proxy.router import NOBODY, NoPair, Pair
+from proxy.spread import Spread
+from proxy.streamed import EarlyLeg, FirstTokens
 from proxy.upstream import AgentAnswer, Upstream
 from proxy.wire import Incarnation, Register
 
@@ -68,13 +73,12 @@ class Services:
     """What every exchange of one proxy works with."""
 
     config: ProxyConfig
-    registry: Registry
-    router: Router
-    slots: Slots
-    admission: Admission
+    fleet: Fleet
     retry_budget: RetryBudget
     upstream: Upstream
     drops: Drops
+    dialects: Mapping[str, Dialect]
+    peers: Peers
     open_requests: OpenRequests
     metrics: Metrics
     history: History
@@ -145,22 +149,33 @@ class Exchange:
         while True:
             attempt = await self._begin(begun_by)
             try:
-                if attempt.pair.alone:
-                    agent, body = attempt.pair.prefill.info, native.alone_body(request, ids)
-                else:
-                    prefill = await self._prefill(attempt)
-                    if news := progress.open(prefill):
-                        yield native.first_events(request, ids, prefill, news)
-                    if prefill.params is None:
-                        yield native.closing_events(request, ids, prefill)
-                        return
-                    agent = attempt.pair.decode.info
-                    body = native.decode_body(request, ids, prefill.params, progress.resume())
-                async with aclosing(self._relay(agent, body, progress)) as relayed:
-                    async for events in relayed:
-                        yield events
-                attempt.pinned = False
-                return
+                if (spread := self._spread(attempt)) is not None:
+                    async with aclosing(spread.events()) as told:
+                        async for events in told:
+                            yield events
+                    return
+                async with self._early_leg(attempt) as early:
+                    agent, first_tokens = attempt.pair.decode.info, None
+                    if attempt.pair.alone:
+                        leg = self._last_leg(agent, native.alone_body(request, ids))
+                    else:
+                        prefill = await self._prefilled(attempt, early)
+                        if news := progress.open(prefill):
+                            yield native.first_events(request, ids, prefill, news)
+                        if prefill.params is None:
+                            yield native.closing_events(request, ids, prefill)
+                            return
+                        if early is None:
+                            body = native.decode_body(request, ids, prefill.params, progress.resume())
+                            leg = self._last_leg(agent, body)
+                        else:
+                            leg, event = early.answered(), native.first_tokens_event(prefill)
+                            first_tokens = FirstTokens(event, Incarnation(agent.incarnation))
+                    async with aclosing(self._relay(leg, agent, progress, first_tokens)) as relayed:
+                        async for events in relayed:
+                            yield events
+                    attempt.pinned = False
+                    return
             except AgentLost as lost:
                 if progress.complete:
                     yield sse.DONE
@@ -177,36 +192,23 @@ class Exchange:
         Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
         services, model = self._services, self._request.model
-        retrying = bool(self._avoid)
-        if not retrying:
+        if not self._avoid:
             services.retry_budget.request()
         by = min(_now() + services.config.queue_timeout_s, self._deadline)
-        hold = await services.admission.enter(self._ask, lambda: self._route(begun_by), by=by, first=retrying)
+        hold = await services.fleet.enter(Call(ask=self._ask, by=by, avoid=self._avoid, begun_by=begun_by))
         if hold is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
         if isinstance(hold, NoPair):
             raise NoAgent(f"{hold.value}: {model!r}")
         try:
-            check_context(self._request, min(node.info.max_model_len for node in hold.pair.nodes))
+            check_context(self._request, _context_of(hold.pair))
+            (self._dialect(hold.pair) or native).check(self._request)
         except InvalidRequest:
             hold.give_back()
             raise
         attempt = Attempt(hold, new_transfer_id())
         self._record.tell_attempt(attempt.pair, attempt.transfer_id)
         return attempt
-
-    def _route(self, begun_by: Register | None) -> Pair | NoPair:
-        """Which pair may have the request now."""
-        services, now = self._services, _now()
-        snapshot = services.registry.snapshot(now)
-        if begun_by is not None:
-            snapshot = alike(snapshot, begun_by)
-        # An agent alone would begin again with token 1, which the client may have by now.
-        apart = begun_by is not None
-        pair = services.router.choose(snapshot, self._ask, self._avoid, apart=apart)
-        if isinstance(pair, Pair):
-            services.registry.sent((node.incarnation for node in pair.nodes), now)
-        return pair
 
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
@@ -218,7 +220,7 @@ class Exchange:
         """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
         services = self._services
         if lost.refused:
-            services.registry.connection_refused(lost.agent, _now())
+            services.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
             if not self._may_repeat(lost):
                 raise StreamBroken(lost.message) from lost
@@ -249,29 +251,84 @@ class Exchange:
             return False
         return True
 
+    def _spread(self, attempt: Attempt) -> Spread | None:
+        """What takes the attempt through another engine's servers; None for our own agents."""
+        services = self._services
+        dialect = self._dialect(attempt.pair)
+        if dialect is None:
+            return None
+        tools = Tools(
+            dialect=dialect,
+            post=self._post,
+            upstream=services.upstream,
+            peers=services.peers,
+            drops=services.drops,
+            metrics=services.metrics,
+            first_byte_s=services.config.first_byte_timeout_s,
+            by=self._deadline,
+        )
+        return Spread(tools, attempt.hold, self._record, self._parts(attempt))
+
+    def _parts(self, attempt: Attempt) -> tuple[Part, ...]:
+        if attempt.pair.alone:
+            return (uncut(self._request, self._ids, attempt.transfer_id),)
+        others = [new_transfer_id() for _ in range(1, self._request.sequences)]
+        self._record.tell_transfers(others)
+        return cut(self._request, self._ids, [attempt.transfer_id, *others])
+
+    def _dialect(self, pair: Pair) -> Dialect | None:
+        return self._services.dialects.get(pair.prefill.info.dialect)
+
     async def _answer_from(self, attempt: Attempt) -> Answer:
         """One attempt at an answer that is not streamed."""
-        request, ids = self._request, self._ids
+        request, ids, agent = self._request, self._ids, attempt.pair.decode.info
+        if (spread := self._spread(attempt)) is not None:
+            return Answer(content_type="application/json", body=await spread.answer(), server_timing=None)
         if attempt.pair.alone:
-            return await self._fetch(attempt.pair.prefill.info, native.alone_body(request, ids))
-        prefill = await self._prefill(attempt)
-        if prefill.params is None:
-            return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
-        body = native.decode_body(request, ids, prefill.params)
-        answer = await self._fetch(attempt.pair.decode.info, body)
-        attempt.pinned = False
-        return answer
+            return await self._fetch(self._last_leg(agent, native.alone_body(request, ids)), agent)
+        async with self._early_leg(attempt) as early:
+            prefill = await self._prefilled(attempt, early)
+            if prefill.params is None:
+                return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
+            if early is None:
+                leg = self._last_leg(agent, native.decode_body(request, ids, prefill.params))
+            else:
+                leg = early.answered()
+            answer = await self._fetch(leg, agent)
+            attempt.pinned = False
+            return answer
+
+    def _early_leg(self, attempt: Attempt) -> AbstractAsyncContextManager[EarlyLeg | None]:
+        """The decode leg, to be sent together with the prefill leg; None where it comes after it.
+
+        A retry takes the plain way: what the client has must be told to the decode agent, and nothing that
+        made the early leg fail can make it fail again.
+        """
+        pair = attempt.pair
+        where = pair.streamed and not self._avoid and native.control_address(pair.prefill.info)
+        if not where:
+            return nullcontext()
+        agent = pair.decode.info
+        body = native.streamed_body(self._request, self._ids, pair.prefill.info, where, attempt.transfer_id)
+        self._services.metrics.streamed_pulls.inc()
+        # Its first byte can come only after the prefill's last.
+        return EarlyLeg(self._last_leg(agent, body, patience=2), Incarnation(agent.incarnation))
+
+    async def _prefilled(self, attempt: Attempt, early: EarlyLeg | None) -> native.PrefillAnswer:
+        """The prefill leg's answer; a failure of the leg beside it ends it too."""
+        leg = self._prefill(attempt)
+        return await (leg if early is None else early.beside(leg))
 
     async def _prefill(self, attempt: Attempt) -> native.PrefillAnswer:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
         self._record.enter(Phase.PREFILL)
         agent = attempt.pair.prefill.info
-        body = native.prefill_body(self._request, self._ids, attempt.transfer_id)
+        leg = self._leg(native.prefill_body(self._request, self._ids, attempt.transfer_id))
         attempt.pinned = True
         try:
             # Its answer is short and comes at once, so the deadline for its first byte is that for its last.
             soon = self._first_byte_deadline()
-            async with self._post(agent, body, headers_by=soon, by=soon) as answer:
+            async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
@@ -284,10 +341,24 @@ class Exchange:
         attempt.hold.prefill_over()
         return prefill
 
-    async def _fetch(self, agent: Register, body: bytes) -> Answer:
-        """The last leg of a request that is not streamed: its answer comes all at once, at the very end."""
+    def _last_leg(
+        self, agent: Register, body: bytes, patience: int = 1
+    ) -> AbstractAsyncContextManager[AgentAnswer]:
+        """The leg whose answer is the client's: a stream, or all at once and at the very end.
+
+        `patience`: how many times the usual wait a stream may take to begin.
+        """
+        soon = self._first_byte_deadline(patience) if self._request.stream else self._deadline
+        return self._post(agent, self._leg(body), headers_by=soon, by=self._deadline)
+
+    def _leg(self, body: bytes) -> Leg:
+        """A leg of the native dialect."""
+        return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
+
+    async def _fetch(self, leg: AbstractAsyncContextManager[AgentAnswer], agent: Register) -> Answer:
+        """All of a last leg's answer."""
         self._record.enter(Phase.DECODE_WAIT)
-        async with self._post(agent, body, headers_by=self._deadline, by=self._deadline) as answer:
+        async with leg as answer:
             if not answer.content_type.startswith("application/json"):
                 # Nothing that a browser would run may be served from where the operator's page is.
                 raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
@@ -297,18 +368,25 @@ class Exchange:
                 server_timing=answer.headers.get("Server-Timing"),
             )
 
-    async def _relay(self, agent: Register, body: bytes, progress: Progress) -> AsyncGenerator[bytes, None]:
-        """The last leg of a streamed request: whole events as they come, up to `[DONE]`."""
+    async def _relay(
+        self,
+        leg: AbstractAsyncContextManager[AgentAnswer],
+        agent: Register,
+        progress: Progress,
+        first_tokens: FirstTokens | None,
+    ) -> AsyncGenerator[bytes, None]:
+        """A last leg's events as they come, whole, up to `[DONE]`; `first_tokens` takes one off before."""
         self._record.enter(Phase.DECODE_WAIT)
         scanner, lost = sse.Scanner(), Incarnation(agent.incarnation)
-        soon = self._first_byte_deadline()
-        async with self._post(agent, body, headers_by=soon, by=self._deadline) as answer:
+        async with leg as answer:
             if not answer.content_type.startswith(sse.CONTENT_TYPE):
                 raise BadAnswer(
                     f"{agent.address} answered {answer.content_type} where a stream was asked for"
                 )
             async with aclosing(answer.chunks()) as chunks:
                 async for chunk in chunks:
+                    if first_tokens is not None:
+                        chunk = first_tokens.strip(chunk)
                     events = progress.take(scanner.feed(chunk))
                     failure = native.agent_failure(events)
                     if failure is not None:
@@ -327,23 +405,33 @@ class Exchange:
 
     @asynccontextmanager
     async def _post(
-        self, agent: Register, body: bytes, *, headers_by: float, by: float
+        self, server: Register, leg: Leg, *, headers_by: float, by: float
     ) -> AsyncIterator[AgentAnswer]:
         """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
-        services, incarnation = self._services, Incarnation(agent.incarnation)
-        path, headers = native.path(self._request), native.headers(self._ids)
+        services, incarnation = self._services, Incarnation(server.incarnation)
         try:
             async with services.upstream.post(
-                agent, path, body, headers, headers_by=headers_by, by=by, movable=self._has_tries_left
+                server,
+                leg.path,
+                leg.body,
+                leg.headers,
+                headers_by=headers_by,
+                by=by,
+                movable=self._has_tries_left,
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):
-            services.registry.leg_failed(incarnation, _now())
+            services.fleet.leg_failed(incarnation)
             raise
-        services.registry.leg_succeeded(incarnation)
+        services.fleet.leg_succeeded(incarnation)
 
-    def _first_byte_deadline(self) -> float:
-        return min(_now() + self._services.config.first_byte_timeout_s, self._deadline)
+    def _first_byte_deadline(self, patience: int = 1) -> float:
+        return min(_now() + patience * self._services.config.first_byte_timeout_s, self._deadline)
+
+
+def _context_of(pair: Pair) -> int | None:
+    """The longest prompt and answer that both agents have room for; None when neither tells."""
+    return min((node.info.max_model_len for node in pair.nodes if node.info.max_model_len), default=None)
 
 
 def _now() -> float:

@@ -21,25 +21,31 @@ _SMALLEST_S = 1e-4
 _LAST_BIN = 28 * _BINS_PER_OCTAVE
 
 
+@dataclass(slots=True)
 class Spread:
     """How durations are distributed, within 5 % of each, in memory that does not grow with their number."""
 
-    def __init__(self) -> None:
-        self._bins: dict[int, int] = {}
-        self._total = 0
+    bins: dict[int, int] = field(default_factory=dict)
+    total: int = 0
 
     def add(self, seconds: float) -> None:
         """Count one duration."""
         octaves = math.log2(max(seconds, _SMALLEST_S) / _SMALLEST_S)
         position = min(round(octaves * _BINS_PER_OCTAVE), _LAST_BIN)
-        self._bins[position] = self._bins.get(position, 0) + 1
-        self._total += 1
+        self.bins[position] = self.bins.get(position, 0) + 1
+        self.total += 1
+
+    def absorb(self, other: Spread) -> None:
+        """Count what `other` has counted."""
+        for position, count in other.bins.items():
+            self.bins[position] = self.bins.get(position, 0) + count
+        self.total += other.total
 
     def quantile(self, share: float) -> float | None:
         """The duration that `share` (0 … 1) of those counted do not exceed; None if there were none."""
-        rank = max(1, math.ceil(share * self._total))
-        for position in sorted(self._bins):
-            rank -= self._bins[position]
+        rank = max(1, math.ceil(share * self.total))
+        for position in sorted(self.bins):
+            rank -= self.bins[position]
             if rank <= 0:
                 return _SMALLEST_S * math.exp2(position / _BINS_PER_OCTAVE)
         return None
@@ -55,6 +61,14 @@ class Slice:
     failed: int = 0
     ttft: Spread = field(default_factory=Spread)
     tpot: Spread = field(default_factory=Spread)
+
+    def absorb(self, other: Slice) -> None:
+        """Count what `other` has counted in the same seconds."""
+        self.events += other.events
+        self.ended += other.ended
+        self.failed += other.failed
+        self.ttft.absorb(other.ttft)
+        self.tpot.absorb(other.tpot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +89,14 @@ class FailureCount:
     last: Failure
     count: int
     at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryState:
+    """All that a `History` remembers; its slices and failures in no particular order."""
+
+    slices: list[Slice]
+    failures: list[FailureCount]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +144,31 @@ class History:
         current = self._slice(now)
         current.ended += 1
         current.failed += 1
-        alike = (failure.endpoint, failure.status, failure.code, failure.model)
-        before = self._failures.pop(alike, None)
-        count = 1 if before is None else before.count + 1
-        self._failures[alike] = FailureCount(last=failure, count=count, at=now)
-        if len(self._failures) > MAX_FAILURES:
-            self._failures.popitem(last=False)
+        self._count_failure(FailureCount(last=failure, count=1, at=now))
+        self._forget_failures()
 
     def failures(self) -> list[FailureCount]:
         """The ways in which requests failed, latest first."""
         return list(reversed(self._failures.values()))
+
+    def state(self) -> HistoryState:
+        """What another history can absorb. It is not a copy."""
+        slices = [piece for piece in self._ring if piece is not None]
+        return HistoryState(slices=slices, failures=self.failures())
+
+    def absorb(self, other: HistoryState) -> None:
+        """Remember what another process does. Both were told the time by the clock of one host."""
+        for piece in other.slices:
+            held = self._ring[piece.number % NUM_SLICES]
+            if held is None or held.number < piece.number:
+                held = self._ring[piece.number % NUM_SLICES] = Slice(piece.number)
+            if held.number == piece.number:
+                held.absorb(piece)
+        for told in other.failures:
+            self._count_failure(told)
+        # The stalest first, as if all had been told here.
+        self._failures = OrderedDict(sorted(self._failures.items(), key=lambda item: item[1].at))
+        self._forget_failures()
 
     def charts(self, now: float) -> Charts:
         """Every complete slice that is still remembered, and an empty one where nothing happened."""
@@ -151,6 +188,19 @@ class History:
             requests=[piece.ended / SLICE_S for piece in slices],
             failures=[piece.failed / SLICE_S for piece in slices],
         )
+
+    def _count_failure(self, told: FailureCount) -> None:
+        last = told.last
+        alike = (last.endpoint, last.status, last.code, last.model)
+        before = self._failures.pop(alike, None)
+        if before is not None:
+            latest = max(before, told, key=lambda each: each.at)
+            told = FailureCount(last=latest.last, count=before.count + told.count, at=latest.at)
+        self._failures[alike] = told
+
+    def _forget_failures(self) -> None:
+        while len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
 
     def _slice(self, now: float) -> Slice:
         number = int(now / SLICE_S)

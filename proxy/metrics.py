@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from proxy.pairing import Mismatch, refused_pairs
+from proxy.refusals import Refusal
 from proxy.registry import NodeState, Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,7 +25,7 @@ _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 30
 class Metrics:
     """Everything that is counted. Requests are those of the two completion endpoints."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_requests",
@@ -73,6 +74,10 @@ class Metrics:
         self.migrations = Counter(
             "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
         )
+        self.streamed_pulls = Counter(
+            "kvferry_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
+            registry=registry,
+        )  # fmt: skip
         self.retries_denied = Counter(
             "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )
@@ -93,13 +98,34 @@ class Metrics:
             "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self.prompts_recomputed = Counter(
+            "kvferry_prompts_recomputed",
+            "Prompts that another engine's decode server computed again, as its partner handed nothing over.",
+            ["dialect"],
+            registry=registry,
+        )
+        self.leases = Counter(
+            "kvferry_leases_judged",
+            "Decode legs of other engines by what is known of the KV that they read.",
+            ["verdict"],
+            registry=registry,
+        )
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )
         self.refused_pings = Counter(
             "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
         )
-        registry.register(_Fleet(snapshot))
+        for reason in Refusal:  # so that a first one is seen as an increase
+            self.refused_pings.labels(reason.name.lower())
+
+    def watch_fleet(self, snapshot: Callable[[], Snapshot]) -> None:
+        """From now on show the agents of `snapshot()` too. Once."""
+        self._registry.register(_Agents(snapshot))
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics as they are now."""
+        return self._registry.collect()
 
     def requests_in_flight(self) -> dict[str, int]:
         """Requests now in each phase that any request has been in."""
@@ -111,7 +137,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Fleet(Collector):
+class _Agents(Collector):
     """Agents and refused pairings, counted when asked: they change by the passing of time too."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:

@@ -64,8 +64,9 @@ class _Chat(_Sampling, kw_only=True):
 class ClientRequest:
     """A checked request. `body` is the client's own, whole; the other fields are what the proxy reads of it.
 
-    `max_tokens` is the client's limit on output tokens, None for what the context holds. `prompt_tokens` is
-    known only when the prompt came as token ids.
+    `max_tokens` is the client's limit on output tokens, None for what the context holds. `prompts` is how
+    many prompts it brought, each to be answered by `n` choices. `prompt_tokens` is known only when they came
+    as token ids, and is the longest one's.
     """
 
     endpoint: Endpoint
@@ -77,7 +78,21 @@ class ClientRequest:
     n: int
     max_tokens: int | None
     seed: int | None
+    prompts: int = 1
     prompt_tokens: int | None
+
+    @property
+    def sequences(self) -> int:
+        """How many choices the answer has."""
+        return self.n * self.prompts
+
+    @property
+    def undivided(self) -> bool:
+        """Whether the prompt must be computed where the tokens are drawn: it has logprobs of its own."""
+        body = self.body
+        logprobs = body.get("logprobs")
+        echoed = bool(body.get("echo")) and logprobs is not None and logprobs is not False
+        return echoed or body.get("prompt_logprobs") is not None
 
     @property
     def chat(self) -> bool:
@@ -99,6 +114,10 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
             raise InvalidRequest(f"{name} is made by the proxy", param=name)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
+    prompts = _prompts(fields.prompt) if isinstance(fields, _Completion) else []
+    lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    if len(prompts) * (fields.n or 1) > MAX_CHOICES:
+        raise InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="n")
     return ClientRequest(
         endpoint=endpoint,
         body=body,
@@ -109,13 +128,16 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         n=fields.n or 1,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         seed=fields.seed,
-        prompt_tokens=_prompt_tokens(fields.prompt) if isinstance(fields, _Completion) else None,
+        prompts=len(prompts) or 1,
+        prompt_tokens=max(lengths, default=None),
     )
 
 
-def check_context(request: ClientRequest, max_model_len: int) -> None:
-    """Refuse what no agent of the model has room for. Raises `InvalidRequest`."""
+def check_context(request: ClientRequest, max_model_len: int | None) -> None:
+    """Refuse what the agents, if they say how much, have no room for. Raises `InvalidRequest`."""
     wanted = request.max_tokens or 1
+    if max_model_len is None:
+        return
     if request.prompt_tokens is not None and request.prompt_tokens + wanted > max_model_len:
         raise InvalidRequest(
             f"the context holds {max_model_len} tokens; the prompt has {request.prompt_tokens} "
@@ -168,17 +190,20 @@ def _field_at_fault(message: str) -> str | None:
     return None
 
 
-def _prompt_tokens(prompt: str | list[Any]) -> int | None:
-    """How many tokens a prompt of token ids has, None for text. Raises `InvalidRequest` on other shapes."""
-    if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
-        prompt = prompt[0]
+def prompts_of(body: dict[str, Any]) -> list[Any]:
+    """The prompts of a checked completion's body, each text or token ids."""
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts in a completion's `prompt`, one or many. Raises `InvalidRequest`."""
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    if isinstance(prompt, str):
-        return None
+    prompts = prompts_of({"prompt": prompt})
+    if not all(prompts):
+        raise InvalidRequest("the prompt is empty", param="prompt")
     try:
-        return len(msgspec.convert(prompt, list[TokenId]))
+        return msgspec.convert(prompts, list[str | list[TokenId]])
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"prompt: {error}", param="prompt") from error

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.pairing import SUPPORTED_DIALECTS, Mismatch, mismatch, refused_pairs
+from proxy.dialects.catalogue import SUPPORTED
+from proxy.pairing import Mismatch, mismatch, reason, refused_pairs
 from proxy.registry import Leg, Node, NodeState, Snapshot
 from proxy.router import can_serve
 from proxy.slots import Slots
+from proxy.wire import Register
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
     """OpenAI's list of the models that a ready agent serves, with the longest context among its agents."""
     lengths: dict[str, int] = {}
     for node in snapshot.nodes:
-        if node.state is NodeState.READY and node.info.dialect in SUPPORTED_DIALECTS:
+        if node.state is NodeState.READY and node.info.dialect in SUPPORTED:
             model = node.info.model
             lengths[model] = max(lengths.get(model, 0), node.info.max_model_len)
     data = [
@@ -29,7 +31,8 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
 
 def readiness(snapshot: Snapshot) -> dict[str, Any]:
     """Whether a pair can serve any model, and for each model that cannot be served, why."""
-    models = sorted({node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED_DIALECTS})
+    named = {node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED}
+    models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons = {model: can_serve(snapshot, model) for model in models}
     waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
@@ -39,7 +42,7 @@ def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
     """Every known agent, every pair of them that cannot be used and every agent that was refused, with the
     reason."""
     refused = [
-        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.why.value}
+        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
         for pair in refused_pairs(snapshot)
     ]
     nodes = [_node(node, snapshot, slots, now) for node in snapshot.nodes]
@@ -107,22 +110,27 @@ def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
 
 def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
     """Why no request goes to this agent, or None if one could."""
-    if node.info.dialect not in SUPPORTED_DIALECTS:
+    if node.info.dialect not in SUPPORTED:
         return Mismatch.DIALECT.value
     if node.state is not NodeState.READY:
         return f"it is {node.state.value}"
     reasons = [
-        reason for leg in ("prefill", "decode") if node.serves(leg) for reason in _apart(node, leg, snapshot)
+        why for leg in ("prefill", "decode") if node.serves(leg) for why in _apart(node, leg, snapshot)
     ]
     if not reasons:
         return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
-    return None if None in reasons else next(reason.value for reason in reasons if reason is not None)
+    return None if None in reasons else next(why for why in reasons if why is not None)
 
 
-def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[Mismatch | None]:
+def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[str | None]:
     """For each ready agent of the other leg, what keeps it from serving with this one, if anything."""
     for other in snapshot.nodes:
         if leg == "prefill" and other.serves("decode"):
-            yield mismatch(node.info, other.info)
+            yield _keeps_apart(node.info, other.info)
         if leg == "decode" and other.serves("prefill"):
-            yield mismatch(other.info, node.info)
+            yield _keeps_apart(other.info, node.info)
+
+
+def _keeps_apart(prefill: Register, decode: Register) -> str | None:
+    why = mismatch(prefill, decode)
+    return None if why is None else reason(prefill, decode, why)

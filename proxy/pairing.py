@@ -7,22 +7,25 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from proxy.dialects import native
+from proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
 from proxy.registry import Snapshot
 from proxy.wire import Register
 
-SUPPORTED_DIALECTS = frozenset({"native"})
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 
 
 class Mismatch(enum.StrEnum):
     """What keeps two agents apart; the words are shown to operators."""
 
-    DIALECT = "dialect not supported yet"
+    DIALECT = "no dialect in common"
+    ALONE = "it takes no request without a partner"
     MODEL = "different models"
     WEIGHTS = "different weights"
     TOKENIZER = "different tokenizers"
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
+    REFUSED = "refused at their first contact"
     TRANSFER = "no transfer in common that works between them"
 
 
@@ -31,15 +34,20 @@ class RefusedPair(NamedTuple):
     decode: Register
     why: Mismatch
 
+    @property
+    def text(self) -> str:
+        """For operators; with the values that differ where the agents named them."""
+        return reason(self.prefill, self.decode, self.why)
+
 
 def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     """The first reason why the two cannot serve a request together, or None. One agent pairs with itself."""
-    if not {prefill.dialect, decode.dialect} <= SUPPORTED_DIALECTS:
+    if prefill.dialect != decode.dialect or prefill.dialect not in SUPPORTED:
         return Mismatch.DIALECT
     if prefill.model != decode.model:
         return Mismatch.MODEL
     if prefill.incarnation == decode.incarnation:
-        return None
+        return None if prefill.dialect in SERVING_ALONE else Mismatch.ALONE
     if prefill.weights != decode.weights:
         return Mismatch.WEIGHTS
     if prefill.tokenizer != decode.tokenizer:
@@ -48,9 +56,19 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.LAYOUT
     if prefill.transfer_mode != decode.transfer_mode:
         return Mismatch.MODE
-    if not common_transfers(prefill, decode):
+    if prefill.incarnation in decode.refusals:
+        return Mismatch.REFUSED
+    # Other engines do not tell by which backend they move KV: whoever runs them sees to that.
+    if prefill.dialect == native.NAME and not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
+
+
+def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
+    """What operators are told; `why` as `mismatch` found it."""
+    if why is Mismatch.REFUSED:
+        return f"{why.value}: {decode.refusals[prefill.incarnation]}"
+    return why.value
 
 
 def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
@@ -69,10 +87,14 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
 
 
 def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
-    """Every prefill and decode agent that are up but cannot be paired. Quadratic: not for routing."""
+    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
+
+    Agents of different models are no pair that anybody would miss.
+    """
     for prefill in snapshot.nodes:
         for decode in snapshot.nodes:
-            if prefill.serves("prefill") and decode.serves("decode"):
+            of_one_model = prefill.info.model == decode.info.model
+            if of_one_model and prefill.serves("prefill") and decode.serves("decode"):
                 why = mismatch(prefill.info, decode.info)
                 if why is not None:
                     yield RefusedPair(prefill.info, decode.info, why)

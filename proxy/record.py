@@ -7,6 +7,7 @@ import enum
 import json
 import logging
 import time
+from collections.abc import Sequence
 
 from proxy import sse
 from proxy.allowance import Allowance
@@ -103,6 +104,10 @@ class Record:
         self._facts |= {"prefill": pair.prefill.info.address, "decode": pair.decode.info.address}
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
+
+    def tell_transfers(self, transfer_ids: Sequence[TransferId]) -> None:
+        """The attempt makes further transfers, as those of other engines are one for each choice."""
+        self._transfer_ids += transfer_ids
 
     def tell_answer(self, body: bytes) -> None:
         """A whole answer is about to be given to the client."""

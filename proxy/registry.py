@@ -125,7 +125,7 @@ class Registry:
         on: what was known about it must not come back (X23).
         """
         self.sweep(now)
-        refusal = self._refusal(info)
+        refusal = self.refusal(info)
         if refusal is not None:
             self._refused.note(info, refusal, now)
             return refusal
@@ -145,6 +145,22 @@ class Registry:
         self._by_address[info.address] = incarnation
         if info.model:
             self._models[info.model] = now
+        return None
+
+    def refusal(self, info: Register) -> Refusal | None:
+        """Why this ping would change nothing, or None if it would be taken."""
+        incarnation = Incarnation(info.incarnation)
+        record = self._records.get(incarnation)
+        if self._rules.tls_only and not speaks_tls(info):
+            return Refusal.PLAINTEXT
+        if not self._rules.allow(info):
+            return Refusal.ADDRESS
+        if incarnation in self._retired:
+            return Refusal.RETIRED
+        if record is not None and info.index < record.info.index:
+            return Refusal.STALE
+        if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
+            return Refusal.FULL
         return None
 
     def bye(self, incarnation: Incarnation) -> None:
@@ -224,7 +240,8 @@ class Registry:
         others = [
             node
             for node in self.snapshot(now).nodes
-            if node.info.model == info.model and node.incarnation != info.incarnation
+            if (node.info.model, node.info.dialect) == (info.model, info.dialect)
+            and node.incarnation != info.incarnation
         ]
         legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
         return all(any(node.serves(leg) for node in others) for leg in legs)
@@ -235,21 +252,6 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
-
-    def _refusal(self, info: Register) -> Refusal | None:
-        incarnation = Incarnation(info.incarnation)
-        record = self._records.get(incarnation)
-        if self._rules.tls_only and not speaks_tls(info):
-            return Refusal.PLAINTEXT
-        if not self._rules.allow(info):
-            return Refusal.ADDRESS
-        if incarnation in self._retired:
-            return Refusal.RETIRED
-        if record is not None and info.index < record.info.index:
-            return Refusal.STALE
-        if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
-            return Refusal.FULL
-        return None
 
     def _hear(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:

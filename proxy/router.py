@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 from proxy.ask import Ask
+from proxy.dialects.catalogue import SERVING_ALONE
 from proxy.loads import Loads
-from proxy.pairing import SUPPORTED_DIALECTS, mismatch
+from proxy.pairing import mismatch
 from proxy.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
 from proxy.prefix_aware import PrefixAware, PrefixIndex
 from proxy.registry import Leg, Node, Snapshot
@@ -22,10 +23,14 @@ NOBODY: frozenset[Incarnation] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves."""
+    """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
+
+    `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
+    """
 
     prefill: Node
     decode: Node
+    streamed: bool = False
 
     @property
     def alone(self) -> bool:
@@ -60,12 +65,22 @@ class Router:
     Args:
         split_min_tokens: A prompt of which fewer tokens than this must be computed, as far as one can tell,
             is not worth moving: a decode agent serves the request alone.
+        stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
+            meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
     """
 
-    def __init__(self, prefill: Policy, decode: Policy, loads: Loads, split_min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        prefill: Policy,
+        decode: Policy,
+        loads: Loads,
+        split_min_tokens: int = 0,
+        stream_pull_min_tokens: int | None = 0,
+    ) -> None:
         self._policies: dict[Leg, Policy] = {"prefill": prefill, "decode": decode}
         self._loads = loads
         self._split_min_tokens = split_min_tokens
+        self._stream_pull_min_tokens = stream_pull_min_tokens
         self._pair_turns: dict[str, int] = {}
         self._alone_turns: dict[str, int] = {}
 
@@ -88,9 +103,13 @@ class Router:
         return self._choose(snapshot, ask, apart)
 
     def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
-        if ask.one_token and not apart:  # the prefill agent's answer is the whole answer
-            node = self._lone(snapshot, ask, "prefill")
-            return self._alone(node, snapshot, ask) if isinstance(node, Node) else node
+        if (ask.one_token or ask.undivided) and not apart:
+            # Of one token, the prefill agent's answer is the whole answer.
+            node = self._lone(snapshot, ask, "prefill" if ask.one_token else "decode")
+            if isinstance(node, Node):
+                return self._alone(node, snapshot, ask)
+            if node is NoPair.FULL:
+                return node
         if self._split_min_tokens and not apart:
             node = self._lone(snapshot, ask, "decode")
             if isinstance(node, Node) and self._is_short(ask, node):
@@ -117,10 +136,11 @@ class Router:
         prefill = self._pick("prefill", prefills, ask, count)
         _, partners = open_pairs[prefill.incarnation]
         decode = self._pick("decode", partners, ask, _skewed(count, len(prefills), len(partners)))
-        return self._noted(Pair(prefill, decode), ask)
+        streamed = _has_spare_room(decode) and self._is_long(ask, prefill)
+        return self._noted(Pair(prefill, decode, streamed), ask)
 
     def _lone(self, snapshot: Snapshot, ask: Ask, leg: Leg) -> Node | NoPair:
-        """The agent of the leg's role that would serve all of the request."""
+        """The agent of the leg's role that would serve all of the request, if its dialect lets it."""
         nodes = _serving(snapshot, ask.model, leg)
         if not nodes:
             return _unknown(snapshot, ask.model) or NoPair.NO_PREFILL
@@ -133,6 +153,14 @@ class Router:
 
     def _is_short(self, ask: Ask, node: Node) -> bool:
         return ask.tokens - self._policies["decode"].cached_tokens(node, ask) < self._split_min_tokens
+
+    def _is_long(self, ask: Ask, prefill: Node) -> bool:
+        """Whether the prefill takes so long that KV should move meanwhile."""
+        least = self._stream_pull_min_tokens
+        if least is None:
+            chunk = prefill.info.prefill_chunk
+            least = 0 if chunk is None else chunk + 1
+        return least > 0 and ask.tokens - self._policies["prefill"].cached_tokens(prefill, ask) >= least
 
     def _pick(self, leg: Leg, nodes: Sequence[Node], ask: Ask, turn: int) -> Node:
         return self._policies[leg].pick(nodes, ask, turn, self._loads.at)
@@ -192,8 +220,18 @@ def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
     return [
         node
         for node in snapshot.nodes
-        if node.info.model == model and node.serves(leg) and node.info.dialect in SUPPORTED_DIALECTS
+        if node.info.model == model and node.serves(leg) and node.info.dialect in SERVING_ALONE
     ]
+
+
+def _has_spare_room(decode: Node) -> bool:
+    """Whether the agent can set blocks aside for KV that is yet to be computed.
+
+    In one that is more than half full they would be missing for prompts whose prefill is over; in the worst
+    case those hold up, by the blocks that they pin, the very prefills that are waited for.
+    """
+    load = decode.info.load
+    return 2 * load.kv_blocks_free >= load.kv_blocks_total > 0
 
 
 def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:

@@ -32,6 +32,10 @@ class Slots:
         """Sequences now at this agent, or on their way to it."""
         return self._taken.get(agent, 0)
 
+    def taken(self) -> dict[Incarnation, int]:
+        """The sequences at every agent that has any."""
+        return dict(self._taken)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight anywhere."""

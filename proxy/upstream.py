@@ -13,8 +13,9 @@ from types import TracebackType
 import aiohttp
 
 from proxy.config import ProxyConfig
+from proxy.dialects import native
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
-from proxy.legs import Leg, Legs
+from proxy.silence import OpenLeg, OpenLegs
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
 
@@ -33,7 +34,7 @@ class AgentAnswer:
     """
 
     def __init__(
-        self, response: aiohttp.ClientResponse, agent: Register, leg: Leg, idle_s: float, deadline: float
+        self, response: aiohttp.ClientResponse, agent: Register, leg: OpenLeg, idle_s: float, deadline: float
     ) -> None:
         self._response = response
         self._agent = agent
@@ -95,11 +96,12 @@ class Upstream:
     Raises `BadCertificate` when the file of the agents' authority is of no use.
     """
 
-    def __init__(self, config: ProxyConfig, legs: Legs, bearer: str | None = None) -> None:
+    def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
-        self._legs = legs
+        self.open_legs = OpenLegs()
+        """Every leg that is under way; its `run` needs an owner."""
         self._tls = True if config.agent_ca is None else client_context(config.agent_ca)
-        self._headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+        self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Upstream:
@@ -115,7 +117,6 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
             ),
-            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,
@@ -146,14 +147,14 @@ class Upstream:
         Args:
             headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
             by: Deadline for its end, likewise.
-            movable: Whether the leg may go elsewhere now, should its agent fall silent (`proxy.legs`).
+            movable: Whether the leg may go elsewhere now, should its agent fall silent (`proxy.silence`).
 
         Raises:
-            AgentLost: connection refused or reset, an answer cut short, a 5xx, or an agent given up (`Legs`).
+            AgentLost: connection refused or reset, an answer cut short, a 5xx, or one given up (`OpenLegs`).
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with self._legs.open(agent, movable) as leg:
+        with self.open_legs.open(agent, movable) as leg:
             response = await self._send(agent, path, body, headers, leg, headers_by)
             try:
                 if response.status != 200:
@@ -167,7 +168,7 @@ class Upstream:
                 response.close()
 
     async def _send(
-        self, agent: Register, path: str, body: bytes, headers: Mapping[str, str], leg: Leg, by: float
+        self, agent: Register, path: str, body: bytes, headers: Mapping[str, str], leg: OpenLeg, by: float
     ) -> aiohttp.ClientResponse:
         """Send one request and wait for its answer's headers."""
         with _translated(agent, leg):
@@ -175,9 +176,28 @@ class Upstream:
                 return await self._session.post(
                     agent.address.rstrip("/") + path,
                     data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
-                    headers=headers,
+                    headers=self._authorized(agent, headers),
                     allow_redirects=False,
                 )
+
+    async def get(self, agent: Register, url: str, *, by: float) -> bytes:
+        """The body at a URL of the agent's, whichever of its ports that is.
+
+        Raises as `post` does.
+        """
+        with _translated(agent):
+            async with (
+                asyncio.timeout_at(by),
+                self._session.get(url, headers=self._authorized(agent, {}), allow_redirects=False) as answer,
+            ):
+                raw = await _read(answer, MAX_ANSWER_BYTES)
+                if answer.status != 200:
+                    raise _verdict(answer, raw, agent)
+                return raw
+
+    def _authorized(self, agent: Register, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """With the cluster's token, which is no business of other engines' servers."""
+        return {**headers, **self._bearer} if agent.dialect == native.NAME else headers
 
 
 class _Watch:
@@ -230,7 +250,7 @@ class _Watch:
 
 
 @contextmanager
-def _translated(agent: Register, leg: Leg) -> Iterator[None]:
+def _translated(agent: Register, leg: OpenLeg | None = None) -> Iterator[None]:
     """The only place that knows what aiohttp raises."""
     lost = Incarnation(agent.incarnation)
     try:
@@ -238,7 +258,7 @@ def _translated(agent: Register, leg: Leg) -> Iterator[None]:
     except aiohttp.ConnectionTimeoutError as error:
         raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
     except TimeoutError as error:
-        if leg.given_up:
+        if leg is not None and leg.given_up:
             raise AgentLost(f"{agent.address} fell silent", lost, silent=True, status=504) from error
         raise AgentTimeout(f"{agent.address} did not answer in time") from error
     except aiohttp.ClientConnectorError as error:

@@ -17,6 +17,14 @@ def count_gpus() -> int:
     return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
+def gpu_names() -> list[str]:
+    """The names of all NVIDIA GPUs of this machine."""
+    if not count_gpus():
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
+
+
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """Skip unless the machine has that many."""
     return pytest.mark.skipif(count_gpus() < count, reason=f"needs {count} NVIDIA GPU(s)")

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,8 @@ from transfer.ranks import RankGroup
 from transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
+MAX_REFUSALS = 64
+"""Producers remembered that we do not fit."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0
 """Before asking a producer again that did not let us wait: its map of early readers is full."""
 _MEND_S = 0.25
@@ -57,6 +59,7 @@ _log = logging.getLogger(__name__)
 class _Entry:
     """One pull or hold. `deadline` is when it is given up (`time.monotonic`), and `timer` does it.
 
+    `move_s` is how long after the producer's `ready` that may be, at most, and how long one read may take.
     `patient_until`: a producer that answers the `open` with nothing earlier did not let us wait; `pause` then
     delays the next one.
     """
@@ -65,6 +68,7 @@ class _Entry:
     remote: Remote
     link: Link | None
     deadline: float
+    move_s: float
     timer: asyncio.TimerHandle
     patient_until: float = 0.0
     pause_s: float = 0.0
@@ -92,6 +96,8 @@ class Consumer:
         self._entries: dict[TransferId, _Entry] = {}
         self._links: dict[str, Link] = {}
         """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
+        self.refusals: OrderedDict[str, str] = OrderedDict()
+        """Why some producers, by incarnation, are never to be asked again."""
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
@@ -104,6 +110,7 @@ class Consumer:
         self.handshakes = 0
         self.rebuilds = 0
         self.pulls = 0
+        self.streamed_pulls = 0
         self.nbytes = 0
         self.descriptors = 0
         self.seconds = 0.0
@@ -161,13 +168,15 @@ class Consumer:
         first_block: int,
         timeout_s: float,
         ids_hash: str | None,
+        fill_s: float,
     ) -> None:
         entry = self._entries.get(transfer_id)
         if entry is None or entry.pull.state is not PullState.HELD:
             self._check_new(transfer_id)
-            entry = self._add(transfer_id, remote, timeout_s)
+            entry = self._add(transfer_id, remote, fill_s + timeout_s)
         else:
-            self._set_deadline(entry, timeout_s)
+            self._set_deadline(entry, fill_s + timeout_s)
+        entry.move_s = timeout_s
         self.pulls += 1
         self._schedule_renewal()
         self._perform(entry, entry.pull.start(time.monotonic(), block_ids, first_block, ids_hash))
@@ -206,9 +215,9 @@ class Consumer:
     # Links.
 
     def _link(self, remote: Remote) -> Link | None:
-        """The link to a producer, made now if there is none; None if its address makes no sense."""
+        """The link to a producer, made now if there is none; None if there can be none."""
         link = self._links.get(remote.engine_id)
-        if link is not None:
+        if link is not None or remote.engine_id in self.refusals:
             return link
         if self._context is None:
             raise AssertionError("not started")
@@ -242,6 +251,10 @@ class Consumer:
 
     def _link_lost(self, link: Link, reason: str, detail: str) -> None:
         self._forget(link)
+        if link.refusal:
+            self.refusals[link.engine_id] = link.refusal
+            while len(self.refusals) > MAX_REFUSALS:
+                self.refusals.popitem(last=False)
         for entry in self._users(link):
             entry.link = None
             if (
@@ -270,7 +283,7 @@ class Consumer:
     def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
         pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv)
-        entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timer)
+        entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry
 
@@ -317,7 +330,9 @@ class Consumer:
             self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
-        if entry.link is None:
+        if entry.link is None and entry.remote.engine_id in self.refusals:
+            self._perform(entry, entry.pull.lost("refused", self.refusals[entry.remote.engine_id]))
+        elif entry.link is None:
             address = f"{entry.remote.host}:{entry.remote.port}"
             self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {address}"))
         elif entry.link.state is LinkState.READY:
@@ -383,7 +398,10 @@ class Consumer:
             num_tokens=answer.num_tokens,
             ids_hash=answer.ids_hash,
             checksums=checksums,
+            first_tokens=answer.first_tokens,
         )
+        if grant.ready and entry.deadline - time.monotonic() > entry.move_s:
+            self._set_deadline(entry, entry.move_s)
         return entry.pull.opened(time.monotonic(), grant)
 
     def _read(self, entry: _Entry, effect: Read) -> None:
@@ -406,7 +424,7 @@ class Consumer:
                 transfer_id=transfer_id,
                 seq=effect.seq,
                 spans={remote_rank: pack_spans(table) for remote_rank, table in plan.items()},
-                timeout_s=max(entry.deadline - time.monotonic(), 0.0),
+                timeout_s=max(min(entry.deadline - time.monotonic(), entry.move_s), 0.0),
             )
             commands.append(command)
         self._ranks.read(transfer_id, effect.seq, commands)
@@ -436,6 +454,7 @@ class Consumer:
             self.nbytes += event.nbytes
             self.descriptors += event.descriptors
             self.seconds += event.pull_s
+            self.streamed_pulls += event.early_blocks > 0
         elif isinstance(event, PullFailed):
             self.failures[event.reason] += 1
             _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)

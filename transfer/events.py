@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from transfer.first_tokens import FirstTokens
 from transfer.lease import EndCause
 
 
@@ -18,7 +19,8 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
 class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     """Consumer: the prompt's KV is here and proven right; decoding may start.
 
-    `wait_s` is from `pull` to the first read, `pull_s` from there to the proof.
+    `wait_s` is from `pull` to the first read, `pull_s` from there to the proof; `tail_s` is the part of it
+    after the producer said that all blocks are computed, and `early_blocks` were here before that.
     """
 
     transfer_id: str
@@ -27,6 +29,9 @@ class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: int
     wait_s: float
     pull_s: float
+    tail_s: float = 0.0
+    early_blocks: int = 0
+    first_tokens: FirstTokens | None = None
 
 
 class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +39,15 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
     `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
-    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log.
+    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. What
+    the prefill drew (`first_tokens`) is right even so, if it was told before the failure.
     """
 
     transfer_id: str
     reason: str
     quiescent: bool
     detail: str = ""
+    first_tokens: FirstTokens | None = None
 
 
 class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,5 +74,9 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Spent on checking what was pulled; part of `pull_seconds`."""
     handshakes: int
     bad_frames: int
+    streamed_pulls: int = 0
+    """Pulls that ended well and had blocks before the producer had computed all of them."""
+    refusals: dict[str, str] = {}
+    """Producers that we do not fit, by incarnation, and why: the field, their value and ours."""
     rebuilds: int = 0
     """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""

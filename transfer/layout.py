@@ -123,8 +123,11 @@ def merge_spans(table: SpanTable) -> SpanTable:
     """Join neighbouring rows that are adjacent both locally and remotely."""
     if len(table) < 2:
         return table
-    ends = table[:-1, :2] + table[:-1, 2:]
-    starts = np.flatnonzero(np.r_[True, (ends != table[1:, :2]).any(axis=1)])
+    local, remote, length = table.T
+    apart = (local[:-1] + length[:-1] != local[1:]) | (remote[:-1] + length[:-1] != remote[1:])
+    if apart.all():
+        return table
+    starts = np.flatnonzero(np.r_[True, apart])
     merged = table[starts]
     merged[:, 2] = np.add.reduceat(table[:, 2], starts)
     return merged

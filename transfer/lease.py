@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from transfer.first_tokens import FirstTokens
 from transfer.ids import Incarnation, TransferId
 
 MAX_BLOCKS = 1 << 17
@@ -75,7 +76,10 @@ class DuplicateTransfer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer to an `open`: readable blocks from number `first_block` of the prompt on."""
+    """Answer to an `open`: readable blocks from number `first_block` of the prompt on.
+
+    `first_tokens` come with `ready`, if the prefill told any.
+    """
 
     ready: bool
     first_block: int
@@ -84,6 +88,7 @@ class Grant:
     ids_hash: str
     checksums: tuple[bytes, ...] = ()
     """With verification, one row per block."""
+    first_tokens: FirstTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,7 @@ class _Lease:
     checksums: tuple[bytes, ...] = ()
     num_tokens: int = 0
     ids_hash: str = ""
+    first_tokens: FirstTokens | None = None
     reader: Incarnation | None = None
     parked: _ParkedOpen | None = None
 
@@ -155,13 +161,15 @@ class _Lease:
         if not ready and not (self.state is LeaseState.FILLING and self.readable > have):
             return None
         upto = min(self.readable, have + max_blocks)
+        whole = ready and upto == self.readable
         return Grant(
-            ready and upto == self.readable,
+            whole,
             have,
             self.block_ids[have:upto],
             self.num_tokens,
             self.ids_hash,
             self.checksums[have:upto],
+            self.first_tokens if whole else None,
         )
 
 
@@ -259,6 +267,12 @@ class LeaseTable:
         lease.readable = readable
         lease.checksums += tuple(checksums)
         return self._answer_parked(lease)
+
+    def tell(self, transfer_id: TransferId, first_tokens: FirstTokens | None) -> None:
+        """What the reader is to be told with the last blocks. Ignored once the lease has ended."""
+        lease = self._live.get(transfer_id)
+        if lease is not None:
+            lease.first_tokens = first_tokens
 
     def ready(self, now: float, transfer_id: TransferId, checksums: Sequence[bytes] = ()) -> list[Effect]:
         """The whole prompt is computed on every rank; the lease clock starts. Ignored once it has ended."""

@@ -74,6 +74,8 @@ class Link:
         self.transfer = ""
         self.tp_size = 0
         self.num_blocks = 0
+        self.refusal = ""
+        """Why these two agents can never work together, whoever asks again; empty as far as is known."""
         self._config = config
         self._ranks = ranks
         self._on_ready = on_ready
@@ -198,7 +200,10 @@ class Link:
             case wire.HelloOk():
                 self._agreed(answer)
             case wire.Refused():
-                self.lose("refused", f"{answer.field}: theirs {answer.ours}, ours {answer.theirs}")
+                detail = f"{answer.field}: theirs {answer.ours}, ours {answer.theirs}"
+                if answer.field != "transfers" or self._offer == self._ranks.transfers:
+                    self.refusal = detail
+                self.lose("refused", detail)
             case None:
                 self.lose("unreachable", "no answer to hello")
             case _:
@@ -208,6 +213,7 @@ class Link:
         try:
             self._config.geometry.local_heads(len(answer.ranks), 0)
         except ValueError as error:
+            self.refusal = str(error)
             self.lose("refused", str(error))
             return
         if answer.transfer not in self._offer:
@@ -232,7 +238,8 @@ class Link:
     ) -> None:
         def answered(answer: wire.Answer | None) -> None:
             if isinstance(answer, wire.Refused) and answer.field == "incarnation":
-                self.lose("incarnation", f"{self.address} is {answer.ours} now, not {answer.theirs}")
+                self.refusal = f"incarnation: {self.address} is {answer.ours} now, not {answer.theirs}"
+                self.lose("incarnation", self.refusal)
             else:
                 on_answer(answer)
 

@@ -13,6 +13,7 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
+from transfer.first_tokens import FirstTokens
 from transfer.ids import TransferId
 from transfer.layout import KVGeometry
 
@@ -98,10 +99,11 @@ class Open(_Frame, frozen=True, tag="open"):
 
 
 class Opened(_Frame, frozen=True, tag="opened"):
-    """Readable blocks, from number `first_block` of the prompt on. `ready`: those are all.
+    """Readable blocks, from number `first_block` of the prompt on.
 
-    `checksums` are of a producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of
-    each rank (`layout.num_columns`), in this order.
+    `ready`: those are all, and `first_tokens` are what the prefill drew, if it said so. `checksums` are of a
+    producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of each rank
+    (`layout.num_columns`), in this order.
     """
 
     transfer_id: _Id
@@ -112,6 +114,7 @@ class Opened(_Frame, frozen=True, tag="opened"):
     lease_s: _Seconds
     ids_hash: _Word
     checksums: _Sums
+    first_tokens: FirstTokens | None = None
 
 
 class Pending(_Frame, frozen=True, tag="pending"):

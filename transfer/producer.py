@@ -15,6 +15,7 @@ from transfer.checksum import SUM_BYTES
 from transfer.control import Caller, ControlServer
 from transfer.control_fault import ControlFaults
 from transfer.events import LeaseEnded
+from transfer.first_tokens import FirstTokens
 from transfer.ids import Incarnation, TransferId
 from transfer.layout import differences, num_columns
 from transfer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
@@ -93,7 +94,8 @@ class Producer:
         else:
             self._advance(transfer_id, readable_blocks)
 
-    def ready(self, transfer_id: TransferId) -> None:
+    def ready(self, transfer_id: TransferId, first_tokens: FirstTokens | None) -> None:
+        self._table.tell(transfer_id, first_tokens)
         if self._sealer is not None:
             self._sealer.ready(transfer_id)
         else:
@@ -232,6 +234,7 @@ class Producer:
                     lease_s=self._config.lease_s,
                     ids_hash=grant.ids_hash,
                     checksums=b"".join(grant.checksums),
+                    first_tokens=grant.first_tokens,
                 )
             case NotYet():
                 self._answer(reply.waiter, wire.Pending, transfer_id=reply.transfer_id)

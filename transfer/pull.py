@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from transfer.aggregate import Outcome
 from transfer.events import PullDone, PullFailed, PullQuiescent
+from transfer.first_tokens import FirstTokens
 from transfer.ids import TransferId
 from transfer.lease import Grant
 
@@ -131,7 +132,8 @@ class Pull:
         self._first_block = 0
         self._ids_hash: str | None = None
         self._known = 0
-        self._reading: set[int] = set()
+        self._reading: dict[int, int] = {}
+        """Reads that may still write, and how many blocks each has."""
         self._reads = 0
         self._attempts = 0
         self._backend = ""
@@ -139,6 +141,9 @@ class Pull:
         self._descriptors = 0
         self._started = 0.0
         self._first_read: float | None = None
+        self._ready_at: float | None = None
+        self._early_blocks = 0
+        self._first_tokens: FirstTokens | None = None
 
     def __repr__(self) -> str:
         return f"<Pull {self.transfer_id} {self.state.value} reading={sorted(self._reading)}>"
@@ -199,6 +204,8 @@ class Pull:
         effects = self._read(now, grant)
         if not grant.ready:
             return [*effects, SendOpen(self._known)]
+        self._ready_at = now
+        self._first_tokens = grant.first_tokens
         if self._reading:
             self._transition(PullState.READING)
             return effects
@@ -221,8 +228,9 @@ class Pull:
         """Every rank has reported one read."""
         if seq not in self._reading:
             return []
+        blocks = self._reading[seq]
         if outcome.quiescent:
-            self._reading.discard(seq)
+            del self._reading[seq]
         if not self.live:
             return self._quiesced()
         if not outcome.ok:
@@ -230,6 +238,8 @@ class Pull:
             return self.fail("deadline" if outcome.reason == "deadline" else "read_failed", outcome.reason)
         self._nbytes += outcome.nbytes
         self._descriptors += outcome.descriptors
+        if self.state is PullState.OPENING:
+            self._early_blocks += blocks
         if self._reading or self.state is not PullState.READING:
             return []
         return self._complete()
@@ -238,7 +248,7 @@ class Pull:
         """A read that failed is no longer written by any rank."""
         if seq not in self._reading:
             return []
-        self._reading.discard(seq)
+        del self._reading[seq]
         return self._quiesced()
 
     def verified(self, flaw: str) -> list[Effect]:
@@ -262,6 +272,9 @@ class Pull:
             descriptors=self._descriptors,
             wait_s=begun - self._started,
             pull_s=now - begun,
+            tail_s=0.0 if self._ready_at is None else now - self._ready_at,
+            early_blocks=self._early_blocks,
+            first_tokens=self._first_tokens,
         )
         return [Emit(done)]
 
@@ -294,7 +307,11 @@ class Pull:
         if held:
             return []
         failed = PullFailed(
-            transfer_id=self.transfer_id, reason=reason, quiescent=not self._reading, detail=detail
+            transfer_id=self.transfer_id,
+            reason=reason,
+            quiescent=not self._reading,
+            detail=detail,
+            first_tokens=self._first_tokens,
         )
         return [*(CancelRead(seq) for seq in sorted(self._reading)), Emit(failed)]
 
@@ -325,7 +342,7 @@ class Pull:
         if self._first_read is None:
             self._first_read = now
         seq, self._reads = self._reads, self._reads + 1
-        self._reading.add(seq)
+        self._reading[seq] = len(remote)
         return [Read(seq, local, remote)]
 
     def _complete(self) -> list[Effect]:

@@ -9,6 +9,7 @@ import zmq
 
 from transfer.consumer import Consumer
 from transfer.events import LeaseEnded, PlaneEvent, PlaneStats
+from transfer.first_tokens import FirstTokens
 from transfer.ids import TransferId
 from transfer.plane import PlaneConfig, Remote
 from transfer.producer import Producer
@@ -75,9 +76,12 @@ class SchedulerConnector:
         """The first `readable_blocks` are computed, on every rank, to the end of their device work."""
         self._producer.advance(TransferId(transfer_id), readable_blocks)
 
-    def ready(self, transfer_id: str) -> None:
-        """The whole prompt is computed on every rank; the lease clock starts."""
-        self._producer.ready(TransferId(transfer_id))
+    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
+        """The whole prompt is computed on every rank; the lease clock starts.
+
+        `first_tokens` are told to the reader, which may have come too early to be told them elsewhere.
+        """
+        self._producer.ready(TransferId(transfer_id), first_tokens)
 
     def fail(self, transfer_id: str) -> None:
         """The prefill was aborted or preempted. From the return on no reader can be told that what it read is
@@ -111,14 +115,20 @@ class SchedulerConnector:
         first_block: int,
         timeout_s: float,
         ids_hash: str | None = None,
+        fill_s: float = 0.0,
     ) -> None:
         """Read a prompt's blocks from number `first_block` on into `block_ids[first_block:]`.
 
         `block_ids` are all of the prompt's blocks. Comes to exactly one `PullDone` or `PullFailed`; until
         then, and after a failure that is not quiescent until `PullQuiescent`, the blocks belong to the
         transfer. Raises `DuplicateTransfer`. With `ids_hash` the producer's must be equal.
+
+        Blocks are read as soon as they are computed. All must be here `timeout_s` after the last of them is,
+        and that may take the producer `fill_s` from now.
         """
-        self._consumer.pull(TransferId(transfer_id), remote, block_ids, first_block, timeout_s, ids_hash)
+        self._consumer.pull(
+            TransferId(transfer_id), remote, block_ids, first_block, timeout_s, ids_hash, fill_s
+        )
 
     def cancel(self, transfer_id: str) -> None:
         """Give a pull or a hold up, and let the producer free its blocks.
@@ -142,6 +152,7 @@ class SchedulerConnector:
             quarantined=consumer.quarantined,
             leases_ended=dict(producer.ended),
             pulls=consumer.pulls,
+            streamed_pulls=consumer.streamed_pulls,
             pull_bytes=consumer.nbytes,
             pull_descriptors=consumer.descriptors,
             pull_seconds=consumer.seconds,
@@ -149,6 +160,7 @@ class SchedulerConnector:
             verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
+            refusals=dict(consumer.refusals),
             rebuilds=consumer.rebuilds,
         )
 

@@ -1,19 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ATOM engine's ping. Its nodes are listed; requests cannot be given to them yet.
+"""ATOM: serial; the decode server begins its answer with the prefill's first token. And its ping.
 
-Source of the format: ATOM at 0c982ea92, `kv_transfer_engine.py`, one msgpack map every 5 s.
+Source: ATOM at 0c982ea92, `proxy.py` and `kv_transfer_engine.py`, and its later `first_token_id`
+(`atom-mori-lightllm.md` §1.3, §1.4, §1.10, §1.11); one msgpack map every 5 s. The prefill server's token is
+the answer's, so it draws with the client's own settings, and an answer may end there. Not taken over from the
+original proxy: chat sent to `/v1/completions`, `Bearer None`, and a token less.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from proxy.dialects.base import (
+    Dialect,
+    Ends,
+    Leg,
+    Part,
+    Peer,
+    Prefilled,
+    Shape,
+    leg_headers,
+    refuse,
+    refuse_ranking,
+    traceable_id,
+)
+from proxy.errors import BadAnswer
+from proxy.openai_api import ClientRequest
 from proxy.wire import BadFrame, Load, Register, Role
 
 NAME = "atom"
+_ENGINE = "ATOM servers"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
 
 
@@ -64,3 +84,89 @@ def registration(body: dict[str, Any]) -> Register:
         steps=0,
         load=Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0),
     )
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    choices: tuple[_Choice, ...]
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Atom(Dialect):
+    """Without logprobs: those of token 1 stay behind at the prefill server."""
+
+    name: ClassVar[str] = NAME
+
+    def check(self, request: ClientRequest) -> None:
+        """Refuse what would lack its first position, or need both servers to know the whole prompt."""
+        refuse_ranking(request, _ENGINE)
+        refuse(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
+
+    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+        """The decode leg needs the first token."""
+        return Shape.SERIAL
+
+    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+        """The client's own sampling settings, for one token."""
+        body = {name: value for name, value in part.body.items() if name != "stream_options"}
+        body |= {"stream": False, "n": 1, "max_tokens": 1}
+        if "max_completion_tokens" in body:
+            body["max_completion_tokens"] = 1
+        if isinstance(body.get("min_tokens"), int):
+            # More than one token cannot be asked for; one is as much as keeps an answer from ending here.
+            body["min_tokens"] = min(body["min_tokens"], 1)
+        body["kv_transfer_params"] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            **_where(ends.decode),
+        }
+        headers = leg_headers(part, traceable_id(part), ends.prefill_rank)
+        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(body))
+
+    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+        """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
+        try:
+            answer = msgspec.json.decode(raw, type=_Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
+        if len(answer.choices) != 1:
+            raise BadAnswer(f"the prefill server answered {len(answer.choices)} choices where one was due")
+        params = answer.kv_transfer_params
+        if answer.choices[0].finish_reason not in (None, "length"):
+            return Prefilled(params=params, whole=raw)
+        if params is None:
+            raise BadAnswer("the prefill server answered without kv_transfer_params")
+        return Prefilled(params=params)
+
+    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+        """The prefill's params, `first_token_id` among them, and where it is."""
+        assert prefilled.params is not None
+        chosen = {} if ends.prefill_rank is None else {"remote_dp_rank": ends.prefill_rank}
+        told = {"do_remote_decode": False, "do_remote_prefill": True, **_where(ends.prefill)}
+        # The rank that the answer names is the one that holds the KV.
+        body = part.body | {"kv_transfer_params": chosen | prefilled.params | told}
+        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
+        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(body))
+
+    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+        """An ordinary request."""
+        headers = leg_headers(part, traceable_id(part), rank)
+        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(part.body))
+
+
+def _where(server: Register) -> dict[str, Any]:
+    """A server as its partner is told of it: host and HTTP port (as text), handshake port and sizes."""
+    http, handshake = urlsplit(server.address), urlsplit(server.control)
+    return {
+        "remote_host": http.hostname,
+        "remote_port": str(http.port),
+        "remote_handshake_port": handshake.port,
+        "remote_dp_size": server.dp_size,
+        "remote_tp_size": server.tp_size,
+    }

@@ -9,16 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from proxy import sse
-from proxy.errors import BadAnswer
+from proxy.dialects.base import refuse
+from proxy.errors import BadAnswer, InvalidRequest
 from proxy.ids import Identity, TransferId
 from proxy.openai_api import ClientRequest
+from proxy.wire import Register
 
 NULL = msgspec.Raw(b"null")
+NAME = "native"
 DROP_PATH = "/kv/drop"
+
+
+def check(request: ClientRequest) -> None:
+    """Refuse what no native agent can be told. Raises `InvalidRequest`."""
+    if request.prompts > 1:
+        raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
+    refuse(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
 
 
 def path(request: ClientRequest) -> str:
@@ -74,6 +85,44 @@ def decode_body(
     if resume is not None:
         body["resume"] = resume
     return msgspec.json.encode(body)
+
+
+def control_address(prefill: Register) -> tuple[str, int] | None:
+    """Host and port at which an agent lends its KV; None if what it says of it makes no sense."""
+    try:
+        control = urlsplit(prefill.control)
+        host, port = control.hostname, control.port
+    except ValueError:
+        return None
+    return (host, port) if host and port else None
+
+
+def streamed_body(
+    request: ClientRequest,
+    ids: Identity,
+    prefill: Register,
+    control: tuple[str, int],
+    transfer_id: TransferId,
+) -> bytes:
+    """The decode leg that is sent together with its prefill leg: where the KV will lie, and no more."""
+    host, port = control
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "streamed": True,
+        "transfer_id": transfer_id,
+        "remote_engine_id": prefill.incarnation,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_tp_size": prefill.tp_size,
+        "remote_dp_rank": 0,
+    }
+    return msgspec.json.encode(_whole_body(request, ids) | {"kv_transfer_params": params})
+
+
+def first_tokens_event(answer: PrefillAnswer) -> bytes:
+    """What the stream of such a leg begins with, for SSE a comment: the first tokens that it goes on from."""
+    return b": first " + b",".join(b"%d" % token.id for token in answer.first_tokens) + b"\n\n"
 
 
 def _whole_body(request: ClientRequest, ids: Identity) -> dict[str, Any]:

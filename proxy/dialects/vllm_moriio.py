@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ping of vLLM's MoRIIO connector. Its nodes are listed; requests cannot be given to them yet.
+"""vLLM with MoRIIOConnector: READ is serial, WRITE runs both legs at once; and its ping.
 
-Source of the format: vLLM 0.33.0, `moriio_toy_proxy_server.py`, one msgpack map every 3 s.
+Source: vLLM 0.33.0, `moriio_toy_proxy_server.py` and `moriio_connector.py` (`vllm-sglang.md` §1.4, §2.3); one
+msgpack map every 3 s. Both servers find each other's addresses in the request id, which is the same on both
+legs. Not taken over from the toy proxy: one rank for both legs, which the smaller server may not have, and a
+token less.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from proxy.dialects import vllm
+from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, leg_headers
+from proxy.errors import BadAnswer
 from proxy.wire import BadFrame, Load, Register, Role
 
 NAME = "vllm-moriio"
@@ -42,7 +49,7 @@ def registration(body: dict[str, Any]) -> Register:
         incarnation=f"{NAME}:{ping.http_address}",
         index=0,
         address=f"http://{ping.http_address}",
-        # "host:IP,handshake:PORT,notify:PORT": kept as it is, for nobody dials it yet.
+        # "host:IP,handshake:PORT,notify:PORT": goes into request ids as it is.
         control=ping.zmq_address,
         dialect=NAME,
         model="",
@@ -60,3 +67,63 @@ def registration(body: dict[str, Any]) -> Register:
         steps=0,
         load=Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmMoriio(vllm.VllmDialect):
+    """`lease_s` is the prefill servers' `defer_timeout`, which they do not tell."""
+
+    lease_s: float
+    name: ClassVar[str] = NAME
+
+    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+        """As the prefill server was configured."""
+        return Shape.CONCURRENT if ends.prefill.transfer_mode == "write" else Shape.SERIAL
+
+    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+        """The decode server's sizes, so that its ranks are waited for."""
+        params = vllm.HAND_OVER | {
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_dp_size": ends.decode.dp_size,
+            "remote_tp_size": ends.decode.tp_size,
+            "transfer_id": _transfer_id(part),
+        }
+        headers = leg_headers(part, _request_id(part, ends), ends.prefill_rank)
+        return Leg(path=part.path, headers=headers, body=vllm.prefill_body(part, params))
+
+    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+        """It hands over only when it ended by its length."""
+        answer = vllm.read_prefill(raw)
+        vllm.require_length(answer)
+        params = answer.kv_transfer_params
+        if params is not None and params.get("transfer_id") != _transfer_id(part):
+            raise BadAnswer("the prefill server answered for another transfer")
+        return Prefilled(params=params, prompt_tokens_details=answer.prompt_tokens_details)
+
+    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+        """READ: the prefill's params verbatim. WRITE: what can be known before it has answered."""
+        params: dict[str, Any] | None
+        if self.shape(ends, peer) is Shape.CONCURRENT:
+            params = vllm.FETCH | {
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_dp_rank": ends.prefill_rank or 0,
+                "transfer_id": _transfer_id(part),
+            }
+        else:
+            params = prefilled.params
+        if params is not None:
+            sizes = {"remote_dp_size": ends.prefill.dp_size, "remote_tp_size": ends.prefill.tp_size}
+            params = params | sizes
+        headers = leg_headers(part, _request_id(part, ends), ends.decode_rank)
+        return Leg(path=part.path, headers=headers, body=vllm.decode_body(part, params))
+
+
+def _transfer_id(part: Part) -> str:
+    return f"tx-{part.transfer_id}"
+
+
+def _request_id(part: Part, ends: Ends) -> str:
+    """Both control addresses and 32 hex digits. Nothing of the client's, which could hold such a mark."""
+    return f"___prefill_addr_{ends.prefill.control}___decode_addr_{ends.decode.control}_{part.transfer_id}"

@@ -352,7 +352,7 @@ function showRows(table, rows, emptyText) {
 function showRefused(pairings, total) {
   say(byId("num-refused"), pairings.length < total ? `${total}, the first ${pairings.length} shown` : total);
   const rows = pairings.map(({ prefill, decode, reason }) => [[host(prefill), "mono"], [host(decode), "mono"], [reason]]);
-  showRows(byId("refused"), rows, "Every prefill agent fits every decode agent.");
+  showRows(byId("refused"), rows, "Every prefill agent fits every decode agent of its model.");
 }
 
 function showRefusedAgents(agents) {
@@ -362,7 +362,7 @@ function showRefusedAgents(agents) {
     [host(agent.address), "mono"],
     [host(agent.control), "mono"],
     [agent.role],
-    [agent.reason],
+    [agent.reason, "prose"],
     [agent.count],
     [age(agent.last_ping_s)],
   ]);

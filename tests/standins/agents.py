@@ -52,12 +52,13 @@ class Fault:
     falls silent after some events; `error` sends an error event about the request, `failure` one about the
     agent; `late_end` ends its stream a while after
     `[DONE]`; `garbage` answers JSON of no known shape; `other_tokens` draws other tokens than the seed says.
+    `dropped` answers as a prefill does whose KV nobody wants any more.
     """
 
     leg: Leg
     kind: Literal[
         "status", "reset", "hang", "silent", "empty", "cut", "no_done", "stall", "error", "garbage",
-        "failure", "late_end", "other_tokens",
+        "failure", "late_end", "other_tokens", "dropped",
     ]  # fmt: skip
     status: int = 500
     after_events: int = 2
@@ -93,6 +94,8 @@ class StandInAgent:
     max_running: int | None = None
     """What it says that it runs at once; it does not hold itself to that."""
     keep_requests: bool = True
+    prefill_gate: asyncio.Event | None = None
+    """When given, a prefill leg neither answers nor fails before it is set."""
     tls: ssl.SSLContext | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
     """Headers that all its answers carry."""
@@ -103,6 +106,8 @@ class StandInAgent:
     leases: set[str] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
     running: int = 0
+    peak: int = 0
+    """The most it ever had running."""
     aborted: int = 0
     acks: int = 0
     refusals: list[str] = field(default_factory=list)
@@ -116,10 +121,7 @@ class StandInAgent:
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
         app.on_response_prepare.append(self._add_headers)
-        app.router.add_post("/v1/completions", self._serve)
-        app.router.add_post("/v1/chat/completions", self._serve)
-        app.router.add_post("/kv/drop", self._drop)
-        app.router.add_post("/stand-in/release", self._release)
+        self.add_routes(app.router)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -130,6 +132,14 @@ class StandInAgent:
         if self.proxies:
             self._pinger = asyncio.get_running_loop().create_task(self._ping())
         return self
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """What it answers."""
+        router.add_post("/v1/completions", self._serve)
+        router.add_post("/v1/chat/completions", self._serve)
+        router.add_post("/kv/drop", self._drop)
+        router.add_post("/stand-in/release", self._release)
+        router.add_post("/stand-in/open", self._open)
 
     async def __aexit__(self, *_: object) -> None:
         await self.silence()
@@ -235,6 +245,7 @@ class StandInAgent:
     @contextmanager
     def _busy(self) -> Iterator[None]:
         self.running += 1
+        self.peak = max(self.peak, self.running)
         self.changed.set()
         try:
             yield
@@ -265,6 +276,14 @@ class StandInAgent:
         self.changed.set()
         return web.json_response({})
 
+    async def _open(self, request: web.Request) -> web.Response:
+        """Wait until there is KV to be read, and release it; or until there will be none."""
+        transfer_id = (await request.json())["transfer_id"]
+        await self.until(lambda: transfer_id in self.leases or transfer_id in self.dropped)
+        self.leases.discard(transfer_id)
+        self.changed.set()
+        return web.json_response({})
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         with self._busy():
             body = await request.json()
@@ -273,7 +292,11 @@ class StandInAgent:
             if self.keep_requests:
                 self.asked.append(Asked(leg, request.path, request.headers, _connection(request), body))
                 self.changed.set()
+            if leg == "prefill" and self.prefill_gate is not None:
+                await self.prefill_gate.wait()
             fault = self._fault(leg)
+            if fault is not None and fault.kind == "dropped":
+                return _error(409, "nobody wants it", code="transfer_dropped")
             if fault is not None and fault.kind == "status":
                 return _error(fault.status, "as it was told to fail")
             if fault is not None and fault.kind == "hang":
@@ -307,6 +330,7 @@ class StandInAgent:
         if drawn.stops_at_once or limit == 1:
             return web.json_response(drawn.whole(limit=1))
         self.leases.add(params["transfer_id"])
+        self.changed.set()
         answer = drawn.whole(limit=1)
         answer["kv_transfer_params"] = {
             "do_remote_prefill": True,
@@ -331,13 +355,15 @@ class StandInAgent:
     async def _pull(self, params: dict[str, Any]) -> None:
         """Release the producer's lease, as a decode agent does once it has the KV.
 
-        If the producer is gone, a decode agent computes the prompt itself: no reason to fail.
+        A streamed leg waits until there is one. If the producer is gone, a decode agent computes the prompt
+        itself: no reason to fail.
         """
         assert self._http is not None
         host = params["remote_host"]
         shown = f"[{host}]" if ":" in host else host
+        what = "open" if params.get("streamed") else "release"
         scheme = "http" if self.tls is None else "https"
-        url = f"{scheme}://{shown}:{params['remote_port']}/stand-in/release"
+        url = f"{scheme}://{shown}:{params['remote_port']}/stand-in/{what}"
         body = {"transfer_id": params["transfer_id"]}
         with suppress(aiohttp.ClientError):
             async with self._http.post(url, json=body, ssl=False) as answer:
@@ -349,6 +375,8 @@ class StandInAgent:
         await response.prepare(request)
         if kind == "empty":
             return response
+        if drawn.streamed:
+            await response.write(drawn.first_event())
         sent = 0
         for position in range(min(drawn.known), drawn.limit):
             if self.interval_s:
@@ -396,6 +424,7 @@ class _Drawn:
         asked = params if params.get("do_remote_decode") else body
         limits = [asked.get(name) for name in ("client_max_tokens", "max_completion_tokens", "max_tokens")]
         self.limit = next(filter(None, limits), 8)
+        self.streamed = bool(params.get("streamed"))
         self.include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.prompt_tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
         self.stops_at_once = STOP_AT_ONCE in str(prompt)
@@ -417,7 +446,7 @@ class _Drawn:
         resume = body.get("resume") or [
             {"output_ids": [each["id"]]} for each in params.get("first_tokens", ())
         ]
-        return [len(each["output_ids"]) for each in resume] or [0] * self.n
+        return [len(each["output_ids"]) for each in resume] or [int(self.streamed)] * self.n
 
     def length(self, index: int) -> int:
         """How many tokens a choice has in all."""
@@ -434,6 +463,11 @@ class _Drawn:
 
     def text(self, index: int, position: int) -> str:
         return f" {self.token(index, position)}"
+
+    def first_event(self) -> bytes:
+        """What the stream of a leg begins with that was sent together with its prefill leg."""
+        ids = ",".join(str(self.token(index, 0)) for index in range(self.n))
+        return f": first {ids}\n\n".encode()
 
     def event(self, index: int, position: int) -> bytes:
         reason = self.finish_reason(index, position)
@@ -495,8 +529,8 @@ def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def _error(status: int, message: str) -> web.Response:
-    error = {"message": message, "type": "stand_in", "param": None, "code": "as_told"}
+def _error(status: int, message: str, code: str = "as_told") -> web.Response:
+    error = {"message": message, "type": "stand_in", "param": None, "code": code}
     return web.json_response({"error": error}, status=status)
 
 

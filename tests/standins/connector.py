@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
+from transfer.first_tokens import FirstTokens
 from transfer.lease import DuplicateTransfer
 from transfer.plane import Remote
 
@@ -17,6 +18,7 @@ class StandInPull:
     block_ids: tuple[int, ...]
     first_block: int
     timeout_s: float
+    fill_s: float = 0.0
     cancelled: bool = False
 
 
@@ -28,6 +30,8 @@ class StandInConnector:
     """Live leases: how many blocks are readable."""
     lease_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ready_leases: set[str] = field(default_factory=set)
+    first_tokens: dict[str, FirstTokens | None] = field(default_factory=dict)
+    """What was told with each lease that became ready."""
     holds: set[str] = field(default_factory=set)
     pulls: dict[str, StandInPull] = field(default_factory=dict)
     unquiet: set[str] = field(default_factory=set)
@@ -54,8 +58,9 @@ class StandInConnector:
             assert readable_blocks >= self.leases[transfer_id]
             self.leases[transfer_id] = readable_blocks
 
-    def ready(self, transfer_id: str) -> None:
+    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
         if transfer_id in self.leases:
+            self.first_tokens[transfer_id] = first_tokens
             self.ready_leases.add(transfer_id)
 
     def fail(self, transfer_id: str) -> None:
@@ -89,10 +94,12 @@ class StandInConnector:
         first_block: int,
         timeout_s: float,
         ids_hash: str | None = None,
+        fill_s: float = 0.0,
     ) -> None:
         self.holds.remove(transfer_id)
         assert 0 <= first_block < len(block_ids) and ids_hash
-        self.pulls[transfer_id] = StandInPull(tuple(block_ids), first_block, timeout_s)
+        assert timeout_s > 0 and fill_s >= 0
+        self.pulls[transfer_id] = StandInPull(tuple(block_ids), first_block, timeout_s, fill_s)
 
     def cancel(self, transfer_id: str) -> None:
         if transfer_id in self.pulls:
@@ -108,7 +115,7 @@ class StandInConnector:
         self.ready_leases.discard(transfer_id)
         self.events.append(LeaseEnded(transfer_id=transfer_id, cause=cause))
 
-    def finish_pull(self, transfer_id: str) -> None:
+    def finish_pull(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
         """The pull ends well; a cancelled one ends in failure all the same."""
         pull = self.pulls.pop(transfer_id)
         if pull.cancelled:
@@ -116,13 +123,24 @@ class StandInConnector:
             return
         self.events.append(
             PullDone(
-                transfer_id=transfer_id, backend="stand-in", nbytes=64, descriptors=1, wait_s=0.25, pull_s=0.5
+                transfer_id=transfer_id,
+                backend="stand-in",
+                nbytes=64,
+                descriptors=1,
+                wait_s=0.25,
+                pull_s=0.5,
+                first_tokens=first_tokens,
             )
         )
 
-    def fail_pull(self, transfer_id: str, *, quiescent: bool) -> None:
+    def fail_pull(
+        self, transfer_id: str, *, quiescent: bool, first_tokens: FirstTokens | None = None
+    ) -> None:
         del self.pulls[transfer_id]
-        self.events.append(PullFailed(transfer_id=transfer_id, reason="read_failed", quiescent=quiescent))
+        failed = PullFailed(
+            transfer_id=transfer_id, reason="read_failed", quiescent=quiescent, first_tokens=first_tokens
+        )
+        self.events.append(failed)
         if not quiescent:
             self.unquiet.add(transfer_id)
 

@@ -192,6 +192,7 @@ class StandInEngine:
                 blocks_total=64,
                 preemptions=0,
                 pulls=5,
+                streamed_pulls=2,
                 pull_bytes=4096,
                 pull_descriptors=7,
                 pull_seconds=0.5,
@@ -201,6 +202,7 @@ class StandInEngine:
                 recomputes=2,
                 leases_ended={"released": 4},
                 handshakes=1,
+                refusals={"0123456789abcdef": "weights: theirs a, ours b"},
                 integrity_errors=0,
             )
         )

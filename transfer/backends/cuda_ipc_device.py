@@ -77,6 +77,7 @@ class CudaDevice:
         self._kernel = kernel
         multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._programs = settings.num_programs(multiprocessors)
+        self._settings = settings
         # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
         # priority goes first wherever both could start.
         self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
@@ -98,7 +99,7 @@ class CudaDevice:
         return self._driver.peek(borrowed)
 
     def launch(self, work: Work) -> Flight:
-        programs = work.num_programs(self._programs, self._kernel.BLOCK_WORDS)
+        programs = work.num_programs(self._programs, self._settings.block_words)
         table = self._tables.popleft()
         size = work.table_size(programs)
         work.write_table(table.room(size), programs)
@@ -109,8 +110,8 @@ class CudaDevice:
                 work.num_spans,
                 programs,
                 ALIGNED=work.aligned,
-                BLOCK=self._kernel.BLOCK_WORDS,
-                num_warps=self._kernel.NUM_WARPS,
+                BLOCK=self._settings.block_words,
+                num_warps=self._settings.num_warps,
             )
             done.record(self._stream)
         flight = CudaFlight(done, table, self._tables)

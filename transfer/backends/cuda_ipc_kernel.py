@@ -10,15 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK_WORDS = 8192
-"""Words that a program has in flight at once: 64 KiB. Few programs must hide the link's latency."""
-NUM_WARPS = 16
-
 
 # The counts differ from launch to launch: compiled in, each would cost a compilation in the midst of a pull.
 @triton.jit(do_not_specialize=["num_spans", "num_programs"])
 def gather(table, num_spans, num_programs, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy this program's run of the stream, span by span. ALIGNED: words are 8 bytes and go in pairs."""
+    """Copy this program's run of the stream, span by span, BLOCK words at once. ALIGNED: words are 8 bytes,
+    and go in pairs.
+    """
     sources = table + num_spans + 1
     destinations = sources + num_spans
     bounds = destinations + num_spans

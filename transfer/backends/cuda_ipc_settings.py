@@ -17,13 +17,22 @@ class CudaIpcSettings:
     Args:
         sm_share: Share of the reading GPU's multiprocessors that a pull may occupy. More is faster, up to the
             link's speed; what a pull occupies, the model's own kernels cannot have meanwhile.
+        block_words: Words of 8 bytes that a multiprocessor has in flight at once. Few multiprocessors have to
+            hide all of the link's latency.
+        num_warps: Warps of 32 threads that share those; 32 fill half a multiprocessor.
     """
 
     sm_share: float = 0.25
+    block_words: int = 16384
+    num_warps: int = 32
 
     def __post_init__(self) -> None:
         if not 0 < self.sm_share <= 1:
             raise ValueError(f"cuda_ipc.sm_share must be over 0 and at most 1, got {self.sm_share}")
+        for name, most in (("block_words", 1 << 17), ("num_warps", 32)):
+            value = getattr(self, name)
+            if not 0 < value <= most or value & (value - 1):
+                raise ValueError(f"cuda_ipc.{name} must be a power of two, at most {most}, got {value}")
 
     def num_programs(self, multiprocessors: int) -> int:
         """Programs of one launch. The GPU spreads them, at first one to a multiprocessor."""

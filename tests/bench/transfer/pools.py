@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from transfer.layout import SpanTable
+from transfer.pool import allocate_pool
 
 POISON = 0xA5
 
@@ -19,16 +20,16 @@ def settle(pool: torch.Tensor) -> None:
 
 def random_pool(nbytes: int, seed: int, device: str) -> torch.Tensor:
     """Random bytes, the same for a seed wherever they are made on the same kind of device."""
-    generator = torch.Generator(device).manual_seed(seed)
-    pool = torch.empty(nbytes // 8, dtype=torch.int64, device=device)
-    pool.random_(generator=generator)
+    pool = allocate_pool((nbytes,), torch.uint8, device)
+    pool.view(torch.int64).random_(generator=torch.Generator(device).manual_seed(seed))
     settle(pool)
-    return pool.view(torch.uint8)
+    return pool
 
 
 def poisoned_pool(nbytes: int, device: str) -> torch.Tensor:
     """A destination in which unwritten bytes show."""
-    pool = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+    pool = allocate_pool((nbytes,), torch.uint8, device)
+    pool.fill_(POISON)
     settle(pool)
     return pool
 

@@ -131,6 +131,8 @@ def _draw(chart: Chart, path: Path) -> None:
         axes.plot(chart.x, values, marker="o", label=name)
     if chart.log_x:
         axes.set_xscale("log", base=2)
+    axes.set_xticks(chart.x, [f"{x:.3g}" for x in chart.x])
+    axes.minorticks_off()
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.set_ylim(bottom=0)

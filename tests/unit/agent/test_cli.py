@@ -11,6 +11,7 @@ import pytest
 
 from agent.cli import BUNDLED_MODELS, build_parser, parse_config
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+from transfer.engine import candidates
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,19 @@ def test_an_unknown_key_of_the_file_is_named(
         (["--proxy", "host:0"], "host:0"),
         (["--host", "0.0.0.0", "--proxy", "a:1"], "advertise_host"),
         (["--transfer", "pigeon"], "transfer"),
+        (["--device", "cuda:"], "device"),
+        (["--device", "tpu"], "device"),
     ],
 )
 def test_a_wrong_flag_or_value_is_named(
     argv: list[str], named: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert named in refused(["--model", model, *argv], capsys)
+
+
+@pytest.mark.parametrize(("device", "first"), [("cpu", None), ("cuda", 0), ("cuda:3", 3)])
+def test_an_agent_s_ranks_may_begin_at_any_gpu(device: str, first: int | None, model: str) -> None:
+    assert parse_config(["--model", model, "--device", device]).first_gpu == first
 
 
 def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,3 +147,8 @@ def test_the_module_exits_with_2_and_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
     assert b"nonsense" in done.stderr
+
+
+def test_every_backend_can_be_asked_for(model: str) -> None:
+    for name in ("auto", *candidates("auto")):
+        assert parse_config(["--model", model, "--transfer", name]).transfer == name

@@ -16,9 +16,9 @@ from agent.metrics import Metrics
 
 STATS = Stats(
     steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,
-    blocks_total=22, preemptions=8, pulls=9, pull_bytes=10, pull_descriptors=12, pull_seconds=0.5,
-    pull_failures={"timeout": 2}, verify_seconds=0.25, rebuilds=14, recomputes=1,
-    leases_ended={"expired": 3, "released": 4}, handshakes=13, integrity_errors=0,
+    blocks_total=22, preemptions=8, pulls=9, streamed_pulls=15, pull_bytes=10, pull_descriptors=12,
+    pull_seconds=0.5, pull_failures={"timeout": 2}, verify_seconds=0.25, rebuilds=14, recomputes=1,
+    leases_ended={"expired": 3, "released": 4}, handshakes=13, refusals={}, integrity_errors=0,
 )  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert page["kvferry_leases_ended_total", "expired"] == 3
     assert page["kvferry_leases_ended_total", "dropped"] == 0, "a cause is shown before it first occurs"
     assert page["kvferry_recomputes_total",] == 1
+    assert page["kvferry_streamed_transfers_total",] == 15
     latest.pop()
     assert ("kvferry_running",) not in samples(metrics)
 
@@ -65,6 +66,9 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     assert page["kvferry_phase_seconds_sum", "queue"] == 1.5
     assert page["kvferry_phase_seconds_count", "queue"] == 2
     assert page["kvferry_phase_seconds_count", "pull"] == 1
+    assert ("kvferry_phase_seconds_count", "pull_tail") not in page
+    metrics.finished(200, Timing(pull_s=2.5, pull_tail_s=0.25, pull_early_blocks=3, backend="tcp"))
+    assert samples(metrics)["kvferry_phase_seconds_sum", "pull_tail"] == 0.25
     assert page["kvferry_requests_total", "200"] == 2
 
 

@@ -76,14 +76,17 @@ async def announced(
             state=lifecycle.state, steps=0, load=load,
         )  # fmt: skip
 
-    announcer = Announcer(zmq.Context.shadow(context), make(context), lifecycle, describe, interval_s=0.05)
+    announcer = Announcer(
+        zmq.Context.shadow(context), make(context), lifecycle.changed, describe, interval_s=0.05
+    )
     pinging = asyncio.ensure_future(announcer.run())
     try:
         yield lifecycle, announcer, context
     finally:
         pinging.cancel()
         await asyncio.wait({pinging})
-        announcer.close(Incarnation("abc"))
+        announcer.say_bye(Incarnation("abc"))
+        announcer.close()
         context.destroy(linger=0)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from agent.messages import Failed, Output, Submit
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
+from transfer.first_tokens import FirstToken, FirstTokens
 
 NUM_BLOCKS = 20
 BASE = [1 + (7 * position) % 49 for position in range(40)]
@@ -66,6 +68,12 @@ class History(RuleBasedStateMachine):
             )
         )
 
+    @rule(prompt=prompts, max_tokens=st.integers(2, 10), n=st.integers(1, 3))
+    def consume_streamed(self, prompt: list[int], max_tokens: int, n: int) -> None:
+        name = self._name
+        kv = msgspec.structs.replace(remote(f"c-{name}", prompt), streamed=True)
+        self._submit(request(name, prompt, max_tokens=max_tokens, n=n, ignore_eos=True, remote=kv))
+
     @rule()
     def step(self) -> None:
         self.engine.step()
@@ -104,16 +112,22 @@ class History(RuleBasedStateMachine):
         start = pull.first_block * LIMITS.block_size
         if not pull.cancelled:
             self.runner.write(pull.block_ids, start, prompt[start:])
-        self.engine.connector.finish_pull(transfer_id)
+        self.engine.connector.finish_pull(transfer_id, self._first_tokens(transfer_id))
+
+    def _first_tokens(self, transfer_id: str) -> FirstTokens:
+        submit = self.submitted[transfer_id.removeprefix("c-")]
+        drawn = [next_token(submit.prompt_ids, choice) for choice in range(submit.sampling.n)]
+        return FirstTokens(choices=tuple(FirstToken(id=token) for token in drawn))
 
     @precondition(lambda self: self.engine.connector.pulls)
-    @rule(which=st.integers(0, 10**6), quiescent=st.booleans())
-    def pull_fails(self, which: int, quiescent: bool) -> None:
+    @rule(which=st.integers(0, 10**6), quiescent=st.booleans(), told=st.booleans())
+    def pull_fails(self, which: int, quiescent: bool, told: bool) -> None:
         transfer_id = self._pick(self.engine.connector.pulls, which)
         pull = self.engine.connector.pulls[transfer_id]
         if not quiescent:
             self.unquiet_blocks[transfer_id] = pull.block_ids[pull.first_block :]
-        self.engine.connector.fail_pull(transfer_id, quiescent=quiescent)
+        first = self._first_tokens(transfer_id) if told else None
+        self.engine.connector.fail_pull(transfer_id, quiescent=quiescent, first_tokens=first)
 
     @precondition(lambda self: self.engine.connector.unquiet)
     @rule(which=st.integers(0, 10**6))
@@ -186,7 +200,7 @@ class History(RuleBasedStateMachine):
             answer = expected_answer(submit.prompt_ids, choice, submit.sampling)
             if submit.produce is not None:
                 answer = answer[:1]
-            elif submit.remote is not None:
+            elif submit.prior:
                 answer = answer[1:]
             tokens = self.engine.tokens(name, choice)
             assert tokens == answer[: len(tokens)]

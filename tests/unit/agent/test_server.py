@@ -50,6 +50,15 @@ PREFILL = {
     "remote_port": None,
     "client_max_tokens": None,
 }
+STREAMED = {
+    "do_remote_prefill": True,
+    "streamed": True,
+    "transfer_id": "t1",
+    "remote_engine_id": "e" * 16,
+    "remote_host": "localhost",
+    "remote_port": 6301,
+    "remote_tp_size": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -298,6 +307,49 @@ async def test_two_legs_give_the_answer_of_one_agent(agent: Agent, path: str, st
         assert all("role" not in part.get("delta", {}) for part in parts)
         assert [begun["id"], *joined(parts, "token_ids")] == choice["token_ids"]
         assert [begun["margin"], *joined(parts, "margins")] == choice["margins"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_streamed_decode_leg_leaves_token_1_to_the_prefill_leg(
+    agent: Agent, path: str, stream: bool
+) -> None:
+    """Its engine says token 1 like any other; a whole answer has it, and a stream only names its ids."""
+    asked: dict[str, Any] = {"n": 2, "seed": 5, "return_token_ids": True, "stop": ["ps ov"], "max_tokens": 9}
+    asked |= {"logprobs": True, "top_logprobs": 2, "messages": CHAT} if "chat" in path else {"logprobs": 2}
+    whole = await agent.complete(path, **asked)
+    asked["kv_transfer_params"] = STREAMED
+    if not stream:
+        decode = await agent.complete(path, **asked)
+        assert (decode["choices"], decode["usage"]) == (whole["choices"], whole["usage"])
+        return
+    body = agent.body(stream=True, stream_options={"include_usage": True}, **asked)
+    async with agent.http.post(agent.url + path, json=body) as response:
+        first, *raw, done, _ = (await response.text()).split("\n\n")
+    assert done == "data: [DONE]"
+    assert first == ": first " + ",".join(str(choice["token_ids"][0]) for choice in whole["choices"])
+    events = [json.loads(event.removeprefix("data: ")) for event in raw]
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert all("role" not in part.get("delta", {}) for part in parts)
+        assert joined(parts, "token_ids") == choice["token_ids"][1:]
+        assert joined(parts, "margins") == choice["margins"][1:]
+        assert text_of(choice).endswith("".join(text_of(part) for part in parts))
+        assert [part["finish_reason"] for part in parts][-1] == choice["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"remote_engine_id": None}, {"first_tokens": [{"id": 1}]}, {"prompt_token_ids": [1]}]
+)
+async def test_a_streamed_leg_brings_where_and_nothing_that_it_cannot_know(
+    agent: Agent, wrong: dict[str, Any]
+) -> None:
+    status, answer, _ = await agent.post(
+        "/v1/completions", agent.body(kv_transfer_params={**STREAMED, **wrong})
+    )
+    assert status == 400
+    assert answer["error"]["param"] == f"kv_transfer_params.{next(iter(wrong))}"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -17,6 +17,8 @@ from proxy.record import Phase
 from proxy.server import RunningProxy, running_proxy
 from proxy.wire import Role
 from tests.standins.agents import StandInAgent
+
+A = TypeVar("A", bound=StandInAgent)
 
 FAST = {
     "connect_timeout_s": 2.0,
@@ -70,7 +72,10 @@ class Stage:
 
     async def agent(self, role: Role, **kwargs: Any) -> StandInAgent:
         """Start an agent and wait until the proxy has acked it."""
-        agent = StandInAgent(role, (self.discovery,), **kwargs)
+        return await self.bring(StandInAgent(role, (self.discovery,), **kwargs))
+
+    async def bring(self, agent: A) -> A:
+        """Start it, and wait until the proxy has acked it."""
         await self._stack.enter_async_context(agent)
         await agent.until(lambda: agent.acks)
         self.agents.append(agent)
@@ -107,11 +112,12 @@ class Stage:
         for agent in self.agents:
             await agent.until(lambda agent=agent: not agent.running)
             assert not agent.leases, f"{agent.role} still holds {agent.leases}"
-        assert services.slots.idle and not services.admission.waiting
-        services.admission.check_integrity()
+        fleet = self.proxy.fleet
+        assert fleet.slots.idle and not fleet.admission.waiting
+        fleet.admission.check_integrity()
         for phase in Phase:
             assert self.metric(f'kvferry_requests_in_flight{{phase="{phase}"}}') == 0, phase
-        services.registry.check_integrity()
+        fleet.registry.check_integrity()
 
 
 StartStage = Callable[..., Awaitable[Stage]]

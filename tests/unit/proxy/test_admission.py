@@ -82,7 +82,7 @@ def make_door(max_waiting: int = 8) -> Door:
     slots, rng = Slots(), Random(0)
     loads = Loads(slots, {"prefill": None, "decode": None})
     router = Router(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
-    return Door(Admission(slots, Metrics(lambda: agents), max_waiting), slots, router, agents)
+    return Door(Admission(slots, Metrics(), max_waiting), slots, router, agents)
 
 
 async def ticks(count: int = 5) -> None:
@@ -282,6 +282,5 @@ async def test_whatever_the_order_of_events_nothing_is_lost(door: Door, seed: in
 
 def test_a_pair_of_one_agent_is_held_once() -> None:
     node = snapshot(registration("both", 1)).nodes[0]
-    agents = snapshot(registration("both", 1))
-    hold = Hold(Pair(node, node), 3, Admission(Slots(), Metrics(lambda: agents), 1))
+    hold = Hold(Pair(node, node), 3, Admission(Slots(), Metrics(), 1).free)
     assert hold.slots() == {node.incarnation: 3}

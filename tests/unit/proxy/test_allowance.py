@@ -50,6 +50,25 @@ def test_a_refused_request_costs_nothing() -> None:
     assert refused(allowance, 1.5) is None
 
 
+def test_processes_that_tell_one_another_keep_one_limit() -> None:
+    """As the workers of one proxy do; those that hear do not tell in turn."""
+    both = [Allowance(Rate.parse("6/min"), Rate.parse("10/min")) for _ in range(2)]
+    told: list[tuple[int, int]] = []
+
+    def tell_second(requests: int, tokens: int) -> None:
+        told.append((requests, tokens))
+        both[1].take(requests, tokens, 0.0)
+
+    both[0].share(tell_second)
+    both[1].share(lambda *_: pytest.fail("an echo"))
+    for _ in range(6):
+        both[0].enter(0.0)
+    assert [refused(each, 0.0) for each in both] == [10, 10]
+    both[0].used(13, 0.0)
+    assert [refused(each, 10.0) for each in both] == [14, 14]
+    assert told == [(1, 0)] * 6 + [(0, 13)]
+
+
 @pytest.mark.parametrize("text", ["", "10", "0/s", "-1/s", "1.5/s", "10/day", "10 /s", "1e3/s"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate"):

@@ -38,7 +38,7 @@ class Setting:
     def __init__(self) -> None:
         self.now = 0.0
         self.registry = Registry()
-        self.metrics = Metrics(lambda: self.registry.snapshot(self.now))
+        self.metrics = Metrics()
         self.discovery = Discovery(self.registry, self.metrics, "proxy-1", lambda: self.now)
 
     def handle(self, *frames: bytes) -> bytes | None:

@@ -184,7 +184,7 @@ async def test_the_lost_agent_is_avoided_on_the_retry(stage: Stage, monkeypatch:
     await stage.pair()
     lost, _ = await stage.pair()
     avoided = []
-    router = stage.proxy.services.router
+    router = stage.proxy.fleet.router
     choose = router.choose
 
     def spy(snapshot: Any, ask: Any, avoid: frozenset[Any], *, apart: bool) -> Any:

@@ -38,7 +38,7 @@ def new_key() -> wire.ClusterKey:
 async def discovery(key: wire.ClusterKey | None) -> AsyncIterator[tuple[Registry, str]]:
     """A listening discovery socket; yields its registry and address."""
     registry, clock = Registry(), asyncio.get_running_loop().time
-    metrics = Metrics(lambda: registry.snapshot(clock()))
+    metrics = Metrics()
     listener = Discovery(registry, metrics, "proxy-1", clock, key)
     try:
         address = f"tcp://127.0.0.1:{listener.bind('127.0.0.1', 0)}"
@@ -211,7 +211,7 @@ async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.
 
     monkeypatch.setattr(AsyncioAuthenticator, "start", fail)
     registry = Registry()
-    listener = Discovery(registry, Metrics(lambda: registry.snapshot(0)), "p", lambda: 0.0, new_key())
+    listener = Discovery(registry, Metrics(), "p", lambda: 0.0, new_key())
     bound: list[str] = []
     monkeypatch.setattr(zmq.asyncio.Socket, "bind", lambda self, where: bound.append(where))
     with pytest.raises(zmq.ZMQError):

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
-from tests.standins.agents import Fault
+from proxy.config import ProxyConfig
+from proxy.upstream import Upstream
+from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -56,6 +61,22 @@ async def test_an_agents_refusal_brings_no_headers_either(stage: Stage) -> None:
     async with stage.post(BODY) as response:
         assert response.status == 422
         assert "of-the-agent" not in str(response.headers)
+
+
+async def test_the_clusters_token_goes_to_holders_of_the_key_alone() -> None:
+    """A server of another engine could use it on the agents."""
+    async with (
+        Upstream(ProxyConfig(), bearer="of-the-cluster") as upstream,
+        StandInAgent("both") as native,
+        StandInAgent("both", overrides={"dialect": "vllm-nixl"}) as other,
+    ):
+        by = asyncio.get_running_loop().time() + 10
+        for agent in (native, other):
+            info, body = agent.registration(), json.dumps(BODY).encode()
+            async with upstream.post(info, "/v1/completions", body, {}, headers_by=by, by=by) as answer:
+                await answer.body()
+        assert native.asked[0].headers["Authorization"] == "Bearer of-the-cluster"
+        assert "Authorization" not in other.asked[0].headers
 
 
 async def test_an_answer_that_a_browser_would_run_is_not_served(stage: Stage) -> None:

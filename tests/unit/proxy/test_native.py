@@ -11,9 +11,10 @@ import pytest
 
 from proxy import sse
 from proxy.dialects import native
-from proxy.errors import BadAnswer
+from proxy.errors import BadAnswer, InvalidRequest
 from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from proxy.openai_api import ClientRequest, parse_request
+from tests.unit.proxy.builders import registration
 
 IDS = Identity(
     request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99, traceparent="00-t"
@@ -86,6 +87,32 @@ def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
     assert json.loads(native.decode_body(asked, IDS, prefill.params)) == {
         **asked.body, "seed": 99, "kvferry_token_lines": True, "kv_transfer_params": PARAMS,
     }  # fmt: skip
+
+
+def test_a_streamed_decode_body_knows_only_where_the_kv_will_lie() -> None:
+    asked = request(stream=True, max_tokens=7)
+    prefill = registration("prefill", 8000, tp_size=2, control="tcp://[::1]:6301")
+    where = native.control_address(prefill)
+    assert where == ("::1", 6301)
+    assert json.loads(native.streamed_body(asked, IDS, prefill, where, TRANSFER)) == {
+        **asked.body, "seed": 99, "kvferry_token_lines": True,
+        "kv_transfer_params": {
+            "do_remote_prefill": True, "do_remote_decode": False, "streamed": True,
+            "transfer_id": TRANSFER, "remote_engine_id": prefill.incarnation, "remote_host": "::1",
+            "remote_port": 6301, "remote_tp_size": 2, "remote_dp_rank": 0,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("control", ["", "tcp://host", "tcp://:6301", "tcp://host:port", "tcp://[::1"])
+def test_a_control_address_that_makes_no_sense_is_none(control: str) -> None:
+    assert native.control_address(registration("prefill", 8000, control=control)) is None
+
+
+def test_the_first_tokens_are_told_by_an_event_without_data() -> None:
+    params = {**PARAMS, "first_tokens": [{"id": 5, "text": ""}, {"id": 50, "text": ""}]}
+    prefill = native.read_prefill_answer(answer(kv_transfer_params=params), request(n=2), TRANSFER)
+    assert native.first_tokens_event(prefill) == b": first 5,50\n\n"
 
 
 def test_a_resumed_decode_body_says_what_the_client_has() -> None:
@@ -216,3 +243,12 @@ def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
     """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
     with pytest.raises(BadAnswer):
         native.read_prefill_answer(raw, request(), TRANSFER)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": ["a", "b"]}, {"prompt_logprobs": 0}, {"use_beam_search": True}], ids=str
+)
+def test_what_no_agent_can_answer_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        native.check(request(**fields))
+    assert caught.value.param in fields

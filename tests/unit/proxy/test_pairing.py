@@ -46,8 +46,18 @@ def test_an_agent_pairs_with_itself_whatever_it_can_transfer() -> None:
     assert mismatch(agent, agent) is None
 
 
+def test_what_the_agents_found_out_themselves_keeps_these_two_apart_for_good() -> None:
+    """A new start of either is another incarnation, and gets another chance."""
+    prefill, other = registration("prefill", 1), registration("prefill", 3)
+    decode = registration("decode", 2, refusals={prefill.incarnation: "verify_kv: theirs off, ours on"})
+    assert mismatch(prefill, decode) is Mismatch.REFUSED
+    assert mismatch(other, decode) is None
+    (pair,) = refused_pairs(snapshot(prefill, other, decode))
+    assert pair.text == "refused at their first contact: verify_kv: theirs off, ours on"
+
+
 def test_refused_pairs_are_listed_while_both_are_up() -> None:
     prefill, misfit = registration("prefill", 1), registration("decode", 2, layout="other")
-    agents = (prefill, misfit, registration("decode", 3))
+    agents = (prefill, misfit, registration("decode", 3), registration("decode", 4, model="other"))
     assert list(refused_pairs(snapshot(*agents))) == [(prefill, misfit, Mismatch.LAYOUT)]
     assert not list(refused_pairs(snapshot(*agents, state=NodeState.DRAINING)))

@@ -13,7 +13,6 @@ from proxy.history import History
 from proxy.ids import RequestId
 from proxy.metrics import Metrics
 from proxy.record import Record
-from proxy.registry import Snapshot
 from proxy.reply import EventStream
 
 EVENT = b'data: {"choices": [{"index": 0, "text": "7"}]}\n\n'
@@ -27,7 +26,7 @@ async def later(*items: bytes) -> AsyncGenerator[bytes, None]:
 @pytest.mark.parametrize(("last", "status"), [(EVENT, "499"), (EVENT + sse.DONE, "200")])
 async def test_a_client_is_served_once_it_has_done(last: bytes, status: str) -> None:
     """Clients hang up on `[DONE]` without waiting for the end of the body: that is not leaving early."""
-    metrics = Metrics(lambda: Snapshot((), frozenset()))
+    metrics = Metrics()
     record = Record("completions", RequestId("r"), metrics, History())
     deadline = asyncio.get_running_loop().time() + 10
     with pytest.raises(asyncio.CancelledError):

@@ -268,3 +268,38 @@ def test_without_a_decode_agent_a_short_prompt_waits_like_any_other() -> None:
     slots, agents = Slots(), limited_fleet(1, 1)
     full(slots, agents, 200)
     assert make_router(slots=slots, split_min_tokens=10).choose(agents, asked()) is NoPair.FULL
+
+
+def streaming_pair(policy: PolicyName = "round_robin", least: int | None = 64, **decode: Any) -> Any:
+    """A function that tells whether a request's KV is pulled while its prompt is computed."""
+    loads = Loads(Slots(), {})
+    router = Router(make_policy(policy, Random(1)), make_policy("round_robin", Random(1)), loads, 0, least)
+    agents = snapshot(
+        registration("prefill", 1, prefill_chunk=100), registration("decode", 2, load=load(**decode))
+    )
+
+    def streamed(tokens: int) -> bool:
+        pair = router.choose(agents, asked(prompt=[7] * tokens))
+        assert isinstance(pair, Pair)
+        return pair.streamed
+
+    return streamed
+
+
+@pytest.mark.parametrize(
+    ("least", "tokens", "streamed"),
+    [(64, 63, False), (64, 64, True), (None, 100, False), (None, 101, True), (0, 5000, False)],
+)
+def test_a_long_prompt_is_pulled_while_it_is_computed(least: int | None, tokens: int, streamed: bool) -> None:
+    """Long is what takes the prefill agent more than one chunk, unless a number is given."""
+    assert streaming_pair(least=least)(tokens) is streamed
+
+
+def test_what_the_prefill_agent_has_seen_need_not_be_computed() -> None:
+    streamed = streaming_pair("prefix_aware", least=128)
+    assert [streamed(192), streamed(192), streamed(384)] == [True, False, True]
+
+
+@pytest.mark.parametrize(("free", "total", "streamed"), [(50, 100, True), (49, 100, False), (0, 0, False)])
+def test_nothing_is_set_aside_early_where_room_is_scarce(free: int, total: int, streamed: bool) -> None:
+    assert streaming_pair(kv_blocks_free=free, kv_blocks_total=total)(64) is streamed

@@ -38,7 +38,7 @@ def start_stream(stage: Stage, body: dict[str, Any]) -> asyncio.Task[Any]:
 
 async def until_waiting(stage: Stage, count: int) -> None:
     async with asyncio.timeout(5):
-        while stage.proxy.services.admission.waiting != count:
+        while stage.proxy.fleet.admission.waiting != count:
             await asyncio.sleep(0.005)
 
 

@@ -10,13 +10,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transfer.backends.cuda_ipc_kernel import BLOCK_WORDS, NUM_WARPS, gather
+from transfer.backends.cuda_ipc_kernel import gather
+from transfer.backends.cuda_ipc_settings import CudaIpcSettings
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def assembly(aligned: bool) -> str:
     """The kernel's PTX. Raises what Triton raises if the assembler does not take it."""
+    settings = CudaIpcSettings()
     source = ASTSource(
         fn=gather,
         signature={
@@ -26,10 +28,10 @@ def assembly(aligned: bool) -> str:
             "ALIGNED": "constexpr",
             "BLOCK": "constexpr",
         },
-        constexprs={"ALIGNED": aligned, "BLOCK": BLOCK_WORDS},
+        constexprs={"ALIGNED": aligned, "BLOCK": settings.block_words},
         attrs={(0,): [["tt.divisibility", 16]]},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": NUM_WARPS})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": settings.num_warps})
     assert compiled.asm["cubin"]
     return str(compiled.asm["ptx"])
 

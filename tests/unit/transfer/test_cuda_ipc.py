@@ -252,6 +252,8 @@ def test_settings_bound_the_share_of_the_gpu() -> None:
     assert CudaIpcSettings(sm_share=0.001).num_programs(132) == 1
     with pytest.raises(ValueError, match="sm_share"):
         parse_settings({"sm_share": "1.5"})
+    with pytest.raises(ValueError, match="num_warps"):
+        parse_settings({"num_warps": "24"})
     with pytest.raises(ValueError, match="unknown option"):
         parse_settings({"share": "1"})
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from transfer.first_tokens import FirstToken, FirstTokens
 from transfer.ids import Incarnation, TransferId
 from transfer.lease import Denied, DuplicateTransfer, Effect, Freed, Grant, LeaseTable, NotYet, Reply
 
@@ -46,6 +47,16 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     assert only_answer(ask(table, 1.0)) == Grant(True, 0, (5, 6, 7), 40, "hash")
     assert table.release(2.0, T, READER, True) == (True, [Freed(T, "released")])
     assert table.leased == 0
+
+
+def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
+    table, first = filling(max_blocks=1), FirstTokens(choices=(FirstToken(id=3),))
+    table.advance(0.0, T, 1)
+    table.tell(T, first)
+    assert only_answer(ask(table, 1.0)).first_tokens is None
+    table.ready(2.0, T)
+    assert only_answer(ask(table, 2.0, have=1)).first_tokens is None
+    assert only_answer(ask(table, 2.0, have=2)).first_tokens == first
 
 
 def test_more_blocks_than_fit_an_answer_are_told_in_turn() -> None:

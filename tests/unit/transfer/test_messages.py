@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.transfer.rig import GEOMETRY
 from transfer import messages as wire
+from transfer.first_tokens import MAX_ALTERNATIVES, MAX_CHOICES, FirstToken, FirstTokens
 from transfer.messages import BadFrame, EngineDescription
 
 DESCRIPTION = EngineDescription(engine=b"\x00e", regions=(b"\xffr",))
@@ -44,6 +45,24 @@ ANSWERS = [
         lease_s=10.0,
         ids_hash="x",
         checksums=b"\xff" * 64,
+    ),
+    wire.Opened(
+        **HEAD,
+        transfer_id="t",
+        state="ready",
+        first_block=0,
+        block_ids=tuple(range(wire.max_blocks(0))),  # with first tokens of every kind it still fits
+        num_tokens=1 << 21,
+        lease_s=10.0,
+        ids_hash="x",
+        checksums=b"",
+        first_tokens=FirstTokens(
+            choices=tuple(
+                FirstToken(id=token, logprob=-0.1, top=((token, -0.1),) * MAX_ALTERNATIVES)
+                for token in range(MAX_CHOICES)
+            ),
+            cached_tokens=16,
+        ),
     ),
     wire.Pending(**HEAD, transfer_id="t"),
     wire.Gone(**HEAD, transfer_id="t", reason="expired"),

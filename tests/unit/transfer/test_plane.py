@@ -20,6 +20,7 @@ from transfer.connector import (
     SchedulerConnector,
 )
 from transfer.engine import PeerUnreachable, usable
+from transfer.first_tokens import FirstToken, FirstTokens
 from transfer.ids import new_transfer_id
 from transfer.layout import KVGeometry
 from transfer.lease import LeaseTable
@@ -101,6 +102,57 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
         prefill.plane.ready(transfer_id)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks() -> None:
+    """Design §5, streamed mode."""
+    first = FirstTokens(choices=(FirstToken(id=7, logprob=-0.5), FirstToken(id=8, finish="stop")))
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        transfer_id = new_transfer_id()
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "hash")
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.advance(transfer_id, 2)
+        prefill.plane.ready(transfer_id, first)
+        assert (await decode.event(PullDone)).first_tokens == first
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_another_prompt_under_the_same_id_is_noticed_before_anything_is_read() -> None:
+    """A reader that encoded the prompt itself compares its hash with the producer's."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        before = decode.heads(OURS[0]).clone()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "another")
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.quiescent) == ("mismatch", True)
+        assert decode.heads(OURS[0]).equal(before)
+        assert (await prefill.event(LeaseEnded)).cause == "released"
+
+
+async def test_a_prefill_may_outlast_the_time_that_moving_may_take() -> None:
+    """I5: both have their deadlines, one after the other."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        slow, dead = new_transfer_id(), new_transfer_id()
+        decode.plane.pull(slow, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=30.0)
+        decode.plane.pull(dead, prefill.remote(4), [15], 0, 0.3, fill_s=0.3)
+        prefill.plane.register(slow, THEIRS, TOKENS, "hash", 30.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.transfer_id, failed.reason) == (dead, "deadline")
+        prefill.plane.ready(slow)
+        assert (await decode.event(PullDone)).transfer_id == slow
+
+
+async def test_once_the_prefill_has_ended_moving_may_take_no_longer_than_it_may() -> None:
+    """Even if the rank that reads has stopped to say anything."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        known = prefill.lend([11], 4)
+        decode.plane.pull(known, prefill.remote(4), [12], 0, 10.0)
+        await decode.event(PullDone)
+        decode.workers[0].close()
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=600.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.quiescent) == ("deadline", False)
 
 
 async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pause(
@@ -363,6 +415,26 @@ async def test_other_weights_are_refused() -> None:
         assert (failed.reason, failed.detail) == ("refused", "weights: theirs other, ours w")
 
 
+async def test_a_producer_that_refused_us_is_not_asked_again() -> None:
+    async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
+        held = prefill.lend([9], 4)
+        decode.plane.hold(held, prefill.remote(4), 10.0)
+        for _ in range(2):
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            assert (await decode.event(PullFailed)).reason == "refused"
+        assert decode.plane.stats().refusals == {prefill.config.incarnation: "weights: theirs other, ours w"}
+        decode.plane.cancel(held)
+
+
+async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        remote = prefill.remote(TOKENS, engine_id="of-an-earlier-life")
+        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "incarnation"
+        (why,) = decode.plane.stats().refusals.values()
+        assert prefill.config.incarnation in why and "of-an-earlier-life" in why
+
+
 @needs_nixl
 async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
@@ -478,6 +550,23 @@ async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
         assert (await decode.event(PullDone)).backend == "tcp"
         assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+@needs_nixl
+async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nixl does not connect, and the others are not theirs: another time nixl may."""
+
+    def unreachable(peer: object) -> bool:
+        raise PeerUnreachable("no path")
+
+    monkeypatch.setattr("transfer.backends.nixl.NixlPeer.poll", unreachable)
+    async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="auto") as decode:
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert (failed.reason, failed.detail) == ("refused", "transfers: theirs nixl, ours tcp")
+        assert decode.plane.stats().refusals == {}
 
 
 async def test_a_plane_can_be_closed_after_its_ranks() -> None:

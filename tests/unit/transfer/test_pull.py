@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from transfer.aggregate import Outcome
 from transfer.events import PullDone, PullFailed, PullQuiescent
+from transfer.first_tokens import FirstToken, FirstTokens
 from transfer.ids import TransferId
 from transfer.lease import Grant
 from transfer.pull import (
@@ -63,7 +65,9 @@ def test_decoding_may_start_only_after_the_producers_proof() -> None:
     pull = reading()
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
     (done,) = events(pull.released(5.0, True))
-    assert done == PullDone(transfer_id="t", backend="tcp", nbytes=100, descriptors=3, wait_s=1.0, pull_s=3.0)
+    assert done == PullDone(
+        transfer_id="t", backend="tcp", nbytes=100, descriptors=3, wait_s=1.0, pull_s=3.0, tail_s=3.0
+    )
     assert pull.over
 
 
@@ -80,6 +84,28 @@ def test_chunks_are_read_as_they_come_and_the_proof_is_asked_for_after_the_last(
     assert pull.opened(3.0, grant((4, 5), first=1)) == [Read(1, (11, 12), (4, 5))]
     assert pull.read_ended(1, GOOD) == []
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
+
+
+def test_what_was_here_before_the_prefill_ended_is_told_apart() -> None:
+    """Only what is left then is waited for by anybody."""
+    pull = opening()
+    pull.opened(2.0, grant((3,), ready=False))
+    pull.read_ended(0, GOOD)
+    pull.opened(3.0, grant((4,), first=1, ready=False))
+    pull.opened(6.0, grant((5,), first=2))
+    pull.read_ended(1, GOOD)
+    pull.read_ended(2, GOOD)
+    (done,) = events(pull.released(7.0, True))
+    assert (done.early_blocks, done.tail_s, done.pull_s) == (1, 1.0, 5.0)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_the_first_tokens_are_passed_on_even_if_the_kv_is_lost(valid: bool) -> None:
+    pull, first = opening(), FirstTokens(choices=(FirstToken(id=9),), cached_tokens=16)
+    pull.opened(2.0, replace(grant((3, 4, 5)), first_tokens=first))
+    pull.read_ended(0, GOOD)
+    (end,) = events(pull.released(3.0, valid))
+    assert end.first_tokens == first
 
 
 def test_a_chunk_that_arrives_early_does_not_end_the_pull() -> None:

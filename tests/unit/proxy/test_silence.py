@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from proxy.legs import LOOK_INTERVAL_S, Legs
-from proxy.registry import STALL_S, Registry
+from proxy.config import ProxyConfig
+from proxy.history import History
+from proxy.local_fleet import LocalFleet
+from proxy.metrics import Metrics
+from proxy.registry import STALL_S
+from proxy.silence import LOOK_INTERVAL_S, OpenLegs
 from proxy.wire import NODE_EXPIRY_S, Register
 from tests.standins.agents import Fault
 from tests.unit.proxy.builders import load, registration
@@ -76,20 +80,37 @@ class Read:
         self.ended += 1
 
 
+class Stopwatch:
+    """A clock that goes as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def registry() -> Registry:
+def clock() -> Stopwatch:
+    return Stopwatch()
+
+
+@pytest.fixture
+def fleet(clock: Stopwatch) -> LocalFleet:
     """A decode agent heard at second 0 with something running."""
-    made = Registry()
-    made.register(busy(steps=1), 0.0)
+    made = LocalFleet(ProxyConfig(), Metrics(), History(), clock)
+    made.registry.register(busy(steps=1), 0.0)
     return made
 
 
-def looked_at(registry: Registry, since: float | None, now: float, movable: bool = True) -> bool:
+async def looked_at(fleet: LocalFleet, since: float | None, now: float, movable: bool = True) -> bool:
     """Whether a wait for the busy agent is ended, once, when all legs are looked at twice."""
-    legs, wait = Legs(), Read(since)
+    assert isinstance(fleet.clock, Stopwatch)
+    fleet.clock.now = now
+    legs, wait = OpenLegs(), Read(since)
     with legs.open(busy(steps=1), lambda: movable) as leg, leg.watched(wait):
-        legs.look(registry, now)
-        legs.look(registry, now)
+        await legs.look(fleet, now)
+        await legs.look(fleet, now)
         assert leg.given_up == bool(wait.ended)
     assert wait.ended < 2
     return wait.ended == 1
@@ -104,11 +125,11 @@ def looked_at(registry: Registry, since: float | None, now: float, movable: bool
         (None, NODE_EXPIRY_S, False),  # nobody waits: the client reads slowly
     ],
 )
-def test_only_quiet_legs_of_lost_agents_are_given_up(
-    registry: Registry, since: float | None, now: float, ended: bool
+async def test_only_quiet_legs_of_lost_agents_are_given_up(
+    fleet: LocalFleet, since: float | None, now: float, ended: bool
 ) -> None:
-    registry.register(registration("decode", PORT + 1), now)
-    assert looked_at(registry, since, now) == ended
+    fleet.registry.register(registration("decode", PORT + 1), now)
+    assert await looked_at(fleet, since, now) == ended
 
 
 @pytest.mark.parametrize(
@@ -118,57 +139,50 @@ def test_only_quiet_legs_of_lost_agents_are_given_up(
         (registration("both", PORT + 1), True),
         (registration("prefill", PORT + 1), False),
         (registration("decode", PORT + 1, model="another"), False),
+        (registration("decode", PORT + 1, dialect="sglang"), False),
         (registration("decode", PORT + 1, state="draining"), False),
-        (busy(steps=1), False),
+        (None, False),
     ],
 )
-def test_where_nobody_else_serves_an_agent_is_waited_for(
-    registry: Registry, other: Register, ended: bool
+async def test_where_nobody_else_serves_an_agent_is_waited_for(
+    fleet: LocalFleet, other: Register | None, ended: bool
 ) -> None:
     """It may only be slow, and the deadlines hold all the same."""
-    now = NODE_EXPIRY_S
-    if other.incarnation != AGENT:
-        registry.register(other, now)
-    assert looked_at(registry, 0.0, now) == ended
+    if other is not None:
+        fleet.registry.register(other, NODE_EXPIRY_S)
+    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S) == ended
 
 
-def test_a_leg_that_may_not_go_elsewhere_waits(registry: Registry) -> None:
+async def test_a_leg_that_may_not_go_elsewhere_waits(fleet: LocalFleet) -> None:
     """A request without another try would only fail sooner."""
-    registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
-    assert not looked_at(registry, 0.0, NODE_EXPIRY_S, movable=False)
-    assert looked_at(registry, 0.0, NODE_EXPIRY_S)
+    fleet.registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
+    assert not await looked_at(fleet, 0.0, NODE_EXPIRY_S, movable=False)
+    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S)
 
 
-def test_an_engine_that_stands_still_for_long_is_given_up_too(registry: Registry) -> None:
+async def test_an_engine_that_stands_still_for_long_is_given_up_too(fleet: LocalFleet) -> None:
     for second in range(int(STALL_S)):
-        registry.register(registration("decode", PORT + 1), second)
-        assert not looked_at(registry, 0.0, second)
-        registry.register(busy(steps=1), second)
-    assert looked_at(registry, 0.0, STALL_S)
-    registry.register(busy(steps=2), STALL_S)
-    assert not looked_at(registry, 0.0, STALL_S)
+        fleet.registry.register(registration("decode", PORT + 1), second)
+        assert not await looked_at(fleet, 0.0, second)
+        fleet.registry.register(busy(steps=1), second)
+    assert await looked_at(fleet, 0.0, STALL_S)
+    fleet.registry.register(busy(steps=2), STALL_S)
+    assert not await looked_at(fleet, 0.0, STALL_S)
 
 
-async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(registry: Registry) -> None:
+async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(
+    fleet: LocalFleet, clock: Stopwatch
+) -> None:
     """When it wakes, the pings of that time are still to be read."""
-    registry.register(registration("decode", PORT + 1), 60.0)
-    times = iter([0.0, 60.0])
-    asked_twice = asyncio.Event()
-
-    def clock() -> float:
-        now = next(times, None)
-        if now is None:
-            asked_twice.set()
-            return 60.0 + LOOK_INTERVAL_S
-        return now
-
-    legs, wait = Legs(), Read(0.0)
-    watching = asyncio.ensure_future(legs.run(registry, clock))
+    legs, wait = OpenLegs(), Read(0.0)
+    watching = asyncio.ensure_future(legs.run(fleet, clock))
     with legs.open(busy(steps=1), lambda: True) as leg, leg.watched(wait):
+        await asyncio.sleep(0)  # it has noted the time
+        clock.now = 60.0
+        fleet.registry.register(registration("decode", PORT + 1), clock.now)
         await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
-        assert not leg.given_up and not asked_twice.is_set()
+        assert not leg.given_up
         async with asyncio.timeout(5):
-            await asked_twice.wait()
             while not leg.given_up:
                 await asyncio.sleep(0.01)
     watching.cancel()

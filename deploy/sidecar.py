@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry agent --attach URL`: speaks for a running vLLM, SGLang or ATOM server, which does not ping itself.
+
+It watches the server's health, load and restarts, announces it to proxies every second like any agent, and
+says goodbye for it when it goes down, under the same cluster key as all agents. It serves nothing itself:
+requests go to the server directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import msgspec
+import uvloop
+import zmq
+
+from agent.logs import configure_logging
+from agent.ping import Announcer
+from proxy.engine_server import EngineDialect, EngineServer, TransferMode
+from proxy.engine_watch import EngineWatch
+from proxy.flags import parse_flags
+from proxy.wire import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarConfig:
+    """What a sidecar is told.
+
+    Args:
+        attach: Base URL of the server's OpenAI API, as this process reaches it.
+        advertise_url: The same as proxies must dial it; the URL of --attach when not given.
+        role: Which legs of a request the server takes.
+        dialect: The protocol between its engine and a router.
+        proxy: Discovery addresses (HOST:PORT) of the proxies to announce it to.
+        kv_host: Where its peers reach it for KV; the advertised URL's host when not given.
+        bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
+        handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM).
+        notify_port: Port for notifications of KV transfers (MoRIIO).
+        tp_size: Tensor-parallel size.
+        dp_size: Data-parallel size.
+        transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
+        model: Which of the models that it lists to serve; the first when not given.
+        max_running: Most sequences that it runs at once; unlimited when not given.
+        cluster_key: File made by `kvferry keygen`, the same as the proxies'.
+        log_level: Least severe log line written.
+    """
+
+    attach: str = ""
+    advertise_url: str | None = None
+    role: Role = "both"
+    dialect: EngineDialect | None = None
+    proxy: tuple[str, ...] = ()
+    kv_host: str | None = None
+    bootstrap_port: int | None = None
+    handshake_port: int | None = None
+    notify_port: int | None = None
+    tp_size: int = 1
+    dp_size: int = 1
+    transfer_mode: TransferMode | None = None
+    model: str | None = None
+    max_running: int | None = None
+    cluster_key: Path | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("attach", "dialect", "proxy"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} must be given")
+        for address in self.proxy:
+            host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) <= 65535):
+                raise ValueError(f"proxy must be HOST:PORT, got {address!r}")
+        self.server()
+
+    def server(self) -> EngineServer:
+        """The server as proxies must know it. Raises `ValueError` that names what is wrong."""
+        fields = {name: getattr(self, name) for name in EngineServer.__struct_fields__ if name != "url"}
+        return msgspec.convert({**fields, "url": self.advertise_url or self.attach}, EngineServer)
+
+
+class Sidecar:
+    """What the watch has said and proxies have not heard yet. A server that is not seen is not pinged for."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: SidecarConfig, key: ClusterKey | None
+    ) -> None:
+        self._news = asyncio.Event()
+        self._latest: Register | None = None
+        self._announcer = Announcer(context, config.proxy, self._news, self._take, key=key)
+        self._watch = EngineWatch(config.server(), self._say, at=config.attach)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Watch and announce until `stop` is set, then say goodbye."""
+        try:
+            async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._watch.run(http)), tasks.create_task(self._announcer.run())]
+                await stop.wait()
+                for task in running:
+                    task.cancel()
+            self._watch.leave("is not spoken for any more")
+        finally:
+            self._announcer.close()
+
+    def _say(self, message: Register | Bye) -> None:
+        if isinstance(message, Bye):
+            self._latest = None
+            self._announcer.say_bye(Incarnation(message.incarnation))
+        else:
+            self._latest = message
+            self._news.set()
+
+    def _take(self, _: int) -> Register | None:
+        latest, self._latest = self._latest, None
+        return latest
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until SIGTERM or SIGINT. Returns the exit status; a wrong command line exits with 2."""
+    config = parse_flags(
+        SidecarConfig,
+        argv,
+        prog="kvferry agent",
+        description="Announce a running server of another engine to proxies, and watch it.",
+    )
+    configure_logging("sidecar", config.log_level)
+    try:
+        key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
+        uvloop.run(_run(config, key))
+    except (OSError, BadClusterKey) as error:
+        print(f"kvferry agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run(config: SidecarConfig, key: ClusterKey | None) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    # Leaving the context waits until goodbyes have left, or for their short linger.
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        await Sidecar(context, config, key).run(stop)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dialects there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from proxy.config import ProxyConfig
+from proxy.dialects import native
+from proxy.dialects.atom import Atom
+from proxy.dialects.base import Dialect
+from proxy.dialects.sglang import Sglang
+from proxy.dialects.vllm_mooncake import VllmMooncake
+from proxy.dialects.vllm_moriio import VllmMoriio
+from proxy.dialects.vllm_nixl import VllmNixl
+
+_OTHERS: tuple[type[Dialect], ...] = (Atom, Sglang, VllmMooncake, VllmMoriio, VllmNixl)
+SUPPORTED = frozenset({native.NAME} | {dialect.name for dialect in _OTHERS})
+SERVING_ALONE = frozenset({native.NAME} | {dialect.name for dialect in _OTHERS if dialect.serves_alone})
+
+
+def other_dialects(config: ProxyConfig) -> Mapping[str, Dialect]:
+    """The dialects of other engines, by name, as this proxy is configured."""
+    made = (
+        Atom(),
+        Sglang(),
+        VllmMooncake(),
+        VllmMoriio(lease_s=config.moriio_lease_s),
+        VllmNixl(lease_s=config.nixl_lease_s),
+    )
+    return {dialect.name: dialect for dialect in made}

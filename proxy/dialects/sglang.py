@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang, whatever its transfer backend: the same body to both servers at once, which meet in a room.
+
+Source: SGLang 0.5.23 (`vllm-sglang.md` §4.1, §4.9, §4.10). The prefill server draws token 1 with the client's
+settings and ships it with the KV. A prefill server's `control` is its bootstrap server's URL. A room must
+never be used twice, and with `follow_bootstrap_room` the prefill's rank is the room modulo its number of
+ranks, so that is the rank which is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from proxy import sse
+from proxy.dialects.base import (
+    Dialect,
+    Ends,
+    Leg,
+    Part,
+    Peer,
+    Prefilled,
+    Shape,
+    leg_headers,
+    refuse,
+    refuse_ranking,
+    traceable_id,
+)
+from proxy.errors import BadAnswer, InvalidRequest, error_object
+from proxy.openai_api import ClientRequest
+
+NAME = "sglang"
+_ENGINE = "SGLang servers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sglang(Dialect):
+    """A server of a pair takes no request without a room, so nothing is served by one alone."""
+
+    name: ClassVar[str] = NAME
+    serves_alone: ClassVar[bool] = False
+
+    def check(self, request: ClientRequest) -> None:
+        """Refuse the prompt's logprobs too: they stay behind at the prefill server."""
+        refuse_ranking(request, _ENGINE)
+        refuse(request, _ENGINE, "prompt_logprobs")
+        if request.undivided:
+            raise InvalidRequest(f"echo with logprobs is not supported with {_ENGINE}", param="echo")
+
+    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+        """Each waits for the other."""
+        return Shape.CONCURRENT
+
+    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+        """Streamed or not, as the client asked: the prefill server itself sees to one token."""
+        headers = leg_headers(part, traceable_id(part), ends.prefill_rank)
+        return Leg(path=part.path, headers=headers, body=_body(part, ends))
+
+    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+        """Its token has gone to the decode server; only a failure is of interest."""
+        if part.request.stream:
+            if sse.holds_error(raw):
+                raise BadAnswer("the prefill server's stream holds an error")
+        elif (error := error_object(raw)) is not None:
+            raise BadAnswer(f"the prefill server failed: {error.get('message', 'no reason given')}")
+        return Prefilled()
+
+    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+        """The prefill leg's very body."""
+        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
+        return Leg(path=part.path, headers=headers, body=_body(part, ends))
+
+    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+        """Never asked for: `serves_alone` is false."""
+        raise NotImplementedError
+
+
+def _body(part: Part, ends: Ends) -> bytes:
+    bootstrap = urlsplit(ends.prefill.control)
+    meeting: dict[str, Any] = {
+        "bootstrap_host": bootstrap.hostname,
+        "bootstrap_port": bootstrap.port,
+        "bootstrap_room": part.room,
+    }
+    if ends.prefill_rank is not None:
+        meeting["disagg_prefill_dp_rank"] = ends.prefill_rank
+    return msgspec.json.encode(part.body | meeting)

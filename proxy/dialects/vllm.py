@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's connectors have in common: how a prefill leg is pared down, and how its answer is read.
+
+Source: vLLM 0.33.0, read for `vllm-sglang.md` §1.9 and §7.1. A vLLM decode server draws token 1 itself, so
+the prefill leg's token is thrown away: what only shapes that token, or could end the answer with it, is left
+out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by its length and hands over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from proxy.dialects.base import Dialect, Leg, Part, leg_headers, refuse_ranking, traceable_id
+from proxy.errors import BadAnswer
+from proxy.openai_api import ClientRequest
+
+ENGINE = "vLLM servers"
+HAND_OVER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+NULL = msgspec.Raw(b"null")
+FETCH: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True}
+
+_OF_NO_USE_TO_PREFILL = frozenset(
+    {
+        "best_of",
+        "echo",
+        "logprobs",
+        "min_completion_tokens",
+        "prompt_logprobs",
+        "repetition_detection",
+        "response_format",
+        "return_token_ids",
+        "stop",
+        "stream_options",
+        "structured_outputs",
+        "top_logprobs",
+        "use_beam_search",
+    }
+)
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: msgspec.Raw = NULL
+
+
+class PrefillAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill server's answer, as far as it matters."""
+
+    choices: tuple[_Choice, ...]
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def prompt_tokens_details(self) -> bytes:
+        """The JSON in its usage that says how much of the prompt was cached there."""
+        return bytes(self.usage.prompt_tokens_details if self.usage else NULL)
+
+
+class VllmDialect(Dialect):
+    """What all connectors share: what is refused, and a request to one server alone."""
+
+    def check(self, request: ClientRequest) -> None:
+        """Refuse what would need choices to be compared with each other."""
+        refuse_ranking(request, ENGINE)
+
+    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+        """An ordinary request."""
+        headers = leg_headers(part, traceable_id(part), rank)
+        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(part.body))
+
+
+def prefill_body(part: Part, params: dict[str, Any]) -> bytes:
+    """The prefill leg's body: the prompt and all that changes how it is rendered, for one token."""
+    body = {name: value for name, value in part.body.items() if name not in _OF_NO_USE_TO_PREFILL}
+    body |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return msgspec.json.encode(body)
+
+
+def decode_body(part: Part, params: dict[str, Any] | None) -> bytes:
+    """The client's own body, and where the KV is; without `params` the decode server computes the prompt."""
+    told = {} if params is None else {"kv_transfer_params": params}
+    return msgspec.json.encode(part.body | told)
+
+
+def read_prefill(raw: bytes) -> PrefillAnswer:
+    """Type a prefill server's answer. Raises `BadAnswer`."""
+    try:
+        return msgspec.json.decode(raw, type=PrefillAnswer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
+
+
+def require_length(answer: PrefillAnswer) -> None:
+    """Raise `BadAnswer` unless the prefill ended by its length.
+
+    These connectors hand nothing over otherwise, and the decode server would wait for minutes (vLLM #46008).
+    """
+    reason = answer.choices[0].finish_reason if answer.choices else None
+    if reason != "length":
+        raise BadAnswer(f"the prefill server ended with {reason!r} and hands no KV over")

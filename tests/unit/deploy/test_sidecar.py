@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry agent --attach`: a process beside a server of another engine, and proxies that hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli import main as kvferry
+from deploy.keygen import main as keygen
+from proxy.config import ProxyConfig
+from proxy.refusals import Refusal
+from proxy.registry import Node
+from proxy.server import RunningProxy, running_proxy
+from tests.standins.engine_server import StandInServer
+
+DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def sidecar(server: StandInServer, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    words = ("agent", "--attach", server.url, "--dialect", "vllm-nixl", "--role", "prefill", *args)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "deploy.cli", *words, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+def nodes(proxy: RunningProxy) -> list[Node]:
+    return list(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes)
+
+
+def said_bye(proxy: RunningProxy, node: Node) -> bool:
+    """Whether it left with a goodbye, not by falling silent: then its pings are not believed any more."""
+    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is Refusal.RETIRED
+
+
+async def until(claim: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not claim():
+            await asyncio.sleep(0.02)
+
+
+async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: Path) -> None:
+    """Under the cluster key; row 4 of vllm-sglang §5: a restarted server is another one."""
+    key = tmp_path / "cluster.key"
+    assert keygen([str(key)]) == 0
+    config = ProxyConfig(port=0, discovery_port=0, cluster_key=key)
+    async with running_proxy(config) as proxy, StandInServer() as server:
+        where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--advertise-url", "http://10.0.0.1:8200")
+        async with (
+            sidecar(server, *where) as stranger,
+            sidecar(server, *where, "--cluster-key", str(key), "--max-running", "9") as child,
+        ):
+            await until(lambda: nodes(proxy))
+            [node] = nodes(proxy)
+            assert (node.info.address, node.info.role, node.info.dialect) == (
+                "http://10.0.0.1:8200", "prefill", "vllm-nixl",
+            )  # fmt: skip
+            assert (node.info.model, node.info.max_model_len) == ("m", 512)
+            assert (node.info.load.running, node.info.load.max_running) == (5, 9)
+
+            server.started += 100.0
+            await until(lambda: nodes(proxy) and nodes(proxy)[0].incarnation != node.incarnation)
+            assert len(nodes(proxy)) == 1
+
+            [restarted] = nodes(proxy)
+            server.health = 503
+            await until(lambda: not nodes(proxy))
+            assert said_bye(proxy, restarted)
+            server.health = 200
+            await until(lambda: nodes(proxy))
+
+            [last] = nodes(proxy)
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 0
+            await until(lambda: not nodes(proxy))
+            assert said_bye(proxy, last)
+            assert stranger.returncode is None, "without the key it runs, and nobody hears it"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--attach", "http://a:1"], "dialect"),
+        (["--attach", "http://a:1", "--dialect", "vllm-nixl"], "proxy"),
+        (["--attach", "http://a:1", "--dialect", "vllm-nixl", "--proxy", "nowhere"], "nowhere"),
+        (["--attach=http://a:1", "--dialect", "atom", "--proxy", "a:1"], "handshake_port"),
+        (
+            ["--attach", "http://a:1", "--dialect", "vllm-nixl", "--proxy", "a:1", "--model-len", "5"],
+            "model-len",
+        ),
+        (
+            ["--attach", "http://a:1", "--dialect", "vllm-nixl", "--proxy", "a:1", "--notify-port", "1"],
+            "notify_port",
+        ),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_and_its_name(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R22."""
+    with pytest.raises(SystemExit) as stop:
+        kvferry(["agent", *words])
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err.rsplit("usage:", 1)[1]

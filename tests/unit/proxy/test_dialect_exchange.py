@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests through pairs of other engines' servers: what the client sees, what the servers were told, and
+that nothing is left, however it ends. A server that was told anything wrong notes it in `Fabric.wrongs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.standins.agents import Fault
+from tests.standins.engines import (
+    CACHED_AT_PREFILL,
+    NOT_KNOWN_HERE,
+    SERVERS,
+    STOPS_AT_ONCE,
+    Fabric,
+    StandInServer,
+)
+from tests.unit.proxy.conftest import Stage, StartStage
+
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4, "seed": 7}
+CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 7}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "atom": ("atom", {}),
+    "sglang": ("sglang", {}),
+    "vllm-mooncake": ("vllm-mooncake", {}),
+    "vllm-moriio-read": ("vllm-moriio", {}),
+    "vllm-moriio-write": ("vllm-moriio", {"writes": True}),
+    "vllm-nixl-pull": ("vllm-nixl", {}),
+    "vllm-nixl-push": ("vllm-nixl", {"pushes": True}),
+}
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A proxy with a pair of one engine's servers, and where their wrongs are noted."""
+
+    stage: Stage
+    fabric: Fabric
+    kind: str
+
+    async def server(self, role: Any, **settings: Any) -> StandInServer:
+        dialect, fixed = KINDS[self.kind]
+        made = SERVERS[dialect](
+            role=role, proxies=(self.stage.discovery,), fabric=self.fabric, **(fixed | settings)
+        )
+        return await self.stage.bring(made)
+
+    async def pair(self, **settings: Any) -> tuple[StandInServer, StandInServer]:
+        return await self.server("prefill", **settings), await self.server("decode", **settings)
+
+
+@pytest.fixture
+async def stage(start_stage: StartStage, request: pytest.FixtureRequest) -> Stage:
+    """A proxy; a test can give its settings as the fixture's parameter."""
+    return await start_stage(**getattr(request, "param", {}))
+
+
+@pytest.fixture
+async def fleet(request: pytest.FixtureRequest, stage: Stage) -> AsyncIterator[Fleet]:
+    fleet = Fleet(stage, Fabric(), request.param)
+    yield fleet
+    assert not fleet.fabric.wrongs
+
+
+every_kind = pytest.mark.parametrize("fleet", KINDS, indirect=True)
+
+
+def only(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("fleet", kinds, indirect=True)
+
+
+async def reference(body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
+    """What one server alone answers."""
+    headers = {"X-Request-Id": "reference"}
+    async with (
+        SERVERS["vllm-nixl"](role="both", fabric=Fabric()) as server,
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.address}/v1/{path}", json=body, headers=headers) as response,
+    ):
+        return await response.json()
+
+
+def transfers(server: StandInServer) -> list[str]:
+    """What tells one attempt's leg from another's: a request id, or SGLang's room."""
+    return [str(asked.body.get("bootstrap_room", asked.headers["X-Request-Id"])) for asked in server.asked]
+
+
+@every_kind
+@pytest.mark.parametrize(("path", "body"), [("completions", BODY), ("chat/completions", CHAT)])
+async def test_a_pair_answers_as_one_server_alone_does(fleet: Fleet, path: str, body: dict[str, Any]) -> None:
+    """A1, rows 7, 9 of `vllm-sglang.md` §5: n singles, one prompt counted, the prefill's cached tokens."""
+    await fleet.pair()
+    for extra in ({}, {"n": 3}):
+        await check_equal(fleet, body | extra, path)
+
+
+async def check_equal(fleet: Fleet, asked: dict[str, Any], path: str) -> None:
+    expected = await reference(asked, path)
+    status, answer = await fleet.stage.ask(asked, path)
+    assert status == 200, answer
+    assert answer["choices"] == expected["choices"]
+    streamed = await fleet.stage.stream({**asked, "stream_options": {"include_usage": True}}, path)
+    assert streamed.error is None
+    for choice in expected["choices"]:
+        text = choice["text"] if path == "completions" else choice["message"]["content"]
+        assert streamed.text(choice["index"]) == text
+    # Only a SGLang or ATOM decode server is told by its partner how much was cached there.
+    cached = CACHED_AT_PREFILL if fleet.kind.startswith("vllm") else NOT_KNOWN_HERE
+    told = expected["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
+    assert answer["usage"] == streamed.events[-1]["usage"] == told
+    assert [event for event in streamed.events if event.get("usage")] == streamed.events[-1:]
+
+
+@every_kind
+async def test_what_the_client_sees_is_the_proxys_and_the_engines_never_the_transfers(fleet: Fleet) -> None:
+    """Design §3: ids are minted here. Members that nobody here knows pass as they came."""
+    await fleet.pair()
+    _, answer = await fleet.stage.ask({**BODY, "n": 2})
+    streamed = await fleet.stage.stream({**BODY, "n": 2})
+    assert answer["of_the_engine"] == {"kept": 1.50}
+    assert len({(event["id"], event["created"]) for event in streamed.events}) == 1
+    for told in (answer, *streamed.events):
+        assert told["id"].startswith("cmpl-") and told["created"] > 1
+        assert "kv_transfer_params" not in told
+
+
+@every_kind
+async def test_batched_prompts_are_answered_in_order(fleet: Fleet) -> None:
+    """SGLang #26486, vLLM #38900: one transfer per prompt, and the indices of one batch."""
+    await fleet.pair()
+    body = {**BODY, "prompt": ["a b", "c", STOPS_AT_ONCE], "n": 2}
+    expected = await reference(body)
+    _, answer = await fleet.stage.ask(body)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert answer["choices"] == expected["choices"]
+    assert answer["usage"]["total_tokens"] == expected["usage"]["total_tokens"]
+    streamed = await fleet.stage.stream(body)
+    assert [streamed.text(index) for index in range(6)] == [choice["text"] for choice in expected["choices"]]
+
+
+@every_kind
+async def test_an_answer_that_ends_at_token_1_is_empty_and_strands_nothing(fleet: Fleet) -> None:
+    """X29, row 8 (vllm #46008): the prefill hands over all the same, or its answer is the whole one."""
+    await fleet.pair()
+    body = {**BODY, "prompt": STOPS_AT_ONCE}
+    _, answer = await fleet.stage.ask(body)
+    streamed = await fleet.stage.stream({**body, "stream_options": {"include_usage": True}})
+    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("", "stop")]
+    reasons = [choice["finish_reason"] for event in streamed.events for choice in event["choices"]]
+    assert [reason for reason in reasons if reason] == ["stop"] and streamed.text() == ""
+    assert streamed.events[-1]["usage"]["completion_tokens"] == 0
+    await fleet.stage.proxy.services.drops.settle()
+    assert all(kept.read for key, kept in fleet.fabric.kept.items() if "first/" not in key)
+
+
+@every_kind
+async def test_one_token_is_one_token(fleet: Fleet) -> None:
+    """R10, X26: no token less, and `max_completion_tokens` counts. One server serves it where one can."""
+    prefill, decode = await fleet.pair()
+    for limit in ("max_tokens", "max_completion_tokens"):
+        _, answer = await fleet.stage.ask({"model": "stand-in", "prompt": "a b", limit: 1, "min_tokens": 1})
+        assert answer["usage"]["completion_tokens"] == 1
+    legs = [asked.leg for asked in (*prefill.asked, *decode.asked)]
+    assert legs == (["prefill"] * 2 + ["decode"] * 2 if fleet.kind == "sglang" else ["alone"] * 2)
+
+
+@every_kind
+async def test_every_leg_has_a_rank_of_its_own_server(fleet: Fleet) -> None:
+    """`vllm-sglang.md` §1.4: the toy proxy sends one rank to both. The servers check the range."""
+    prefill = await fleet.server("prefill", dp_size=4)
+    decode = await fleet.server("decode", dp_size=2)
+    await fleet.stage.ask({**BODY, "n": 16})
+    ranks = [{asked.headers["X-data-parallel-rank"] for asked in each.asked} for each in (prefill, decode)]
+    assert ranks[0] > {"0"} and ranks[1] <= {"0", "1"}
+
+
+@every_kind
+@pytest.mark.parametrize(("leg", "stream"), [("prefill", True), ("decode", False)])
+async def test_a_lost_leg_means_another_attempt_with_fresh_ids(fleet: Fleet, leg: Any, stream: bool) -> None:
+    """Rows 16 and 17 (sglang #9726, kthena #1423): the other leg is cancelled, and no id is used twice."""
+    prefill, decode = await fleet.pair()
+    (prefill if leg == "prefill" else decode).faults.append(Fault(leg, "status", status=500))
+    expected = await reference(BODY)
+    if stream:
+        answered = (await fleet.stage.stream(BODY)).text()
+    else:
+        answered = (await fleet.stage.ask(BODY))[1]["choices"][0]["text"]
+    assert answered == expected["choices"][0]["text"]
+    assert fleet.stage.metric(f'kvferry_retries_total{{leg="{leg}"}}') == 1
+    for server in (prefill, decode):
+        ids = transfers(server)
+        assert len(ids) == len(set(ids))
+    await decode.until(lambda: not decode.running)
+
+
+@every_kind
+async def test_a_verdict_on_the_request_ends_both_legs(fleet: Fleet) -> None:
+    """Row 16 (sglang #30233): a prompt that the prefill server refuses must not go on at the other."""
+    prefill, decode = await fleet.pair()
+    prefill.faults.append(Fault("prefill", "status", status=422))
+    status, answer = await fleet.stage.ask(BODY)
+    assert (status, answer["error"]["code"]) == (422, "as_told")
+    await decode.until(lambda: not decode.running)
+    assert fleet.stage.metric('kvferry_retries_total{leg="prefill"}') == 0
+
+
+@every_kind
+async def test_an_error_under_http_200_is_no_answer(fleet: Fleet) -> None:
+    """Rows 5, 17 (smg #2382, kthena #984): finish_reason `error`, an error event, a stream of no events."""
+    _, decode = await fleet.pair()
+    kinds: tuple[Any, ...] = ("failure", "empty")
+    for kind in kinds:
+        decode.faults.append(Fault("decode", kind, after_events=0))
+        streamed = await fleet.stage.stream(BODY)
+        assert streamed.error is None and streamed.text(), kind
+    decode.faults.append(Fault("decode", "error"))
+    status, answer = await fleet.stage.ask(BODY)
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert fleet.stage.metric('kvferry_retries_total{leg="decode"}') == 3
+
+
+@every_kind
+async def test_a_stream_that_breaks_off_ends_with_a_typed_error(fleet: Fleet) -> None:
+    """I5: these engines cannot continue what another has begun."""
+    _, decode = await fleet.pair()
+    decode.interval_s = 0.02
+    kinds: tuple[Any, ...] = ("cut", "no_done", "failure")
+    for kind in kinds:
+        decode.faults.append(Fault("decode", kind, after_events=2))
+        streamed = await fleet.stage.stream(BODY)
+        assert streamed.text() and streamed.error is not None, kind
+        assert streamed.error["code"] == "stream_broken"
+
+
+@every_kind
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_client_that_leaves_ends_both_legs(fleet: Fleet, leg: Any) -> None:
+    """X7: whichever leg it is that hangs, no server goes on for nobody."""
+    prefill, decode = await fleet.pair()
+    hanging = prefill if leg == "prefill" else decode
+    hanging.faults += [Fault(leg, "hang"), Fault(leg, "hang")]
+    asking = asyncio.get_running_loop().create_task(fleet.stage.stream({**BODY, "n": 2}))
+    await hanging.until(lambda: len([each for each in hanging.asked if each.leg == leg]) == 2)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await prefill.until(lambda: not prefill.running)
+    await decode.until(lambda: not decode.running)
+    await fleet.stage.proxy.services.drops.settle()
+
+
+@every_kind
+async def test_one_choice_that_fails_ends_them_all(fleet: Fleet) -> None:
+    """An answer is whole or it is none; the other choices' legs are cancelled."""
+    _, decode = await fleet.pair()
+    decode.faults += [Fault("decode", "hang"), Fault("decode", "hang"), Fault("decode", "status", status=422)]
+    status, _ = await fleet.stage.ask({**BODY, "n": 3})
+    assert status == 422
+    await decode.until(lambda: not decode.running)
+
+
+@only("atom", "sglang")
+async def test_what_cannot_be_answered_rightly_is_a_400_that_names_it(fleet: Fleet) -> None:
+    """Row 10."""
+    prefill, decode = await fleet.pair()
+    fields: list[dict[str, Any]] = [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 0}, {"best_of": 3}]
+    for field in fields:
+        status, answer = await fleet.stage.ask({**BODY, **field})
+        assert status == 400 and answer["error"]["param"] in field
+    assert not prefill.asked and not decode.asked
+
+
+@only("vllm-nixl-pull", "vllm-moriio-write", "vllm-mooncake")
+async def test_the_prompts_logprobs_are_computed_where_the_tokens_are_drawn(fleet: Fleet) -> None:
+    """Row 10 (vllm #50792): KV that was pulled has no logits, so one decode server serves it alone."""
+    prefill, decode = await fleet.pair()
+    await fleet.stage.ask({**BODY, "prompt_logprobs": 1, "n": 2})
+    assert [asked.leg for asked in decode.asked] == ["alone"] and not prefill.asked
+    assert decode.asked[0].body == {**BODY, "prompt_logprobs": 1, "n": 2}
+
+
+@only("vllm-nixl-pull")
+async def test_a_prefill_that_hands_nothing_over_is_counted(fleet: Fleet) -> None:
+    """`vllm-sglang.md` §7.2: the decode server computes the prompt, and the operator can see it."""
+    prefill, decode = await fleet.pair()
+    prefill.hands_over = False
+    _, answer = await fleet.stage.ask(BODY)
+    assert answer["choices"] == (await reference(BODY))["choices"]
+    assert [asked.leg for asked in decode.asked] == ["alone"]
+    assert fleet.stage.metric('kvferry_prompts_recomputed_total{dialect="vllm-nixl"}') == 1
+
+
+@only("vllm-nixl-push")
+async def test_a_push_is_concurrent_once_it_was_learned_and_until_a_failure(fleet: Fleet) -> None:
+    """`vllm-sglang.md` §1.7, row 4: what was learned of a server that fails is forgotten."""
+    _, decode = await fleet.pair()
+
+    def told() -> list[bool]:
+        """Whether the decode legs were sent before the prefill had answered."""
+        return ["remote_block_ids" not in asked.body["kv_transfer_params"] for asked in decode.asked]
+
+    for _ in range(2):
+        await fleet.stage.ask(BODY)
+    assert told() == [False, True]
+    decode.faults.append(Fault("decode", "status"))
+    await fleet.stage.ask(BODY)
+    assert told() == [False, True, True, False]
+
+
+@only("vllm-mooncake")
+async def test_a_restarted_prefill_server_is_looked_up_again(fleet: Fleet) -> None:
+    """Row 4 (vllm #55471): the old engine id fails once, is forgotten, and the retry asks for the new one."""
+    prefill, _ = await fleet.pair()
+    for _ in range(2):
+        await fleet.stage.ask(BODY)
+    assert prefill.lookups == 1
+    prefill.engine_id = "restarted"
+    status, _ = await fleet.stage.ask(BODY)
+    assert status == 200 and prefill.lookups == 2
+
+
+LEASE_S = 2.0
+"""Of which the proxy believes five sixths; a decode leg that waits for longer is too late."""
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize("stage", [{"nixl_lease_s": LEASE_S}], indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_kv_that_was_read_too_late_is_never_answered_from(fleet: Fleet, stream: bool) -> None:
+    """Row 3 (vllm #52234): HTTP 200 with another prompt's answer. The retry has a fresh prefill."""
+    prefill, decode = await fleet.pair(lease_s=LEASE_S)
+    decode.hold_s = 1.1 * LEASE_S
+    asking = asyncio.get_running_loop().create_task(
+        fleet.stage.stream(BODY) if stream else fleet.stage.ask(BODY)
+    )
+    await decode.until(lambda: decode.asked)
+    decode.hold_s = 0.0
+    answered = await asking
+    text = answered.text() if stream else answered[1]["choices"][0]["text"]
+    assert text == (await reference(BODY))["choices"][0]["text"]
+    assert len(prefill.asked) == 2
+    if not stream:
+        assert fleet.fabric.expired == 1
+        assert fleet.stage.metric('kvferry_leases_judged_total{verdict="suspect"}') == 1
+
+
+@only("vllm-nixl-pull", "vllm-moriio-read")
+async def test_kv_that_nobody_will_read_is_fetched_for_one_token(fleet: Fleet) -> None:
+    """Row 1 (vllm #50425): the client leaves when the decode server has hardly seen the leg."""
+    _, decode = await fleet.pair()
+    decode.faults.append(Fault("decode", "hang"))
+    asking = asyncio.get_running_loop().create_task(fleet.stage.ask(BODY))
+    await decode.until(lambda: decode.asked)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await decode.until(lambda: len(decode.asked) == 2)
+    await fleet.stage.proxy.services.drops.settle()
+    assert decode.asked[1].body["max_tokens"] == 1
+    assert all(kept.read for kept in fleet.fabric.kept.values())
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize("stage", [{"split_min_tokens": 50}], indirect=True)
+async def test_a_short_prompt_goes_to_one_decode_server_alone(fleet: Fleet) -> None:
+    prefill, decode = await fleet.pair()
+    await fleet.stage.ask({**BODY, "n": 2})
+    assert [asked.leg for asked in decode.asked] == ["alone"] and not prefill.asked

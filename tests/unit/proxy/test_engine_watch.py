@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching servers of other engines: when they are up, as whom, how busy, and that restarts are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy import engine_look
+from proxy.engine_look import EngineDown, Sighting, look
+from proxy.engine_server import server_from_words
+from proxy.engine_watch import MAX_MISSED, EngineWatch
+from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
+from tests.standins.engine_server import StandInServer
+from tests.unit.proxy.conftest import Stage, StartStage
+
+# As SGLang 0.5 shows it, cut to what matters; it has no start time.
+SGLANG_METRICS = """\
+sglang:num_running_reqs{{model_name="m"}} 6.0
+sglang:num_queue_reqs{{model_name="m"}} 1.0
+sglang:token_usage{{model_name="m"}} 0.1
+sglang:max_total_num_tokens{{model_name="m"}} 1000.0
+"""
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_a_look_at_vllm_shows_model_load_and_start(http: aiohttp.ClientSession) -> None:
+    async with StandInServer() as server:
+        seen = await look(http, server.url, max_running=9)
+    assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("m", 512, 7, 1000.0)
+    assert seen.load == Load(
+        running=5, waiting=4, kv_blocks_free=50, kv_blocks_total=80, kv_blocks_leased=0, max_running=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "running", "total"),
+    [(SGLANG_METRICS, 6, 1000), (None, 0, 0), ("vllm:num_requests_running x", 0, 0)],
+)
+async def test_what_an_engine_does_not_tell_stays_unknown(
+    http: aiohttp.ClientSession, metrics: str | None, running: int, total: int
+) -> None:
+    async with StandInServer(metrics=metrics) as server:
+        seen = await look(http, server.url, "adapter")
+    assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("adapter", 0, None, None)
+    assert (seen.load.running, seen.load.kv_blocks_total) == (running, total)
+
+
+@pytest.mark.parametrize(
+    ("server", "why", "refused"),
+    [
+        (StandInServer(health=503), "HTTP 503", True),
+        (StandInServer(models="[]"), "/v1/models", True),
+        (StandInServer(models='{"data": []}'), "/v1/models", True),
+        (StandInServer(models="[" * 5000), "/v1/models", True),
+        (StandInServer(hangs=True), "no answer", False),
+    ],
+)
+async def test_a_server_that_cannot_serve_is_down_and_says_why(
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    server: StandInServer,
+    why: str,
+    refused: bool,
+) -> None:
+    monkeypatch.setattr(engine_look, "LOOK_TIMEOUT_S", 0.3 if server.hangs else 5.0)
+    async with server:
+        with pytest.raises(EngineDown) as down:
+            await look(http, server.url)
+    assert why in str(down.value) and down.value.refused is refused
+
+
+async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aiohttp.ClientSession) -> None:
+    async with StandInServer() as server:
+        with pytest.raises(EngineDown, match="other"):
+            await look(http, server.url, "other")
+    with pytest.raises(EngineDown) as down:
+        await look(http, server.url)
+    assert down.value.refused
+
+
+def sighting(started_at: float | None = 1.0, steps: int | None = None) -> Sighting:
+    load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
+    return Sighting(model="m", max_model_len=5, load=load, steps=steps, started_at=started_at)
+
+
+def watch() -> tuple[EngineWatch, list[Register | Bye]]:
+    said: list[Register | Bye] = []
+    return EngineWatch(server_from_words("http://a:1", "decode", "vllm-nixl"), said.append), said
+
+
+def incarnations(said: list[Register | Bye]) -> list[tuple[str, str]]:
+    names: dict[str, str] = {}
+    return [(message.type, names.setdefault(message.incarnation, f"{len(names)}")) for message in said]
+
+
+def test_a_restart_between_two_looks_is_a_new_incarnation() -> None:
+    """Row 4 of vllm-sglang §5."""
+    watched, said = watch()
+    for started_at in (1.0, 1.0, 500.0, 500.0):
+        watched.seen(sighting(started_at))
+    assert incarnations(said) == [
+        ("register", "0"), ("register", "0"), ("bye", "0"), ("register", "1"), ("register", "1"),
+    ]  # fmt: skip
+    assert [message.index for message in said if isinstance(message, Register)] == [1, 2, 3, 4]
+
+
+def test_a_server_that_was_away_comes_back_as_another() -> None:
+    watched, said = watch()
+    watched.seen(sighting(None))
+    watched.missed(EngineDown("cannot connect", refused=True))
+    watched.missed(EngineDown("cannot connect", refused=True))
+    assert watched.why_down == "cannot connect"
+    watched.seen(sighting(None))
+    assert incarnations(said) == [("register", "0"), ("bye", "0"), ("register", "1")]
+    assert watched.why_down is None
+
+
+def test_a_server_that_is_slow_is_not_given_up_at_once() -> None:
+    watched, said = watch()
+    watched.seen(sighting())
+    for _ in range(MAX_MISSED - 1):
+        watched.missed(EngineDown("no answer"))
+    watched.seen(sighting())
+    assert incarnations(said) == [("register", "0")] * (MAX_MISSED + 1)
+    for _ in range(MAX_MISSED):
+        watched.missed(EngineDown("no answer"))
+    assert incarnations(said) == [("register", "0")] * (2 * MAX_MISSED) + [("bye", "0")]
+
+
+def test_a_slow_look_lasts_less_than_a_node_is_believed() -> None:
+    """Else a server under load would fall out of rotation between two looks that both succeed."""
+    assert engine_look.LOOK_TIMEOUT_S + PING_INTERVAL_S < NODE_EXPIRY_S
+
+
+def test_one_that_does_not_tell_its_steps_never_looks_stalled() -> None:
+    watched, said = watch()
+    watched.seen(sighting())
+    watched.seen(sighting())
+    watched.seen(sighting(steps=7))
+    assert [message.steps for message in said if isinstance(message, Register)] == [1, 2, 7]
+
+
+async def test_named_servers_join_leave_and_return_like_agents_that_ping(
+    start_stage: StartStage, tmp_path: Any
+) -> None:
+    async with StandInServer() as prefill, StandInServer() as decode:
+        nodes = tmp_path / "nodes.yml"
+        nodes.write_text(f"nodes: [{{url: '{decode.url}', role: decode, dialect: vllm-nixl}}]")
+        stage = await start_stage(prefill=(prefill.url,), dialect="vllm-nixl", nodes=nodes)
+        first = await until_nodes(stage, 2)
+        assert {(node["address"], node["role"], node["state"]) for node in first.values()} == {
+            (prefill.url, "prefill", "ready"),
+            (decode.url, "decode", "ready"),
+        }
+        assert {node["load"]["running"] for node in first.values()} == {5}
+        await decode.stop()
+        left = await until_nodes(stage, 1)
+        page = await nodes_page(stage)
+        assert [(node["address"], node["role"]) for node in page["down"]] == [(decode.url, "decode")]
+        assert "cannot connect" in page["down"][0]["reason"]
+        async with decode:
+            back = await until_nodes(stage, 2)
+        assert set(left) < set(back) and set(back) - set(left) != set(first) - set(left)
+
+
+async def nodes_page(stage: Stage) -> dict[str, Any]:
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        return json.loads(await response.read())
+
+
+async def until_nodes(stage: Stage, count: int) -> dict[str, Any]:
+    async with asyncio.timeout(15):
+        while len(nodes := (await nodes_page(stage))["nodes"]) != count:
+            await asyncio.sleep(0.02)
+    return {node["incarnation"]: node for node in nodes}

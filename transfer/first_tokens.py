@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill drew, for a reader that began before there was anything to tell it.
+
+It comes with the last blocks of a lease (`opened{state: ready}`). The plane only carries it: a reader that
+was told the tokens elsewhere need not look.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_CHOICES = 128
+MAX_ALTERNATIVES = 20
+
+_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token 1 of one choice. `finish`: why the choice has ended with it; None if it goes on.
+
+    `logprob` is None when nobody asked for any; then `margin` and `top` mean nothing. `margin` is how far the
+    token's score lay above the second best, `top` the likeliest ids with their log probabilities.
+    """
+
+    id: _Id
+    finish: Literal["stop", "length"] | None = None
+    logprob: float | None = None
+    margin: float = float("inf")
+    top: Annotated[tuple[tuple[_Id, float], ...], Meta(max_length=MAX_ALTERNATIVES)] = ()
+
+
+class FirstTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token 1 of every choice, in order of their index, and how much of the prompt was cached there."""
+
+    choices: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+    cached_tokens: Annotated[int, Meta(ge=0)] = 0
