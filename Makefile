@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check check format bench-proxy bench-streamed \
-	bench-transfer dialect-table train clean
+.PHONY: help env demo test test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
+	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,15 @@ test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 
 	$(BIN)/python -m tests.system.vllm.install .venv-vllm
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
 
+fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
+	$(BIN)/python -m tests.fuzz api
+
+fuzz-discovery: $(STAMP) ## 100,000 random and mutated frames at the discovery socket
+	$(BIN)/python -m tests.fuzz discovery
+
+hammer: $(STAMP) ## agents that join, leave and restart 200 times under 64 streams
+	$(BIN)/python -m pytest -m full tests/unit/proxy/test_hammer.py --timeout 1200
+
 check: $(STAMP) ## lint, format and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,8 +70,17 @@ format: $(STAMP) ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-proxy: $(STAMP) ## what the proxy costs per SSE event and per request
-	$(BIN)/python -m tests.bench.proxy_cost
+# The routers that it is compared with get environments of their own; one that cannot be had is left out.
+RIVALS := vllm-router sglang-router
+bench-proxy: $(STAMP) $(RIVALS:%=build/rivals/%) ## what the proxy costs per SSE event and per request
+	$(BIN)/python -m tests.bench.proxy_cost $(if $(JSON),--json $(JSON))
+
+build/rivals/%:
+	$(PYTHON) -m venv $@
+	-$@/bin/pip install --quiet $*
+
+bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
+	$(BIN)/python -m tests.bench.stream_memory
 
 bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
 	$(BIN)/python -m tests.bench.streamed_gap

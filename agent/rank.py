@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,6 +58,7 @@ class Rank:
         self._geometry = self._model.geometry(config.block_size)
         self._pool = self._allocate_pool(device)
         self._runner = StepRunner(self._model, self._pool, self._eos_ids, draws=rank == 0)
+        self._computing = threading.Event()
         self._connector = WorkerConnector(
             address=transfer_address(run_dir),
             rank=rank,
@@ -69,6 +71,7 @@ class Rank:
             advertise_host=config.advertised_host,
             tcp_fault=config.tcp_fault,
             transfer_options=config.transfer_options,
+            computing=self._computing,
         )
         self._connector.start()
         self._context = zmq.Context()
@@ -94,7 +97,9 @@ class Rank:
         self._socket.send(msgspec.msgpack.encode(self._ready()))
         decoder = msgspec.msgpack.Decoder(ToRank)
         while not isinstance(message := decoder.decode(self._socket.recv()), Stop):
+            self._computing.set()
             drawn = self._runner.run(message)
+            self._computing.clear()
             done = StepDone(rank=self._group.rank, number=message.number, drawn=drawn)
             self._socket.send(msgspec.msgpack.encode(done))
 

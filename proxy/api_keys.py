@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quart import Quart, Response, g, request
+from quart import Quart, Response, request
 
 from proxy.allowance import Allowance, Rate
 from proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""What load balancers and Prometheus ask for; nothing of it says what users asked or were told."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
+"""What load balancers, Prometheus and makers of clients ask for; nothing of it is about what users said."""
 CLIENT_PATHS = "/v1/"
 
 
@@ -111,13 +111,20 @@ def guard(app: Quart, keys: ApiKeys) -> None:
 
     @app.before_request
     async def refuse() -> Response | None:
-        needed = _needed(request.path)
-        client = keys.client(request.headers.get("Authorization"), request.method)
-        g.allowance = client.allowance
-        if client.access >= needed:
+        client = admitted(keys, request.path, request.method, request.headers.get("Authorization"))
+        if isinstance(client, Client):
             return None
-        error = Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
+        error = client
         return Response(error.body(), error.status, error.headers, content_type="application/json")
+
+
+def admitted(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:
+    """Who sends the request, or why it is not let in."""
+    needed = _needed(path)
+    client = keys.client(authorization, method)
+    if client.access >= needed:
+        return client
+    return Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
 
 
 def _client(words: Sequence[str]) -> Client:

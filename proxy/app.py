@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from importlib.metadata import version
 
-from quart import Quart, Response, g, request
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge, RequestTimeout
+import msgspec
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from proxy import sse
+from proxy import openapi
 from proxy.api_keys import guard
-from proxy.errors import BodyTooLarge, BodyTooSlow, NotFound, ProxyError
-from proxy.exchange import Answer, Exchange, Services
+from proxy.completions import Completions
+from proxy.errors import NotFound, ProxyError
+from proxy.exchange import Services
 from proxy.fleet import JSON, Page, PageName
-from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
-from proxy.openai_api import parse_request
+from proxy.ids import RequestId, request_id_from
 from proxy.operator_page import add_operator_page
-from proxy.record import CLIENT_LEFT, Record
-from proxy.reply import EventStream
 from proxy.wire import Incarnation
 
 
@@ -26,16 +25,8 @@ def create_app(services: Services) -> Quart:
     app = Quart("proxy")
     app.config["MAX_CONTENT_LENGTH"] = services.config.max_body_bytes
     app.config["BODY_TIMEOUT"] = services.config.body_timeout_s
-    # Quart would cut every stream after 60 s; the exchange has deadlines of its own.
+    # Quart would cut the operator's page off after 60 s.
     app.config["RESPONSE_TIMEOUT"] = None
-
-    @app.post("/v1/completions")
-    async def completions() -> Response:
-        return await _serve("completions", services)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions() -> Response:
-        return await _serve("chat/completions", services)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -70,53 +61,25 @@ def create_app(services: Services) -> Quart:
     async def exposition() -> Response:
         return await _page("metrics", services)
 
+    description = msgspec.json.encode(openapi.document(version("kvferry")))
+
+    @app.get("/openapi.json")
+    async def described() -> Response:
+        return Response(description, content_type="application/json")
+
     add_operator_page(app, services.live)
     if services.api_keys is not None:
         guard(app, services.api_keys)
+    app.asgi_app = Completions(services, app.asgi_app)  # type: ignore[method-assign]
 
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:
-        return _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+        refused = _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+        if isinstance(error, MethodNotAllowed) and error.valid_methods:
+            refused.headers["Allow"] = ", ".join(sorted(error.valid_methods))
+        return refused
 
     return app
-
-
-async def _serve(endpoint: Endpoint, services: Services) -> Response:
-    """One completion request. The record ends here, or in the `EventStream` that is returned."""
-    services.open_requests.join()
-    request_id = _request_id()
-    record = Record(endpoint, request_id, services.metrics, services.history)
-    try:
-        return await _respond(endpoint, request_id, record, services)
-    except ProxyError as error:
-        record.end(error.status, error.code)
-        return _failure(error, request_id)
-    except asyncio.CancelledError:
-        record.end(CLIENT_LEFT, "client_left")
-        raise
-
-
-async def _respond(endpoint: Endpoint, request_id: RequestId, record: Record, services: Services) -> Response:
-    if (allowance := g.get("allowance")) is not None:
-        record.draw_on(allowance)
-    asked = parse_request(endpoint, await _body(services.config.max_body_bytes))
-    record.tell_request(asked, show_prompt=services.config.log_prompts)
-    traceparent, session = request.headers.get("traceparent"), request.headers.get("X-Session-Id")
-    ids = new_identity(endpoint, request_id, asked.seed, traceparent, session)
-    exchange = Exchange(services, asked, ids, record)
-    if not asked.stream:
-        answer = await exchange.answer()
-        record.tell_answer(answer.body)
-        record.end(200)
-        return _whole(answer, request_id)
-    events = exchange.events()
-    # Awaited before the response is made, so that a failure up to here keeps its status.
-    first = await anext(events)
-    body = EventStream(first, events, record, exchange.deadline)
-    response = Response(body, content_type=sse.CONTENT_TYPE, headers={"X-Request-Id": request_id})
-    response.headers["Cache-Control"] = "no-cache"
-    response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
-    return response
 
 
 async def _page(name: PageName, services: Services) -> Response:
@@ -137,23 +100,6 @@ async def _drain(services: Services, incarnation: Incarnation, drained: bool) ->
 
 def _shown(page: Page) -> Response:
     return Response(page.body, page.status, content_type=page.content_type)
-
-
-async def _body(limit: int) -> bytes:
-    """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
-    try:
-        return await request.get_data(cache=False, as_text=False, parse_form_data=False)
-    except RequestEntityTooLarge as error:
-        raise BodyTooLarge(f"the body exceeds {limit} bytes") from error
-    except RequestTimeout as error:
-        raise BodyTooSlow("the body did not arrive in time") from error
-
-
-def _whole(answer: Answer, request_id: RequestId) -> Response:
-    response = Response(answer.body, content_type=answer.content_type, headers={"X-Request-Id": request_id})
-    if answer.server_timing is not None:
-        response.headers["Server-Timing"] = answer.server_timing
-    return response
 
 
 def _failure(error: ProxyError, request_id: RequestId) -> Response:

@@ -56,6 +56,7 @@ class ProxyConfig:
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
         max_connections: Most connections open to all agents together.
         keepalive_s: Seconds that an unused connection to an agent stays open.
+        client_stall_s: A client that takes nothing for so long, while 64 KiB wait for it, is cut off.
         drain_s: Seconds that running requests get to finish when the proxy is told to stop.
         api_keys: File of the keys that clients must send; anybody is served when not given.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
@@ -99,6 +100,7 @@ class ProxyConfig:
     moriio_lease_s: float = 60.0
     max_connections: int = 4096
     keepalive_s: float = 30.0
+    client_stall_s: float = 60.0
     drain_s: float = 5.0
     api_keys: Path | None = None
     allow_address: str = ""

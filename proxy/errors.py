@@ -82,6 +82,18 @@ class NotFound(ProxyError):
         self.status = status
 
 
+class WrongMethod(NotFound):
+    """The path is there, for another method."""
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(405, message)
+        self._allowed = allowed
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Allow": self._allowed}
+
+
 class BodyTooSlow(ProxyError):
     """The client did not send its body in time."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request through a pair of agents: route, prefill, first token, decode; deadlines, drop and retry.
 
-The life of a streamed request, as `Exchange.events` tells it:
+The life of a streamed request, as `Exchange.stream` tells it:
 
 1. **Route.** The router picks a pair with room, if need be after a wait (`admission`); the attempt holds
    slots at both agents and has a fresh transfer id.
@@ -26,7 +26,7 @@ mid-answer this is a *migration*. Every other failure is final.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -60,6 +60,8 @@ from proxy.parts import cut, uncut
 from proxy.peers import Peers
 from proxy.progress import Progress
 from proxy.record import Phase, Record
+from proxy.relay import Relay
+from proxy.reply import ClientStream
 from proxy.retry_budget import RetryBudget
 from proxy.router import NOBODY, NoPair, Pair
 from proxy.spread import Spread
@@ -92,7 +94,6 @@ class Answer:
 
     content_type: str
     body: bytes
-    server_timing: str | None
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Attempt:
 
 
 class Exchange:
-    """Serves one client request. Call either `answer` or `events`, once."""
+    """Serves one client request. Call either `answer` or `stream`, once."""
 
     def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: Record) -> None:
         self._services = services
@@ -122,11 +123,6 @@ class Exchange:
         self._avoid = NOBODY
         self._deadline = _now() + services.config.total_timeout_s
 
-    @property
-    def deadline(self) -> float:
-        """When the whole exchange must be over, on the event loop's clock."""
-        return self._deadline
-
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
         while True:
@@ -138,10 +134,10 @@ class Exchange:
             finally:
                 self._end(attempt)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer, `[DONE]` included; each item is one or more whole events.
+    async def stream(self, out: ClientStream) -> None:
+        """Give `out` the events of a streamed answer, `[DONE]` included.
 
-        Raises `ProxyError`: before the first item it can still become an HTTP status, later an error event.
+        Raises `ProxyError`: while `out` has not begun it can become an HTTP status, later an error event.
         """
         request, ids = self._request, self._ids
         progress = Progress(request.n)
@@ -152,7 +148,7 @@ class Exchange:
                 if (spread := self._spread(attempt)) is not None:
                     async with aclosing(spread.events()) as told:
                         async for events in told:
-                            yield events
+                            await out.give(events)
                     return
                 async with self._early_leg(attempt) as early:
                     agent, first_tokens = attempt.pair.decode.info, None
@@ -161,9 +157,9 @@ class Exchange:
                     else:
                         prefill = await self._prefilled(attempt, early)
                         if news := progress.open(prefill):
-                            yield native.first_events(request, ids, prefill, news)
+                            out.write(native.first_events(request, ids, prefill, news))
                         if prefill.params is None:
-                            yield native.closing_events(request, ids, prefill)
+                            out.write(native.closing_events(request, ids, prefill))
                             return
                         if early is None:
                             body = native.decode_body(request, ids, prefill.params, progress.resume())
@@ -171,14 +167,12 @@ class Exchange:
                         else:
                             leg, event = early.answered(), native.first_tokens_event(prefill)
                             first_tokens = FirstTokens(event, Incarnation(agent.incarnation))
-                    async with aclosing(self._relay(leg, agent, progress, first_tokens)) as relayed:
-                        async for events in relayed:
-                            yield events
+                    await self._relay(leg, agent, progress, first_tokens, out)
                     attempt.pinned = False
                     return
             except AgentLost as lost:
                 if progress.complete:
-                    yield sse.DONE
+                    out.write(sse.DONE)
                     return
                 self._plan_retry(attempt, lost)
                 begun_by = attempt.pair.prefill.info if progress.begun else None
@@ -283,13 +277,13 @@ class Exchange:
         """One attempt at an answer that is not streamed."""
         request, ids, agent = self._request, self._ids, attempt.pair.decode.info
         if (spread := self._spread(attempt)) is not None:
-            return Answer(content_type="application/json", body=await spread.answer(), server_timing=None)
+            return Answer(content_type="application/json", body=await spread.answer())
         if attempt.pair.alone:
             return await self._fetch(self._last_leg(agent, native.alone_body(request, ids)), agent)
         async with self._early_leg(attempt) as early:
             prefill = await self._prefilled(attempt, early)
             if prefill.params is None:
-                return Answer(content_type="application/json", body=prefill.raw, server_timing=None)
+                return Answer(content_type="application/json", body=prefill.raw)
             if early is None:
                 leg = self._last_leg(agent, native.decode_body(request, ids, prefill.params))
             else:
@@ -330,6 +324,7 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.body()
+                self._record.tell_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRefused:
             attempt.pinned = False
@@ -362,11 +357,9 @@ class Exchange:
             if not answer.content_type.startswith("application/json"):
                 # Nothing that a browser would run may be served from where the operator's page is.
                 raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
-            return Answer(
-                content_type=answer.content_type,
-                body=await answer.body(),
-                server_timing=answer.headers.get("Server-Timing"),
-            )
+            whole = await answer.body()
+            self._record.tell_timing("decode", answer.header("server-timing"))
+            return Answer(content_type=answer.content_type, body=whole)
 
     async def _relay(
         self,
@@ -374,34 +367,26 @@ class Exchange:
         agent: Register,
         progress: Progress,
         first_tokens: FirstTokens | None,
-    ) -> AsyncGenerator[bytes, None]:
+        out: ClientStream,
+    ) -> None:
         """A last leg's events as they come, whole, up to `[DONE]`; `first_tokens` takes one off before."""
         self._record.enter(Phase.DECODE_WAIT)
-        scanner, lost = sse.Scanner(), Incarnation(agent.incarnation)
         async with leg as answer:
             if not answer.content_type.startswith(sse.CONTENT_TYPE):
                 raise BadAnswer(
                     f"{agent.address} answered {answer.content_type} where a stream was asked for"
                 )
-            async with aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    if first_tokens is not None:
-                        chunk = first_tokens.strip(chunk)
-                    events = progress.take(scanner.feed(chunk))
-                    failure = native.agent_failure(events)
-                    if failure is not None:
-                        events, said = failure
-                    if events:
-                        if self._record.phase is not Phase.DECODE:
-                            self._record.enter(Phase.DECODE)
-                        yield events
-                    if failure is not None:
-                        raise AgentLost(f"{agent.address} failed: {said}", lost)
-                    if scanner.done:
-                        break
-            if not scanner.done:
-                raise AgentLost(f"{agent.address} ended its stream without [DONE]", lost)
-            await answer.finish()
+            relay = Relay(agent, progress, first_tokens, out, done=answer.finish_soon)
+            try:
+                with out.drawing_from(answer):
+                    await answer.pump(relay.feed)
+            except (AgentLost, AgentTimeout):
+                if not relay.done:
+                    raise
+            if not relay.done:
+                raise AgentLost(
+                    f"{agent.address} ended its stream without [DONE]", Incarnation(agent.incarnation)
+                )
 
     @asynccontextmanager
     async def _post(

@@ -122,6 +122,7 @@ class History:
     def __init__(self) -> None:
         self._ring: list[Slice | None] = [None] * NUM_SLICES
         self._failures: OrderedDict[tuple[str, int, str, str], FailureCount] = OrderedDict()
+        self._latest = Slice(-1)
 
     def events(self, count: int, now: float) -> None:
         """So many events of streams went to clients."""
@@ -204,10 +205,12 @@ class History:
 
     def _slice(self, now: float) -> Slice:
         number = int(now / SLICE_S)
-        found = self._at(number)
-        if found is None:
-            found = self._ring[number % NUM_SLICES] = Slice(number)
-        return found
+        if number != self._latest.number:
+            found = self._at(number)
+            if found is None:
+                found = self._ring[number % NUM_SLICES] = Slice(number)
+            self._latest = found
+        return self._latest
 
     def _at(self, number: int) -> Slice | None:
         found = self._ring[number % NUM_SLICES]

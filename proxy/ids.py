@@ -42,11 +42,6 @@ def new_transfer_id() -> TransferId:
     return TransferId(secrets.token_hex(16))
 
 
-def new_seed() -> int:
-    """A seed for a client that gave none (0 … 2^63-1)."""
-    return secrets.randbits(63)
-
-
 def request_id_from(header: str | None) -> RequestId:
     """The client's `X-Request-Id` if it is short and printable, else a new one."""
     if header and len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable():
@@ -61,12 +56,16 @@ def new_identity(
     traceparent: str | None,
     session: str | None = None,
 ) -> Identity:
-    """Mint what the client's request did not bring along. A `traceparent` that is none is left out."""
+    """Mint what the client's request did not bring along; a seed is 0 … 2^63-1.
+
+    A `traceparent` that is none is left out.
+    """
+    drawn = secrets.token_bytes(24)
     return Identity(
         request_id=request_id,
-        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + secrets.token_hex(16)),
+        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + drawn[8:].hex()),
         created=int(time.time()),
-        seed=new_seed() if seed is None else seed,
+        seed=int.from_bytes(drawn[:8]) >> 1 if seed is None else seed,
         traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
         session=session,
     )

@@ -50,7 +50,7 @@ class LocalFleet:
         self.clock = clock
         self.watches: tuple[EngineWatch, ...] = ()
         """Of the servers that do not announce themselves; those that are down are shown with the reason."""
-        metrics.watch_fleet(lambda: self.registry.snapshot(clock()))
+        metrics.watch_fleet(lambda: self.registry.snapshot(clock()), lambda: len(self._down()))
 
     async def enter(self, call: Call) -> Hold | NoPair:
         """See `Fleet`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from proxy.pairing import Mismatch, refused_pairs
 from proxy.refusals import Refusal
 from proxy.registry import NodeState, Snapshot
+from proxy.tally import Gauges, Histogram, Histograms
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -33,40 +34,40 @@ class Metrics:
             ["endpoint", "status"],
             registry=registry,
         )
-        self.in_flight = Gauge(
-            "kvferry_requests_in_flight", "Requests now in each phase.", ["phase"], registry=registry
-        )
+        self._ended: dict[tuple[str, int], Counter] = {}
+        self.in_flight = Gauges("kvferry_requests_in_flight", "Requests now in each phase.", "phase")
+        registry.register(self.in_flight)
         self.ttft = Histogram(
             "kvferry_ttft_seconds",
             "From a streamed request's arrival to its first text.",
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+            _TTFT_BUCKETS,
         )
+        registry.register(self.ttft)
         self.tpot = Histogram(
             "kvferry_tpot_seconds",
             "Mean time per event of a choice after the first, per streamed request.",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
+            _TOKEN_BUCKETS,
         )
+        registry.register(self.tpot)
         self.itl = Histogram(
             "kvferry_itl_seconds",
             "Time between arrivals of events within a stream.",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
+            _TOKEN_BUCKETS,
         )
+        registry.register(self.itl)
         self.e2e = Histogram(
             "kvferry_e2e_seconds",
             "From a request's arrival to the end of its answer.",
-            buckets=_TOTAL_BUCKETS,
-            registry=registry,
+            _TOTAL_BUCKETS,
         )
-        self.phases = Histogram(
+        registry.register(self.e2e)
+        self.phases = Histograms(
             "kvferry_phase_seconds",
             "Where requests spend their time.",
-            ["phase"],
-            buckets=_PHASE_BUCKETS,
-            registry=registry,
+            "phase",
+            _PHASE_BUCKETS,
         )
+        registry.register(self.phases)
         self.retries = Counter(
             "kvferry_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
             registry=registry,
@@ -87,9 +88,9 @@ class Metrics:
         self.queue_wait = Histogram(
             "kvferry_queue_wait_seconds",
             "How long requests waited for an agent with room, of those that had to.",
-            buckets=_PHASE_BUCKETS,
-            registry=registry,
+            _PHASE_BUCKETS,
         )
+        registry.register(self.queue_wait)
         self.rejections = Counter(
             "kvferry_rejections", "Requests refused because all agents were busy.", ["reason"],
             registry=registry,
@@ -119,18 +120,24 @@ class Metrics:
         for reason in Refusal:  # so that a first one is seen as an increase
             self.refused_pings.labels(reason.name.lower())
 
-    def watch_fleet(self, snapshot: Callable[[], Snapshot]) -> None:
-        """From now on show the agents of `snapshot()` too. Once."""
-        self._registry.register(_Agents(snapshot))
+    def watch_fleet(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
+        """From now on show the agents of `snapshot()` too, and how many named servers are down. Once."""
+        self._registry.register(_Agents(snapshot, servers_down))
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now."""
         return self._registry.collect()
 
+    def ended(self, endpoint: str, status: int) -> None:
+        """Count a request that has ended."""
+        counter = self._ended.get((endpoint, status))
+        if counter is None:  # looking a label up costs more than counting
+            counter = self._ended[endpoint, status] = self.requests.labels(endpoint, str(status))
+        counter.inc()
+
     def requests_in_flight(self) -> dict[str, int]:
         """Requests now in each phase that any request has been in."""
-        samples = (sample for family in self.in_flight.collect() for sample in family.samples)
-        return {sample.labels["phase"]: int(sample.value) for sample in samples}
+        return self.in_flight.counts()
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -140,8 +147,9 @@ class Metrics:
 class _Agents(Collector):
     """Agents and refused pairings, counted when asked: they change by the passing of time too."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
         self._snapshot = snapshot
+        self._servers_down = servers_down
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot()
@@ -158,3 +166,8 @@ class _Agents(Collector):
         for reason in Mismatch:
             refused.add_metric([reason], reasons[reason])
         yield refused
+        yield GaugeMetricFamily(
+            "kvferry_named_servers_down",
+            "Servers named by flags or a file that are down.",
+            self._servers_down(),
+        )

@@ -4,22 +4,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 CUT_TIMEOUT_S = 2.0
 
 
 class OpenRequests:
-    """Owns what Quart does not: the task of a request that the server has given up on is abandoned there."""
+    """Owns what uvicorn does not: the task of a request that it has given up on is abandoned there."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def join(self) -> None:
-        """The current task serves a request from here on, until it is done."""
+    def join(self) -> Callable[[], object]:
+        """The current task serves a request from here on, until it is done. Returns what cancels it."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task.cancel
 
     async def cut(self) -> None:
         """Cancel every request that still runs, as if its client had left, and wait until all have ended."""

@@ -20,11 +20,11 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Message(msgspec.Struct):
+class Message(msgspec.Struct):
     role: str
 
 
@@ -33,7 +33,7 @@ class _Sampling(msgspec.Struct, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1)]
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -49,13 +49,17 @@ class _Sampling(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
-class _Completion(_Sampling, kw_only=True):
+class Completion(_Sampling, kw_only=True):
+    """A body of `/v1/completions`, as far as the proxy reads it."""
+
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
-class _Chat(_Sampling, kw_only=True):
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+class Chat(_Sampling, kw_only=True):
+    """A body of `/v1/chat/completions`, as far as the proxy reads it."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
@@ -80,6 +84,11 @@ class ClientRequest:
     seed: int | None
     prompts: int = 1
     prompt_tokens: int | None
+
+    @property
+    def wants_timing(self) -> bool:
+        """Whether the answer is to tell where the time went (`kvferry_timing`)."""
+        return self.body.get("kvferry_timing") is True
 
     @property
     def sequences(self) -> int:
@@ -108,13 +117,13 @@ class ClientRequest:
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""
     body = _parse_json(raw)
-    fields = _convert(body, _Chat if endpoint == "chat/completions" else _Completion)
+    fields = _convert(body, Chat if endpoint == "chat/completions" else Completion)
     for name in ("kv_transfer_params", "resume"):
         if body.pop(name, None) is not None:
             raise InvalidRequest(f"{name} is made by the proxy", param=name)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
-    prompts = _prompts(fields.prompt) if isinstance(fields, _Completion) else []
+    prompts = _prompts(fields.prompt) if isinstance(fields, Completion) else []
     lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
     if len(prompts) * (fields.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="n")
@@ -173,7 +182,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _convert(body: dict[str, Any], kind: type[_Completion] | type[_Chat]) -> _Completion | _Chat:
+def _convert(body: dict[str, Any], kind: type[Completion] | type[Chat]) -> Completion | Chat:
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:

@@ -17,7 +17,7 @@ from typing import Any
 from proxy.dialects.native import FirstToken, PrefillAnswer
 from proxy.errors import AnswerDiverged, BadAnswer
 
-_MARK = b": t "
+MARK = b": t "
 _END_LINE = b": t end\n"
 # A line break within an event's data is escaped, so every line that begins like this is a token line.
 _TOKEN_LINES = re.compile(rb"^: t .*\n\n?", re.MULTILINE)
@@ -53,12 +53,13 @@ class Progress:
 
     def take(self, events: bytes) -> bytes:
         """Note the token lines of whole events; returns the events without them, maybe none."""
-        if events.startswith(_MARK) and events.count(b"\n") == 3:
-            # One event and its line, which is nearly always so.
-            end = events.index(b"\n") + 1
-            self._lines += events[:end]
-            return events[end:]
         return _TOKEN_LINES.sub(self._note, events)
+
+    def cut(self, event: bytes) -> bytes:
+        """`take` for one event that follows its token line, which is nearly always so."""
+        end = event.index(b"\n") + 1
+        self._lines += event[:end]
+        return event[end:]
 
     def open(self, prefill: PrefillAnswer) -> frozenset[int]:
         """Note token 1 of every choice; returns the choices for which it is news to the client.

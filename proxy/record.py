@@ -46,6 +46,14 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 }
 
 
+_LEGS = {
+    Phase.ROUTE: "route",
+    Phase.PREFILL: "prefill",
+    Phase.DECODE_WAIT: "decode",
+    Phase.DECODE: "decode",
+}
+
+
 class Record:
     """What happened to one request, from its arrival to its end. Every request ends exactly once."""
 
@@ -63,11 +71,12 @@ class Record:
         self._allowance: Allowance | None = None
         self._choices = 1
         self._model = ""
+        self._told_timing: list[str] = []
         self._events = 0
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
-        metrics.in_flight.labels(self.phase).inc()
+        metrics.in_flight.add(self.phase, 1)
 
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `AssertionError` when the table does not allow it."""
@@ -75,13 +84,13 @@ class Record:
         now = time.monotonic()
         spent = now - self._phase_since
         self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
-        self._metrics.phases.labels(self.phase).observe(spent)
-        self._metrics.in_flight.labels(self.phase).dec()
+        self._metrics.phases.of(self.phase).observe(spent)
+        self._metrics.in_flight.add(self.phase, -1)
         logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
         self.phase = phase
         self._phase_since = now
         if phase is not Phase.ENDED:
-            self._metrics.in_flight.labels(phase).inc()
+            self._metrics.in_flight.add(phase, 1)
 
     def draw_on(self, allowance: Allowance) -> None:
         """The client's key has limits; raises `RateLimited` when they are reached."""
@@ -117,6 +126,8 @@ class Record:
     def events(self, events: bytes) -> None:
         """Whole events are about to be given to the client."""
         now = time.monotonic()
+        if self.phase is Phase.DECODE_WAIT:
+            self.enter(Phase.DECODE)
         if self._last_event_at is None:
             self._first_event_at = now
         else:
@@ -130,11 +141,45 @@ class Record:
             self._metrics.ttft.observe(now - self.arrived_at)
             self._history.first_text(now - self.arrived_at, now)
 
+    def event(self, event: bytes) -> None:
+        """`events` for one event, nearly always of a stream that runs: the same figures for less."""
+        last = self._last_event_at
+        if self.phase is not Phase.DECODE or self._first_text_at is None or last is None:
+            self.events(event)
+            return
+        self._last_event_at = now = time.monotonic()
+        self._metrics.itl.observe(now - last)
+        self._events += 1
+        self._history.events(1, now)
+
+    def tell_timing(self, leg: str, told: str | None) -> None:
+        """What an agent's own `Server-Timing` header said of its leg."""
+        if told:
+            self._told_timing += [f"{leg}.{each.strip()}" for each in told.split(",")]
+
+    def leg_seconds(self) -> dict[str, float]:
+        """How long routing and each leg took, as seen from here; those that have begun."""
+        since = 0.0 if self.phase is Phase.ENDED else time.monotonic() - self._phase_since
+        seconds: dict[str, float] = {}
+        for phase, name in _LEGS.items():
+            if phase in self._seconds or phase is self.phase:
+                spent = self._seconds.get(phase, 0.0) + (since if phase is self.phase else 0.0)
+                seconds[name] = seconds.get(name, 0.0) + spent
+        return seconds
+
+    def server_timing(self) -> str:
+        """The `Server-Timing` header (W3C), in milliseconds: the legs, then what agents said of theirs.
+
+        Of a streamed answer it knows what came before its first event.
+        """
+        legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
+        return ", ".join(legs + self._told_timing)
+
     def end(self, status: int, code: str | None = None) -> None:
         """The request has ended with this HTTP status (or the one its error event stands for)."""
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
-        self._metrics.requests.labels(self.endpoint, str(status)).inc()
+        self._metrics.ended(self.endpoint, status)
         self._metrics.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
@@ -144,7 +189,8 @@ class Record:
         if self._allowance is not None:
             self._allowance.used(self._events, time.monotonic())
         self._remember(status, code)
-        logger.info("request %s", json.dumps(self._line(status, code, total)))
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("request %s", json.dumps(self._line(status, code, total)))
 
     def _remember(self, status: int, code: str | None) -> None:
         if status < 400 or status == CLIENT_LEFT:

@@ -144,7 +144,7 @@ class Registry:
         record.ours_at_ping = self._in_flight(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
-            self._models[info.model] = now
+            self._note_model(info.model, now)
         return None
 
     def refusal(self, info: Register) -> Refusal | None:
@@ -252,6 +252,12 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+
+    def _note_model(self, model: str, now: float) -> None:
+        self._models.pop(model, None)
+        self._models[model] = now
+        if len(self._models) > MAX_NODES:  # the one that was announced longest ago is in front
+            del self._models[next(iter(self._models))]
 
     def _hear(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:

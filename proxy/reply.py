@@ -1,67 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of a streamed answer, from the exchange to the client's socket."""
+"""A streamed answer, from the exchange to the client's connection, and how it is accounted for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from types import TracebackType
-
-from quart.wrappers.response import ResponseBody
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 from proxy import sse
+from proxy.client_connection import ClientReply, Header
 from proxy.errors import ProxyError
 from proxy.record import CLIENT_LEFT, Record
 
-CUT_GRACE_S = 10.0
+AGENT_ERROR = 502
+"""What an error event that an agent wrote stands for."""
 
 
-class EventStream(ResponseBody):
-    """An answer's events, the first of which is already here.
+class Source(Protocol):
+    """Where a stream's events come from, and how it is told to wait."""
 
-    A failure on the way becomes an error event and `[DONE]`: never a stream that just ends. Quart leaves the
-    context however the answer ends, also when the client has left; that closes the exchange. A client that
-    has not taken its answer `CUT_GRACE_S` after the exchange's deadline is cut off.
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class ClientStream:
+    """The client's end of one stream. Its HTTP answer begins with the first events.
+
+    A client that does not take its events makes their source wait (`drawing_from`, `give`), so no more is
+    kept for it than what was on its way.
     """
 
-    def __init__(
-        self, first: bytes, later: AsyncGenerator[bytes, None], record: Record, deadline: float
-    ) -> None:
-        self._first = first
-        self._later = later
+    def __init__(self, reply: ClientReply, record: Record, headers: tuple[Header, ...]) -> None:
+        self._reply = reply
         self._record = record
-        self._cut = asyncio.timeout_at(deadline + CUT_GRACE_S)
+        self._headers = headers
+        self._source: Source | None = None
+        self._is_taking = asyncio.Event()
+        self._is_taking.set()
+        self._has_begun = False
+        self.wants_timing = False
+        """Whether the client asked to be told, in the last event, where the time went."""
         self._status = 200
         self._code: str | None = None
-        self._served = False
+        self._is_served = False
         """Whether the client was given `[DONE]`. Many hang up on it, without waiting for the body to end."""
+        reply.paused = self._pause
 
-    async def __aenter__(self) -> AsyncGenerator[bytes, None]:
-        await self._cut.__aenter__()
-        return self._events()
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has anything: then a failure can no longer be an HTTP status."""
+        return self._has_begun
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def event(self, event: bytes) -> None:
+        """Give one event of a token, with as little ado as possible."""
+        if self._has_begun and not self.wants_timing:
+            self._record.event(event)
+            self._reply.write(event)
+        else:
+            self.write(event)
+
+    def write(self, events: bytes) -> None:
+        """Give one or more whole events."""
+        if not self._has_begun:
+            self._has_begun = True
+            timing = (b"server-timing", self._record.server_timing().encode())
+            self._reply.begin(200, (*self._headers, timing))
+        self._record.events(events)
+        if self.wants_timing:
+            events = sse.with_legs(events, self._record.leg_seconds())
+        if sse.holds_error(events):
+            self._status, self._code = AGENT_ERROR, "agent_error"
+        self._is_served = events.endswith(sse.DONE)
+        self._reply.write(events)
+
+    async def give(self, events: bytes) -> None:
+        """`write`, for those who can wait: returns when the client takes what it is given."""
+        self.write(events)
+        await self._is_taking.wait()
+
+    @contextmanager
+    def drawing_from(self, source: Source) -> Iterator[None]:
+        """While open, `source` waits whenever the client does not take what it was given."""
+        self._source = source
+        if not self._is_taking.is_set():
+            source.pause()
         try:
-            await self._later.aclose()
+            yield
         finally:
-            if error is None or self._served:
-                self._record.end(self._status, self._code)
-            else:
-                self._record.end(CLIENT_LEFT, "client_left")
-            await self._cut.__aexit__(kind, error, trace)
+            self._source = None
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        self._record.events(self._first)
-        yield self._first
-        try:
-            async for events in self._later:
-                self._record.events(events)
-                if sse.holds_error(events):
-                    self._status, self._code = 502, "agent_error"
-                self._served = events.endswith(sse.DONE)
-                yield events
-        except ProxyError as error:
-            self._status, self._code = error.status, error.code
-            yield sse.event(error.body()) + sse.DONE
+    def end(self) -> None:
+        """The stream is over, and its request too."""
+        self._reply.end()
+        self._record.end(self._status, self._code)
+
+    def fail(self, error: ProxyError) -> None:
+        """End a stream that has begun by an error event and `[DONE]`: never one that just ends."""
+        self.write(sse.event(error.body()) + sse.DONE)
+        self._status, self._code = error.status, error.code
+        self.end()
+
+    def abandon(self) -> None:
+        """The client has left; one that had it all has been served."""
+        if self._is_served:
+            self._record.end(self._status, self._code)
+        else:
+            self._record.end(CLIENT_LEFT, "client_left")
+
+    def _pause(self, paused: bool) -> None:
+        if paused:
+            self._is_taking.clear()
+        else:
+            self._is_taking.set()
+        if self._source is not None:
+            (self._source.pause if paused else self._source.resume)()

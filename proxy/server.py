@@ -10,12 +10,14 @@ import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
 from proxy.api_keys import ApiKeys
 from proxy.app import create_app
+from proxy.client_connection import ClientConnection
 from proxy.config import ProxyConfig
 from proxy.dialects.catalogue import other_dialects
 from proxy.drops import Drops
@@ -168,10 +170,11 @@ def base_url(config: ProxyConfig, port: int) -> str:
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         cast(Any, create_app(services)),
-        http="httptools",
+        http=cast(Any, partial(ClientConnection, stall_s=services.config.client_stall_s)),
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
         ssl_context_factory=None if tls is None else lambda config, default: tls,

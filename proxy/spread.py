@@ -47,6 +47,7 @@ class Spread:
             async for events in funnel:
                 if not begun:
                     begun = True
+                    self._prefill_seen_over()
                     self._record.enter(Phase.DECODE)
                 yield events
             yield ending(await running)
@@ -80,8 +81,13 @@ class Spread:
         """One more part's prefill leg has ended well."""
         self._in_prefill -= 1
         if not self._in_prefill:
-            self._record.enter(Phase.DECODE_WAIT)
+            self._prefill_seen_over()
             self._hold.prefill_over()
+
+    def _prefill_seen_over(self) -> None:
+        """The client waits for prefill no more: all parts have had theirs, or one has an event already."""
+        if self._record.phase is Phase.PREFILL:
+            self._record.enter(Phase.DECODE_WAIT)
 
 
 async def _nowhere(events: bytes) -> None:

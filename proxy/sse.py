@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
+TIMING = b'"kvferry_timing"'
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 
@@ -26,6 +28,11 @@ class Scanner:
         self._tail = b""
         self.done = False
         """Whether `[DONE]` has been passed on."""
+
+    @property
+    def between_events(self) -> bool:
+        """Whether the next byte begins an event."""
+        return not self._tail and not self.done
 
     def feed(self, chunk: bytes) -> bytes:
         """The whole events completed by `chunk` (maybe none), up to and including `[DONE]`.
@@ -76,6 +83,30 @@ def has_text(events: bytes) -> bool:
             if any(choice.text or choice.delta.content for choice in chunk.choices):
                 return True
     return False
+
+
+def with_legs(events: bytes, seconds: Mapping[str, float]) -> bytes:
+    """The events, of which one that tells its agent's timing tells the time of each leg too (`legs_s`).
+
+    That is the last event with data, if the client asked for it.
+    """
+    if TIMING not in events:
+        return events
+    return b"".join(
+        _with_legs(data, seconds) if TIMING in data else data + END_OF_EVENT
+        for data in events.removesuffix(END_OF_EVENT).split(END_OF_EVENT)
+    )
+
+
+def _with_legs(data: bytes, seconds: Mapping[str, float]) -> bytes:
+    try:
+        body = msgspec.json.decode(data.removeprefix(b"data: "), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return data + END_OF_EVENT
+    timing = body.get("kvferry_timing")
+    if isinstance(timing, dict):
+        timing["legs_s"] = {name: round(spent, 6) for name, spent in seconds.items()}
+    return event(body)
 
 
 class _Delta(msgspec.Struct, frozen=True):

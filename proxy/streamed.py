@@ -101,6 +101,11 @@ class FirstTokens:
         self._agent = agent
         self._head: bytes | None = b""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been taken off, and what comes now is the client's."""
+        return self._head is None
+
     def strip(self, chunk: bytes) -> bytes:
         """The chunk without the event. Raises `AgentLost` when the stream begins otherwise."""
         if self._head is None:

@@ -1,93 +1,165 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP towards the agents: pooled connections, deadlines on every wait, failures in the proxy's own words."""
+"""HTTP towards the agents: kept connections, deadlines on every wait, failures in the proxy's own words."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import io
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from types import TracebackType
+import ssl
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from urllib.parse import urlsplit
 
-import aiohttp
-
+from proxy.agent_connection import AgentConnection, AgentSilent, ConnectionBroken, Sink, State
 from proxy.config import ProxyConfig
 from proxy.dialects import native
-from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, error_object
-from proxy.silence import OpenLeg, OpenLegs
+from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from proxy.silence import OpenLegs
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 FINISH_GRACE_S = 1.0
-READ_BUFFER_BYTES = 64 * 1024
-# aiohttp warns about bytes of more than 1 MiB; a stream over the same bytes goes out in pieces.
-MAX_BODY_IN_ONE_PIECE = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an agent listens. `host_header`: as HTTP wants it, brackets and port included."""
+
+    host: str
+    port: int
+    is_tls: bool
+    host_header: str
 
 
 class AgentAnswer:
-    """An agent's answer whose status is below 400. Read it once, by `body` or by `chunks`.
+    """An agent's answer with status 200. Read it once, by `body`, `pump` or `chunks`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is given up.
     """
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, agent: Register, leg: OpenLeg, idle_s: float, deadline: float
-    ) -> None:
-        self._response = response
+    def __init__(self, connection: AgentConnection, agent: Register, idle_s: float, by: float) -> None:
+        self._connection = connection
         self._agent = agent
-        self._leg = leg
         self._idle_s = idle_s
-        self._deadline = deadline
-
-    @property
-    def status(self) -> int:
-        return self._response.status
+        self._by = by
 
     @property
     def content_type(self) -> str:
         """The media type with its parameters, as the agent sent it."""
-        return self._response.headers.get("Content-Type", "application/octet-stream")
+        return self.header("content-type") or "application/octet-stream"
 
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._response.headers
+    def header(self, name: str) -> str | None:
+        """A header of the answer; `name` in lower case."""
+        value = self._connection.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
 
     async def body(self) -> bytes:
         """The whole body."""
-        with _translated(self._agent, self._leg):
-            async with self._leg.waiting(self._deadline):
-                return await _read(self._response, MAX_ANSWER_BYTES)
+        try:
+            return await _read(self._connection, self._by, MAX_ANSWER_BYTES)
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
+
+    async def pump(self, sink: Sink) -> None:
+        """Give the body to `sink` as it comes, until its end. What the sink raises is raised here."""
+        self._connection.limit(self._by, self._idle_s)
+        self._connection.feed(sink)
+        try:
+            await self._connection.end()
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body's bytes as they come, until its end."""
-        content = self._response.content
-        with (
-            _translated(self._agent, self._leg),
-            _Watch(content, self._idle_s, self._deadline) as watch,
-            self._leg.watched(watch),
-        ):
-            while True:
-                watch.reading()
-                chunk = await content.readany()
-                watch.read()
-                if not chunk:
-                    return
+        """The body's bytes as they come, until its end; for those who must wait between them."""
+        self._connection.limit(self._by, self._idle_s)
+        try:
+            while chunk := await self._connection.take():
                 yield chunk
+        except (ConnectionBroken, TimeoutError) as error:
+            raise _failure(error, self._agent) from error
 
     async def finish(self) -> None:
-        """Let an answer whose last event was read come to its end, so that its connection can be used again.
-
-        Waits `FINISH_GRACE_S` at most; the connection of an answer that goes on is closed with its context.
-        """
+        """After `chunks` was left: wait a moment for the end, so that the connection can be kept."""
+        self.finish_soon()
         try:
-            async with asyncio.timeout(FINISH_GRACE_S):
-                while await self._response.content.readany():
-                    pass
-        except (TimeoutError, aiohttp.ClientError, OSError):
+            while await self._connection.take():
+                continue
+        except (ConnectionBroken, TimeoutError):
             return
+
+    def finish_soon(self) -> None:
+        """All that is wanted is here; wait a moment for the end, so that the connection can be kept."""
+        self._connection.limit(asyncio.get_running_loop().time() + FINISH_GRACE_S)
+
+    def pause(self) -> None:
+        """Take nothing for a while; the agent's silence does not count meanwhile."""
+        self._connection.pause()
+
+    def resume(self) -> None:
+        """Go on taking."""
+        self._connection.resume()
+
+
+class Leg:
+    """One request to an agent, while it is open; made by `Upstream.post`.
+
+    A class, since a generator's context would cost what everything else in here costs.
+    """
+
+    def __init__(
+        self,
+        pool: Upstream,
+        origin: Origin,
+        agent: Register,
+        request: bytes,
+        headers_by: float,
+        by: float,
+        movable: Callable[[], bool],
+    ) -> None:
+        self.agent = agent
+        self.movable = movable
+        self._pool = pool
+        self._origin = origin
+        self._request = request
+        self._headers_by = headers_by
+        self._by = by
+        self._connection: AgentConnection
+
+    async def __aenter__(self) -> AgentAnswer:
+        self._connection = connection = await self._pool.borrow(self._origin, self.agent, self._headers_by)
+        self._pool.open_legs.add(self)
+        try:
+            connection.send(self._request, self._headers_by)
+            await connection.head()
+            if connection.status != 200:
+                raw = await _read(connection, self._by, MAX_ERROR_BYTES)
+                raise _verdict(connection, raw, self.agent)
+            connection.limit(self._by)  # for the body, whenever somebody asks for it
+        except (ConnectionBroken, TimeoutError) as error:
+            self._pool.open_legs.discard(self)
+            connection.close()
+            raise _failure(error, self.agent) from error
+        except BaseException:
+            self._pool.open_legs.discard(self)
+            self._pool.give_back(self._origin, connection)
+            raise
+        return AgentAnswer(connection, self.agent, self._pool.idle_timeout_s, self._by)
+
+    @property
+    def quiet_since(self) -> float | None:
+        """Since when the agent is waited for in vain; None while nobody waits."""
+        return self._connection.quiet_since
+
+    def give_up(self) -> None:
+        """The agent is lost: whoever waits for it gets an `AgentLost`."""
+        self._connection.give_up()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pool.open_legs.discard(self)
+        self._pool.give_back(self._origin, self._connection)
 
 
 class Upstream:
@@ -98,37 +170,31 @@ class Upstream:
 
     def __init__(self, config: ProxyConfig, bearer: str | None = None) -> None:
         self._config = config
+        self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+        self._agent_tls = None if config.agent_ca is None else client_context(config.agent_ca)
+        self._places = asyncio.Semaphore(config.max_connections)
+        self._idle: dict[Origin, dict[AgentConnection, None]] = {}
+        self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._open: set[AgentConnection] = set()
         self.open_legs = OpenLegs()
         """Every leg that is under way; its `run` needs an owner."""
-        self._tls = True if config.agent_ca is None else client_context(config.agent_ca)
-        self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
-        self._session: aiohttp.ClientSession
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """How long an agent may be silent within a stream."""
+        return self._config.idle_timeout_s
 
     async def __aenter__(self) -> Upstream:
-        connector = aiohttp.TCPConnector(
-            limit=self._config.max_connections,
-            limit_per_host=0,  # the sum is bounded; one busy agent may use all of it
-            keepalive_timeout=self._config.keepalive_s,
-            ssl=self._tls,
-        )
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            # Everything but connecting has a deadline of ours; aiohttp's own 300 s would cut long streams.
-            timeout=aiohttp.ClientTimeout(
-                total=None, connect=None, sock_connect=self._config.connect_timeout_s, sock_read=None
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            read_bufsize=READ_BUFFER_BYTES,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        for connection in tuple(self._open):
+            connection.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self,
         agent: Register,
         path: str,
@@ -138,159 +204,186 @@ class Upstream:
         headers_by: float,
         by: float,
         movable: Callable[[], bool] = lambda: False,
-    ) -> AsyncIterator[AgentAnswer]:
-        """Send one leg and hand out its answer as soon as its headers are here.
+    ) -> Leg:
+        """A context that sends one leg and hands out its answer as soon as its headers are here.
 
-        Leaving the context before the answer was read to its end closes the connection, and so tells the
-        agent that nobody waits any more.
+        Leaving it before the answer was read to its end closes the connection, and so tells the agent that
+        nobody waits any more.
 
         Args:
             headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
             by: Deadline for its end, likewise.
             movable: Whether the leg may go elsewhere now, should its agent fall silent (`proxy.silence`).
 
-        Raises:
-            AgentLost: connection refused or reset, an answer cut short, a 5xx, or one given up (`OpenLegs`).
+        Entering raises:
+            AgentLost: connection refused or reset, an answer cut short, or a 5xx.
             AgentTimeout: a deadline passed.
             AgentRefused: a 4xx, with the agent's body.
         """
-        with self.open_legs.open(agent, movable) as leg:
-            response = await self._send(agent, path, body, headers, leg, headers_by)
-            try:
-                if response.status != 200:
-                    with _translated(agent, leg):
-                        async with leg.waiting(by):
-                            raw = await _read(response, MAX_ERROR_BYTES)
-                    raise _verdict(response, raw, agent)
-                yield AgentAnswer(response, agent, leg, self._config.idle_timeout_s, by)
-            finally:
-                # A body read to its end has given its connection back already; any other must not be reused.
-                response.close()
-
-    async def _send(
-        self, agent: Register, path: str, body: bytes, headers: Mapping[str, str], leg: OpenLeg, by: float
-    ) -> aiohttp.ClientResponse:
-        """Send one request and wait for its answer's headers."""
-        with _translated(agent, leg):
-            async with leg.waiting(by):
-                return await self._session.post(
-                    agent.address.rstrip("/") + path,
-                    data=body if len(body) <= MAX_BODY_IN_ONE_PIECE else io.BytesIO(body),
-                    headers=self._authorized(agent, headers),
-                    allow_redirects=False,
-                )
+        origin = origin_of(agent.address)
+        head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
+        return Leg(self, origin, agent, head + body, headers_by, by, movable)
 
     async def get(self, agent: Register, url: str, *, by: float) -> bytes:
         """The body at a URL of the agent's, whichever of its ports that is.
 
         Raises as `post` does.
         """
-        with _translated(agent):
-            async with (
-                asyncio.timeout_at(by),
-                self._session.get(url, headers=self._authorized(agent, {}), allow_redirects=False) as answer,
-            ):
-                raw = await _read(answer, MAX_ANSWER_BYTES)
-                if answer.status != 200:
-                    raise _verdict(answer, raw, agent)
-                return raw
+        parts = urlsplit(url)
+        origin = origin_of(f"{parts.scheme}://{parts.netloc}")
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        request = self._head("GET", origin, target or "/", agent, {})
+        async with Leg(self, origin, agent, request, by, by, lambda: False) as answer:
+            return await answer.body()
 
-    def _authorized(self, agent: Register, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """With the cluster's token, which is no business of other engines' servers."""
-        return {**headers, **self._bearer} if agent.dialect == native.NAME else headers
+    async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+        """A connection that was kept, or a new one; until it is given back."""
+        kept = self._idle.get(origin)
+        if kept:
+            connection = next(reversed(kept))
+            self._unkeep(connection)
+            return connection
+        if self._places.locked() and self._kept_since:
+            next(iter(self._kept_since)).close()  # the one that nobody used for longest gives its place up
+        try:
+            async with asyncio.timeout_at(by):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise _failure(error, agent) from error
+        return await self._connect(origin, agent, by)
+
+    def give_back(self, origin: Origin, connection: AgentConnection) -> None:
+        """Keep the connection for another request if it can serve one, else close it."""
+        if not connection.reusable:
+            connection.close()
+            return
+        connection.rest()
+        self._kept_since[connection] = (origin, asyncio.get_running_loop().time())
+        self._idle.setdefault(origin, {})[connection] = None
+        if self._sweeper is None:
+            self._sweep()
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """For agents by https. What the system trusts takes long to load, so only when it is needed."""
+        return self._agent_tls or ssl.create_default_context()
+
+    def _head(
+        self, method: str, origin: Origin, target: str, agent: Register, headers: Mapping[str, str]
+    ) -> bytes:
+        """A request's head. The cluster's token is no business of other engines' servers."""
+        if agent.dialect == native.NAME:
+            headers = {**headers, **self._bearer}
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        assert lines.count("\n") == len(headers) == lines.count("\r"), "a header's value breaks its line"
+        return f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n{lines}\r\n".encode("latin-1")
+
+    async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+        """A new connection, whose place is taken already."""
+        loop = asyncio.get_running_loop()
+        made: AgentConnection | None = None
+        try:
+            async with asyncio.timeout_at(min(by, loop.time() + self._config.connect_timeout_s)):
+                _, made = await loop.create_connection(
+                    lambda: AgentConnection(self._forget),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.is_tls else None,
+                )
+        except OSError as error:  # a TimeoutError is one
+            raise _cannot_connect(error, agent) from error
+        finally:
+            if made is None:
+                self._places.release()
+        self._open.add(made)
+        if made.state is State.CLOSED:  # it was lost before anybody could look
+            self._forget(made)
+            raise _failure(ConnectionBroken("the connection ended"), agent)
+        return made
+
+    def _unkeep(self, connection: AgentConnection) -> None:
+        origin, _ = self._kept_since.pop(connection)
+        kept = self._idle[origin]
+        del kept[connection]
+        if not kept:
+            del self._idle[origin]
+
+    def _sweep(self) -> None:
+        """Close what was kept for too long, and come again when the next one is due."""
+        loop = asyncio.get_running_loop()
+        self._sweeper = None
+        for connection, (_, since) in tuple(self._kept_since.items()):
+            due = since + self._config.keepalive_s
+            if due > loop.time():
+                self._sweeper = loop.call_at(due, self._sweep)
+                return
+            connection.close()
+
+    def _forget(self, connection: AgentConnection) -> None:
+        """The connection was closed, by either side."""
+        if connection in self._kept_since:
+            self._unkeep(connection)
+        if connection in self._open:
+            self._open.discard(connection)
+            self._places.release()
 
 
-class _Watch:
-    """Fails the pending read of a stream whose agent has fallen silent.
-
-    One timer per stream that looks at the clock now and then; `asyncio.timeout` around every read would cost
-    a tenth of what relaying an event costs. Time that passes while the client is slow does not count.
-    """
-
-    def __init__(self, content: aiohttp.StreamReader, idle_s: float, deadline: float) -> None:
-        self._content = content
-        self._idle_s = idle_s
-        self._deadline = deadline
-        self._loop = asyncio.get_running_loop()
-        self.since: float | None = None
-        """When the pending read began; None while there is none."""
-        self._timer: asyncio.TimerHandle
-
-    def __enter__(self) -> _Watch:
-        self._arm(self._loop.time())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-
-    def reading(self) -> None:
-        """A read begins."""
-        self.since = self._loop.time()
-
-    def read(self) -> None:
-        """The read has ended."""
-        self.since = None
-
-    def _arm(self, since: float) -> None:
-        self._timer = self._loop.call_at(min(since + self._idle_s, self._deadline), self._look)
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        since = now if self.since is None else self.since
-        if now >= min(since + self._idle_s, self._deadline):
-            self.end()
-        else:
-            self._arm(since)
-
-    def end(self) -> None:
-        """Fail the pending read."""
-        self._content.set_exception(TimeoutError())
+@lru_cache(maxsize=4096)
+def origin_of(address: str) -> Origin:
+    """What to dial for `http://host:port`, as agents advertise it (checked when they register)."""
+    url = urlsplit(address)
+    is_tls = url.scheme == "https"
+    return Origin(url.hostname or "", url.port or (443 if is_tls else 80), is_tls, url.netloc)
 
 
-@contextmanager
-def _translated(agent: Register, leg: OpenLeg | None = None) -> Iterator[None]:
-    """The only place that knows what aiohttp raises."""
-    lost = Incarnation(agent.incarnation)
-    try:
-        yield
-    except aiohttp.ConnectionTimeoutError as error:
-        raise AgentLost(f"connecting to {agent.address} took too long", lost, status=504) from error
-    except TimeoutError as error:
-        if leg is not None and leg.given_up:
-            raise AgentLost(f"{agent.address} fell silent", lost, silent=True, status=504) from error
-        raise AgentTimeout(f"{agent.address} did not answer in time") from error
-    except aiohttp.ClientConnectorError as error:
-        refused = error.os_error.errno == errno.ECONNREFUSED
-        raise AgentLost(f"cannot connect to {agent.address}: {error}", lost, refused=refused) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise AgentLost(f"{agent.address} broke off: {type(error).__name__}", lost) from error
-
-
-async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:
+    """The whole body. Raises as `AgentConnection.end` does, and `BadAnswer` past `limit` bytes."""
     parts: list[bytes] = []
     size = 0
-    while part := await response.content.readany():
+
+    def take(part: bytes) -> None:
+        nonlocal size
         parts.append(part)
         size += len(part)
         if size > limit:
             raise BadAnswer(f"an agent's answer exceeds {limit} bytes")
-    return b"".join(parts)
+
+    connection.limit(by)
+    connection.feed(take)
+    await connection.end()
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _failure(error: ConnectionBroken | TimeoutError, agent: Register) -> ProxyError:
+    if isinstance(error, TimeoutError):
+        return AgentTimeout(f"{agent.address} did not answer in time")
+    lost = Incarnation(agent.incarnation)
+    if isinstance(error, AgentSilent):
+        return AgentLost(f"{agent.address} fell silent", lost, silent=True, status=504)
+    return AgentLost(f"{agent.address} broke off: {error}", lost)
+
+
+def _cannot_connect(error: OSError, agent: Register) -> AgentLost:
+    lost = Incarnation(agent.incarnation)
+    if isinstance(error, TimeoutError):
+        return AgentLost(f"connecting to {agent.address} took too long", lost, status=504)
+    refused = error.errno == errno.ECONNREFUSED
+    return AgentLost(f"cannot connect to {agent.address}: {error}", lost, refused=refused)
 
 
 def _verdict(
-    response: aiohttp.ClientResponse, raw: bytes, agent: Register
+    connection: AgentConnection, raw: bytes, agent: Register
 ) -> AgentRefused | AgentLost | BadAnswer:
     """What an agent's status other than 200 means for the request."""
-    if 400 <= response.status < 500:
-        content_type = response.headers.get("Content-Type", "application/json")
-        return AgentRefused(response.status, content_type, raw, response.headers.get("Retry-After"))
-    if response.status >= 500:
+    status, headers = connection.status, connection.headers
+    if 400 <= status < 500:
+        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
+        retry_after = headers.get(b"retry-after")
+        told = None if retry_after is None else retry_after.decode("latin-1")
+        return AgentRefused(status, content_type, raw, told)
+    if status >= 500:
         said = (error_object(raw) or {}).get("message", "no reason given")
         return AgentLost(
-            f"{agent.address} answered HTTP {response.status}: {said}",
-            Incarnation(agent.incarnation),
-            status=response.status,
+            f"{agent.address} answered HTTP {status}: {said}", Incarnation(agent.incarnation), status=status
         )
-    return BadAnswer(f"{agent.address} answered HTTP {response.status}")
+    return BadAnswer(f"{agent.address} answered HTTP {status}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -135,7 +136,8 @@ class EngineOptions:
     """What a backend is opened with. `name` is unique per rank and life; `fault` is for tests (tcp only).
 
     `explicit`: the user named this backend rather than leave the choice to auto. `backend_options` are the
-    backend's own, which only it can read.
+    backend's own, which only it can read. `computing` is set while the model computes, for backends that take
+    from the same device.
     """
 
     name: str
@@ -145,6 +147,7 @@ class EngineOptions:
     explicit: bool = True
     fault: str | None = None
     backend_options: Mapping[str, str] = field(default_factory=dict)
+    computing: threading.Event = field(default_factory=threading.Event)
 
 
 def open_engine(name: str, options: EngineOptions) -> TransferEngine:

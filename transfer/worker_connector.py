@@ -57,6 +57,7 @@ class WorkerConnector:
         transfer: A backend's name, or auto for every one that works here.
         tcp_fault: Damage that the tcp backend does to what it sends (tests).
         transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
+        computing: Set by the rank while its model computes, so that a pull may then take less of the device.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class WorkerConnector:
         advertise_host: str,
         tcp_fault: str | None = None,
         transfer_options: str = "",
+        computing: threading.Event | None = None,
     ) -> None:
         heads = len(geometry.local_heads(tp_size, rank))
         if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], heads):
@@ -90,6 +92,7 @@ class WorkerConnector:
             item_bytes=geometry.item_bytes,
             explicit=transfer != "auto",
             fault=tcp_fault,
+            computing=computing or threading.Event(),
         )
         self._backend_options = parse_backend_options(transfer_options)
         self._lives = itertools.count()

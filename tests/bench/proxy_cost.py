@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import platform
+import socket
 import statistics
 import sys
 import time
@@ -27,11 +29,19 @@ from rich.table import Table
 
 EVENT_INTERVAL_S = 0.02
 STREAMS = (64, 256)
-WINDOW_S = 3.0
-PROBES = 60
-WHOLE_REQUESTS = 600
+WINDOW_S = 4.0
+PROBES = 200
+WHOLE_REQUESTS = 6400
 WHOLE_CONCURRENCY = 16
 START_TIMEOUT_S = 30.0
+DIRECT, PLAIN = "no router", "plain relay"
+KVFERRY = ("kvferry, one agent", "kvferry, a pair")
+RIVAL_FOLDER = Path("build/rivals")
+"""Where `make bench-proxy` installs them, each in an environment of its own."""
+RIVALS = {
+    "vllm-router": (str(RIVAL_FOLDER / "vllm-router/bin/vllm-router"),),
+    "sglang-router": (str(RIVAL_FOLDER / "sglang-router/bin/python"), "-m", "sglang_router.launch_router"),
+}
 BODY = {"model": "stand-in", "prompt": "a prompt of some words", "seed": 1}
 
 
@@ -71,10 +81,12 @@ class StreamClient(asyncio.Protocol):
         self._sent_at = 0.0
         self._transport: asyncio.Transport | None = None
         self.events = 0
+        self.is_open = False
         self.ttfb = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
         self._sent_at = time.perf_counter()
         self._transport.write(self._request)
 
@@ -84,6 +96,7 @@ class StreamClient(asyncio.Protocol):
             self.ttfb.set_result(time.perf_counter() - self._sent_at)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
         if not self.ttfb.done():
             self.ttfb.set_exception(ConnectionError("the stream ended before its first event"))
 
@@ -113,34 +126,68 @@ async def child(*argv: str) -> AsyncIterator[Child]:
 @asynccontextmanager
 async def router(name: str) -> AsyncIterator[Child]:
     """One router with the stand-in engines that it needs, ready to serve."""
-    engine = ("tests.standins.agents", "--interval-s", str(EVENT_INTERVAL_S))
+    engine = ("tests.bench.engine", "--interval-s", str(EVENT_INTERVAL_S))
     async with AsyncExitStack() as stack:
-        if name == "plain relay":
-            nowhere = "127.0.0.1:9"  # the stand-in pings somebody who is not there
-            agent = await stack.enter_async_context(child(*engine, "--role", "both", "--proxy", nowhere))
-            yield await stack.enter_async_context(child("tests.bench.plain_relay", agent.listening["url"]))
+        if name.startswith("kvferry"):
+            started = child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning")
+            proxy = await stack.enter_async_context(started)
+            discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
+            for role in ("both",) if name == "kvferry, one agent" else ("prefill", "decode"):
+                await stack.enter_async_context(child(*engine, "--role", role, "--proxy", discovery))
+            await _until_served(proxy.listening["url"])
+            yield proxy
             return
-        started = child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning")
-        proxy = await stack.enter_async_context(started)
-        discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
-        for role in ("both",) if name == "kvferry, one agent" else ("prefill", "decode"):
-            await stack.enter_async_context(child(*engine, "--role", role, "--proxy", discovery))
-        await _until_ready(proxy.listening["url"])
-        yield proxy
+        agent = await stack.enter_async_context(child(*engine))
+        url = agent.listening["url"]
+        if name == DIRECT:
+            yield agent
+        elif name == PLAIN:
+            yield await stack.enter_async_context(child("tests.bench.plain_relay", url))
+        else:
+            yield await stack.enter_async_context(rival(RIVALS[name], url))
 
 
-async def _until_ready(url: str) -> None:
+@asynccontextmanager
+async def rival(command: Sequence[str], engine: str) -> AsyncIterator[Child]:
+    """A router from the package index in front of one engine, by round robin, for as long as it is open."""
+    ports = [_free_port(), _free_port()]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--host", "127.0.0.1", "--port", str(ports[0]), "--worker-urls", engine,
+        "--policy", "round_robin", "--prometheus-port", str(ports[1]), "--log-level", "error",
+        "--worker-startup-check-interval", "1",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{ports[0]}"
+        await _until_served(url)
+        yield Child(process.pid, {"url": url})
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+async def _until_served(url: str) -> None:
+    """Wait until a completion is answered."""
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
         while True:
-            async with http.get(f"{url}/ready") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.05)
+            try:
+                async with http.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}) as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
 
 
 async def stream_cost(name: str, at: Child, streams: int) -> StreamCost:
     """CPU per event over a window of steady streaming, then the TTFB of further streams beside them."""
-    clients = [await _open_stream(at) for _ in range(streams)]
+    clients = [await open_stream(at) for _ in range(streams)]
     async with asyncio.timeout(START_TIMEOUT_S):
         await asyncio.gather(*(client.ttfb for client in clients))
     before, events, start = cpu_s(at.pid), _events(clients), time.perf_counter()
@@ -148,7 +195,7 @@ async def stream_cost(name: str, at: Child, streams: int) -> StreamCost:
     spent, events, elapsed = cpu_s(at.pid) - before, _events(clients) - events, time.perf_counter() - start
     ttfbs = []
     for _ in range(PROBES):
-        probe = await _open_stream(at)
+        probe = await open_stream(at)
         ttfbs.append(await probe.ttfb * 1e3)
         probe.leave()
     for client in clients:
@@ -190,7 +237,8 @@ def cpu_s(pid: int) -> float:
     return float(sum(spent.user + spent.system for spent in times))
 
 
-async def _open_stream(at: Child) -> StreamClient:
+async def open_stream(at: Child) -> StreamClient:
+    """A stream that goes on until somebody leaves."""
     url = urlsplit(at.listening["url"])
     body = json.dumps({**BODY, "max_tokens": 4000, "stream": True}).encode()
     head = (
@@ -209,48 +257,73 @@ def _events(clients: Sequence[StreamClient]) -> int:
 
 
 def show(streams: Sequence[StreamCost], requests: Sequence[RequestCost], console: Console) -> None:
-    """Print both tables; ratios are to the plain relay of the same run."""
-    base = {cost.streams: cost.cpu_us_per_event for cost in streams if cost.router == "plain relay"}
+    """Print both tables. Ratios are to the cheapest rival of this run, or to the plain relay without any."""
     table = Table(title=f"an event every {EVENT_INTERVAL_S * 1e3:.0f} ms per stream")
     for column in ("router", "streams", "events/s", "CPU µs/event", "ratio", "TTFB p50 ms", "p99 ms"):
         table.add_column(column, justify="left" if column == "router" else "right")
     for cost in streams:
+        base = _base({each.router: each.cpu_us_per_event for each in streams if each.streams == cost.streams})
         table.add_row(
             cost.router,
             str(cost.streams),
             f"{cost.events_per_s:,.0f}",
-            f"{cost.cpu_us_per_event:.1f}",
-            f"{cost.cpu_us_per_event / base[cost.streams]:.2f}",
-            f"{cost.ttfb_p50_ms:.1f}",
-            f"{cost.ttfb_p99_ms:.1f}",
+            "" if cost.router == DIRECT else f"{cost.cpu_us_per_event:.1f}",
+            "" if cost.router == DIRECT else f"{cost.cpu_us_per_event / base:.2f}",
+            f"{cost.ttfb_p50_ms:.2f}",
+            f"{cost.ttfb_p99_ms:.2f}",
         )
     console.print(table)
-    plain = next(cost.cpu_ms_per_request for cost in requests if cost.router == "plain relay")
     table = Table(title="requests that do not stream")
     for column in ("router", "CPU ms/request", "ratio"):
         table.add_column(column, justify="left" if column == "router" else "right")
-    for cost in requests:
-        ratio = cost.cpu_ms_per_request / plain
-        table.add_row(cost.router, f"{cost.cpu_ms_per_request:.3f}", f"{ratio:.2f}")
+    base = _base({cost.router: cost.cpu_ms_per_request for cost in requests})
+    for request in requests:
+        ratio = request.cpu_ms_per_request / base
+        table.add_row(request.router, f"{request.cpu_ms_per_request:.3f}", f"{ratio:.2f}")
     console.print(table)
+
+
+def _base(figures: dict[str, float]) -> float:
+    rivals = [figure for router, figure in figures.items() if router in RIVALS]
+    return min(rivals) if rivals else figures[PLAIN]
+
+
+def _versions() -> dict[str, str]:
+    """What ran, and when: this machine, Python, and the rivals as their environments name them."""
+    found = {
+        "python": platform.python_version(),
+        "cpus": str(psutil.cpu_count()),
+        "date": time.strftime("%F"),
+    }
+    for name in RIVALS:
+        package = name.replace("-", "_")
+        for info in (RIVAL_FOLDER / name).glob(f"lib/*/site-packages/{package}-*.dist-info"):
+            found[name] = info.name.removesuffix(".dist-info").partition("-")[2]
+    return found
 
 
 async def main(json_file: Path | None) -> None:
     """Measure every router in turn, so that they never compete with each other."""
     streams: list[StreamCost] = []
     requests: list[RequestCost] = []
-    for name in ("plain relay", "kvferry, one agent", "kvferry, a pair"):
+    console = Console()
+    missing = [name for name, command in RIVALS.items() if not Path(command[0]).exists()]
+    for name in missing:
+        console.print(f"{name} is not installed (make bench-proxy tries to): left out")
+    for name in (DIRECT, PLAIN, *(name for name in RIVALS if name not in missing), *KVFERRY):
         async with router(name) as at:
-            requests.append(await request_cost(name, at))
+            if name != DIRECT:
+                requests.append(await request_cost(name, at))
             for count in STREAMS:
                 streams.append(await stream_cost(name, at, count))
-    show(streams, requests, Console())
+    show(streams, requests, console)
     if json_file is not None:
         report = {
+            "versions": _versions(),
             "streams": [asdict(cost) for cost in streams],
             "requests": [asdict(cost) for cost in requests],
         }
-        json_file.write_text(json.dumps(report, indent=2))
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

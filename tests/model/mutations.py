@@ -185,14 +185,14 @@ MUTATIONS = (
     Mutation(
         sentence="A failed pull gives its blocks back whatever may still be written.",
         module="pull",
-        old="quiescent=not self._reading, detail=detail",
-        new="quiescent=True, detail=detail",
+        old="quiescent=not self._reading,",
+        new="quiescent=True,",
     ),
     Mutation(
         sentence="The end of a failed read counts as its quiescence.",
         module="pull",
-        old="        if outcome.quiescent:\n            self._reading.discard(seq)\n",
-        new="        self._reading.discard(seq)\n",
+        old="        if outcome.quiescent:\n            del self._reading[seq]\n",
+        new="        del self._reading[seq]\n",
     ),
     Mutation(
         sentence="A quarantine is never ended.",

@@ -432,6 +432,7 @@ class _Drawn:
         self._uneven = UNEVEN in str(prompt)
         self._holds_back = HELD_BACK in str(prompt)
         self._with_ids = bool(body.get("return_token_ids"))
+        self._with_timing = bool(body.get("kvferry_timing"))
         self._with_lines = bool(body.get("kvferry_token_lines"))
         self._salt = f"{prompt}/{body.get('seed')}/{'other' if other else ''}"
         self._envelope = {
@@ -493,9 +494,10 @@ class _Drawn:
 
     def last_event(self) -> bytes:
         line = b": t end\n" if self._with_lines else b""
-        if not self.include_usage:
-            return line and line + b"\n"
-        return line + _event({**self._envelope, "choices": [], "usage": self._usage(self.limit)})
+        told: dict[str, Any] = {"usage": self._usage(self.limit)} if self.include_usage else {}
+        if self._with_timing:
+            told["kvferry_timing"] = {"queue_s": 0.25}
+        return line + _event({**self._envelope, "choices": [], **told}) if told else line and line + b"\n"
 
     def whole(self, limit: int | None = None) -> dict[str, Any]:
         tokens = self.limit if limit is None else limit

@@ -108,6 +108,8 @@ class StandInServer(StandInAgent):
     lease_s: float = 30.0
     hold_s: float = 0.0
     """How long a decode leg waits before it asks for KV."""
+    stagger: asyncio.Event | None = None
+    """All prefill legs but the first wait for it."""
     hands_over: bool = True
     models_asked: int = 0
     counts: bool = True
@@ -161,6 +163,8 @@ class StandInServer(StandInAgent):
             if fault is not None and fault.kind == "reset":
                 return await _reset(request)
             if leg == "prefill":
+                if self.stagger is not None and len(self.asked) > 1:
+                    await self.stagger.wait()
                 return await self.prefill(request, body)
             drawn = Drawn(request, body)
             if leg == "decode":

@@ -61,13 +61,21 @@ def kill_rank(agent: Process) -> None:
 
 
 @pytest.mark.timeout(120)  # two runs, and five processes to start on two cores
-@pytest.mark.parametrize(("prefill", "kill"), [(1, kill_api), (2, kill_rank)], ids=["1P2D-api", "2P2D-rank"])
+@pytest.mark.parametrize(
+    ("prefill", "kill", "workers"),
+    [(1, kill_api, 1), (2, kill_rank, 2)],
+    ids=["1P2D-api", "2P2D-rank-2workers"],
+)
 async def test_streams_survive_the_death_of_their_decode_agent(
-    start_cluster: StartCluster, prefill: int, kill: Any
+    start_cluster: StartCluster, prefill: int, kill: Any, workers: int
 ) -> None:
-    """I4: tokens, text, logprobs, finish_reason and usage are those of the undisturbed run."""
+    """I4: tokens, text, logprobs, finish_reason and usage are those of the undisturbed run.
+
+    Also where several processes of the proxy serve the streams.
+    """
     args = ("--lease-s", str(LEASE_S), "--max-model-len", "1536")
-    async with start_cluster(prefill=prefill, decode=2, args=args) as cluster:
+    proxy_args = ("--workers", str(workers))
+    async with start_cluster(prefill=prefill, decode=2, args=args, proxy_args=proxy_args) as cluster:
         undisturbed = await complete_all(cluster.url, bodies(), concurrency=STREAMS)
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies(), concurrency=STREAMS))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import selectors
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 _PROOF_BYTES = 32
 
-OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, Callable[[], None]], Device]
+OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event, Callable[[], None]], Device]
 
 
 class CudaIpcRegion:
@@ -83,7 +84,9 @@ class CudaIpcEngine:
     def register(self, pool: torch.Tensor) -> Region:
         import torch
 
-        self._device = device = self._open_device(pool, self._settings, self._waker.wake)
+        self._device = device = self._open_device(
+            pool, self._settings, self._options.computing, self._waker.wake
+        )
         proof = torch.frombuffer(bytearray(self._proof), dtype=torch.uint8)
         self._proof_tensor = proof.to(pool.device, copy=True)
         try:

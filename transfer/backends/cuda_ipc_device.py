@@ -59,9 +59,19 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """An NVIDIA GPU; see `Device`. `on_landed` is called from a thread of its own after every launch."""
+    """An NVIDIA GPU; see `Device`.
 
-    def __init__(self, pool: torch.Tensor, settings: CudaIpcSettings, on_landed: Callable[[], None]) -> None:
+    `computing` is set while the model computes there. `on_landed` is called from a thread of its own after
+    every launch.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        settings: CudaIpcSettings,
+        computing: threading.Event,
+        on_landed: Callable[[], None],
+    ) -> None:
         """Raises `BackendUnavailable` if the driver or Triton does not work with this pool's device."""
         import torch
 
@@ -75,9 +85,9 @@ class CudaDevice:
             raise BackendUnavailable(f"cuda_ipc: {error}") from error
         self._torch = torch
         self._kernel = kernel
-        multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
-        self._programs = settings.num_programs(multiprocessors)
+        self._multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._settings = settings
+        self._computing = computing
         # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
         # priority goes first wherever both could start.
         self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
@@ -99,7 +109,8 @@ class CudaDevice:
         return self._driver.peek(borrowed)
 
     def launch(self, work: Work) -> Flight:
-        programs = work.num_programs(self._programs, self._settings.block_words)
+        most = self._settings.num_programs(self._multiprocessors, self._computing.is_set())
+        programs = work.num_programs(most, self._settings.block_words)
         table = self._tables.popleft()
         size = work.table_size(programs)
         work.write_table(table.room(size), programs)

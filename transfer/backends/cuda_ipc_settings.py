@@ -15,28 +15,31 @@ class CudaIpcSettings:
     """Options of the cuda_ipc backend, as in `--transfer-options cuda_ipc.NAME=VALUE,…`.
 
     Args:
-        sm_share: Share of the reading GPU's multiprocessors that a pull may occupy. More is faster, up to the
-            link's speed; what a pull occupies, the model's own kernels cannot have meanwhile.
+        sm_share: Share of the reading GPU's multiprocessors that a pull may occupy while the model rests.
+            More is faster, up to the link's speed.
+        busy_sm_share: The same for a pull that begins while the model computes, which cannot have those then.
         block_words: Words of 8 bytes that a multiprocessor has in flight at once. Few multiprocessors have to
             hide all of the link's latency.
         num_warps: Warps of 32 threads that share those; 32 fill half a multiprocessor.
     """
 
     sm_share: float = 0.25
+    busy_sm_share: float = 0.0625
     block_words: int = 16384
     num_warps: int = 32
 
     def __post_init__(self) -> None:
-        if not 0 < self.sm_share <= 1:
-            raise ValueError(f"cuda_ipc.sm_share must be over 0 and at most 1, got {self.sm_share}")
+        for name in ("sm_share", "busy_sm_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"cuda_ipc.{name} must be over 0 and at most 1, got {getattr(self, name)}")
         for name, most in (("block_words", 1 << 17), ("num_warps", 32)):
             value = getattr(self, name)
             if not 0 < value <= most or value & (value - 1):
                 raise ValueError(f"cuda_ipc.{name} must be a power of two, at most {most}, got {value}")
 
-    def num_programs(self, multiprocessors: int) -> int:
+    def num_programs(self, multiprocessors: int, computing: bool) -> int:
         """Programs of one launch. The GPU spreads them, at first one to a multiprocessor."""
-        return max(1, int(multiprocessors * self.sm_share))
+        return max(1, int(multiprocessors * (self.busy_sm_share if computing else self.sm_share)))
 
 
 def parse_settings(options: Mapping[str, str]) -> CudaIpcSettings:

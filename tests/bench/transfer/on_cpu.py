@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -17,14 +16,14 @@ from transfer.engine import usable
 from transfer.layout import SpanTable
 
 POOL_BYTES = 256 << 20
-READ_BYTES = 128 << 20
+READ_BYTES = 64 << 20
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LARGE = 1 << 20
-ROUNDS = 15
+ROUNDS = 40
 
 
 def run(report: Report) -> None:
-    """Every ratio is of two medians whose samples were taken in turn."""
+    """Every ratio is of the best of many samples taken in turn: other work on the machine only ever adds."""
     tables = {block: scattered(block, READ_BYTES // block, POOL_BYTES, seed=block) for block in BLOCKS}
     _compare(report, "nixl", "numpy block copy", tables, BlockCopy().seconds, bound=0.8)
     with RawSocket(POOL_BYTES) as raw:
@@ -52,7 +51,7 @@ def _compare(
             reader.check(spans)
             rival_seconds(spans)
             pairs = [(reader.seconds(spans), rival_seconds(spans)) for _ in range(ROUNDS)]
-            ours, theirs = (statistics.median(samples) for samples in zip(*pairs, strict=True))
+            ours, theirs = (min(samples) for samples in zip(*pairs, strict=True))
             report.detail[f"{backend}, {rival}: seconds at {block >> 10} KiB"] = pairs
             for name, seconds in ((backend, ours), (rival, theirs)):
                 rates[name].append(READ_BYTES / seconds / 1e9)

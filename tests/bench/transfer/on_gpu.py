@@ -162,7 +162,8 @@ async def _plane(report: Report, lender: LendingProcess, device: str, link: floa
 def _slowdown(report: Report, peer: PeerProcess, pool: torch.Tensor, device: str) -> None:
     """How much longer a decode step takes while a pull runs, by the pull's share of the GPU and its shape.
 
-    The target is for the defaults, beside a model on a stream of higher priority.
+    The target is for what a pull takes by default while the model computes, beside a model on the default
+    stream, as agents run it.
     """
     spans = layouts()["block-major"]
     torch.cuda.set_device(device)
@@ -184,7 +185,9 @@ def _slowdown(report: Report, peer: PeerProcess, pool: torch.Tensor, device: str
                     with _pulling(reader, spans) as pulls:
                         percent = (step.milliseconds(STEPS) / alone[name] - 1) * 100
                     slower.setdefault(f"{shape}, {name} priority", []).append(percent)
-                    bound = 10.0 if is_default and share == default.sm_share and name == "high" else None
+                    bound = (
+                        10.0 if is_default and share == default.busy_sm_share and name == "default" else None
+                    )
                     report.add(
                         f"decode slower by, its priority {name}, pull on {share:.4g} of the SMs, {shape} "
                         f"({rates[shape][-1]:.0f} GB/s alone, {pulls.rate():.0f} beside it)",

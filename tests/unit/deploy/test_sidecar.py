@@ -19,13 +19,13 @@ from proxy.config import ProxyConfig
 from proxy.refusals import Refusal
 from proxy.registry import Node
 from proxy.server import RunningProxy, running_proxy
-from tests.standins.engine_server import StandInServer
+from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0
 
 
 @asynccontextmanager
-async def sidecar(server: StandInServer, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def sidecar(server: WatchedServer, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
     words = ("agent", "--attach", server.url, "--dialect", "vllm-nixl", "--role", "prefill", *args)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "deploy.cli", *words, stderr=asyncio.subprocess.DEVNULL
@@ -58,7 +58,7 @@ async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: P
     key = tmp_path / "cluster.key"
     assert keygen([str(key)]) == 0
     config = ProxyConfig(port=0, discovery_port=0, cluster_key=key)
-    async with running_proxy(config) as proxy, StandInServer() as server:
+    async with running_proxy(config) as proxy, WatchedServer() as server:
         where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--advertise-url", "http://10.0.0.1:8200")
         async with (
             sidecar(server, *where) as stranger,

@@ -44,6 +44,7 @@ def test_the_flags_are_these() -> None:
         "moriio_lease_s",
         "max_connections",
         "keepalive_s",
+        "client_stall_s",
         "drain_s",
         "api_keys",
         "allow_address",

@@ -22,7 +22,7 @@ from tests.standins.engines import (
     Fabric,
     StandInServer,
 )
-from tests.unit.proxy.conftest import Stage, StartStage
+from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4, "seed": 7}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 7}
@@ -254,6 +254,20 @@ async def test_a_client_that_leaves_ends_both_legs(fleet: Fleet, leg: Any) -> No
     await prefill.until(lambda: not prefill.running)
     await decode.until(lambda: not decode.running)
     await fleet.stage.proxy.services.drops.settle()
+
+
+@only("vllm-nixl-pull", "sglang")
+async def test_one_choice_may_stream_while_another_is_still_in_prefill(fleet: Fleet) -> None:
+    """As with two real vLLM servers, of which the prefill side takes a few prompts at a time."""
+    prefill, _ = await fleet.pair(stagger=asyncio.Event())
+    async with fleet.stage.post({**BODY, "n": 3, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        first = await response.content.readuntil(b"\n\n")
+        assert fleet.stage.metric('kvferry_requests_in_flight{phase="decode"}') == 1
+        assert prefill.stagger is not None
+        prefill.stagger.set()
+        streamed = Streamed(200, response.headers, first + await response.read())
+    assert streamed.error is None and all(streamed.text(index) for index in range(3))
 
 
 @every_kind

@@ -16,7 +16,8 @@ from proxy.engine_look import EngineDown, Sighting, look
 from proxy.engine_server import server_from_words
 from proxy.engine_watch import MAX_MISSED, EngineWatch
 from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
-from tests.standins.engine_server import StandInServer
+from tests.standins.engines import SERVERS, Fabric
+from tests.standins.watched_server import WatchedServer
 from tests.unit.proxy.conftest import Stage, StartStage
 
 # As SGLang 0.5 shows it, cut to what matters; it has no start time.
@@ -35,7 +36,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def test_a_look_at_vllm_shows_model_load_and_start(http: aiohttp.ClientSession) -> None:
-    async with StandInServer() as server:
+    async with WatchedServer() as server:
         seen = await look(http, server.url, max_running=9)
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("m", 512, 7, 1000.0)
     assert seen.load == Load(
@@ -50,7 +51,7 @@ async def test_a_look_at_vllm_shows_model_load_and_start(http: aiohttp.ClientSes
 async def test_what_an_engine_does_not_tell_stays_unknown(
     http: aiohttp.ClientSession, metrics: str | None, running: int, total: int
 ) -> None:
-    async with StandInServer(metrics=metrics) as server:
+    async with WatchedServer(metrics=metrics) as server:
         seen = await look(http, server.url, "adapter")
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("adapter", 0, None, None)
     assert (seen.load.running, seen.load.kv_blocks_total) == (running, total)
@@ -59,17 +60,17 @@ async def test_what_an_engine_does_not_tell_stays_unknown(
 @pytest.mark.parametrize(
     ("server", "why", "refused"),
     [
-        (StandInServer(health=503), "HTTP 503", True),
-        (StandInServer(models="[]"), "/v1/models", True),
-        (StandInServer(models='{"data": []}'), "/v1/models", True),
-        (StandInServer(models="[" * 5000), "/v1/models", True),
-        (StandInServer(hangs=True), "no answer", False),
+        (WatchedServer(health=503), "HTTP 503", True),
+        (WatchedServer(models="[]"), "/v1/models", True),
+        (WatchedServer(models='{"data": []}'), "/v1/models", True),
+        (WatchedServer(models="[" * 5000), "/v1/models", True),
+        (WatchedServer(hangs=True), "no answer", False),
     ],
 )
 async def test_a_server_that_cannot_serve_is_down_and_says_why(
     http: aiohttp.ClientSession,
     monkeypatch: pytest.MonkeyPatch,
-    server: StandInServer,
+    server: WatchedServer,
     why: str,
     refused: bool,
 ) -> None:
@@ -81,7 +82,7 @@ async def test_a_server_that_cannot_serve_is_down_and_says_why(
 
 
 async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aiohttp.ClientSession) -> None:
-    async with StandInServer() as server:
+    async with WatchedServer() as server:
         with pytest.raises(EngineDown, match="other"):
             await look(http, server.url, "other")
     with pytest.raises(EngineDown) as down:
@@ -154,7 +155,7 @@ def test_one_that_does_not_tell_its_steps_never_looks_stalled() -> None:
 async def test_named_servers_join_leave_and_return_like_agents_that_ping(
     start_stage: StartStage, tmp_path: Any
 ) -> None:
-    async with StandInServer() as prefill, StandInServer() as decode:
+    async with WatchedServer() as prefill, WatchedServer() as decode:
         nodes = tmp_path / "nodes.yml"
         nodes.write_text(f"nodes: [{{url: '{decode.url}', role: decode, dialect: vllm-nixl}}]")
         stage = await start_stage(prefill=(prefill.url,), dialect="vllm-nixl", nodes=nodes)
@@ -169,9 +170,29 @@ async def test_named_servers_join_leave_and_return_like_agents_that_ping(
         page = await nodes_page(stage)
         assert [(node["address"], node["role"]) for node in page["down"]] == [(decode.url, "decode")]
         assert "cannot connect" in page["down"][0]["reason"]
+        async with stage.http.get(f"{stage.proxy.url}/metrics") as response:
+            assert "kvferry_named_servers_down 1.0" in (await response.text()).splitlines()
         async with decode:
             back = await until_nodes(stage, 2)
         assert set(left) < set(back) and set(back) - set(left) != set(first) - set(left)
+
+
+@pytest.mark.parametrize(("dialect", "option"), [("vllm-nixl", ""), ("sglang", ",kv_host=10.0.0.7")])
+async def test_a_named_pair_serves_requests(start_stage: StartStage, dialect: str, option: str) -> None:
+    fabric, engine = Fabric(), SERVERS[dialect]
+    async with (
+        engine(role="prefill", fabric=fabric) as prefill,
+        engine(role="decode", fabric=fabric) as decode,
+    ):
+        named = {"prefill": (prefill.address + option,), "decode": (decode.address + option,)}
+        stage = await start_stage(**named, dialect=dialect)
+        await until_nodes(stage, 2)
+        body = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4}
+        status, answer = await stage.ask(body)
+        assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+        assert (await stage.stream(body)).error is None
+        assert len(prefill.asked) == len(decode.asked) == 2
+    assert not fabric.wrongs
 
 
 async def nodes_page(stage: Stage) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from proxy.config import ProxyConfig
 from proxy.ids import TransferId
 from proxy.server import running_proxy
 from tests.standins.agents import STOP_AT_ONCE, Fault, StandInAgent
-from tests.unit.proxy.conftest import Stage, StartStage
+from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "seed": 7}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 7}
@@ -488,7 +488,45 @@ async def test_a_large_body_reaches_both_agents_whole(stage: Stage, stream: bool
 async def test_the_agents_server_timing_is_passed_on(stage: Stage) -> None:
     await stage.pair()
     async with stage.post(BODY) as response:
-        assert response.headers["Server-Timing"] == "decode;dur=1"
+        assert "decode.decode;dur=1" in response.headers["Server-Timing"].split(", ")
+
+
+@pytest.mark.parametrize("max_tokens", [2, 40])
+async def test_the_times_of_both_legs_are_told(stage: Stage, max_tokens: int) -> None:
+    """In the header as far as they are known, and in a stream's last event if the client asks for it."""
+    await stage.pair(interval_s=0.01)
+    body = {**BODY, "max_tokens": max_tokens}
+    async with stage.post(body) as response:
+        legs = dict(part.split(";dur=") for part in response.headers["Server-Timing"].split(", "))
+        assert float(legs["prefill"]) > 0 and float(legs["decode"]) > 10
+    answer = await stage.stream({**body, "kvferry_timing": True})
+    assert (
+        answer.headers["Server-Timing"].startswith("route;dur=")
+        and "prefill" in answer.headers["Server-Timing"]
+    )
+    timing = answer.events[-1]["kvferry_timing"]
+    assert timing["queue_s"] == 0.25 and timing["legs_s"]["prefill"] > 0
+    assert timing["legs_s"]["decode"] > (max_tokens - 1) * 0.01
+
+
+async def test_fields_that_the_proxy_does_not_know_reach_both_legs_untouched(stage: Stage) -> None:
+    unknown = {"guided": {"a": [1, {"b": None}], "c": 1e-300, "d": 2**60, "e": "\u2028"}, "k": []}
+    for agent, leg in zip(await stage.pair(), ("prefill", "decode"), strict=True):
+        await stage.ask({**BODY, **unknown})
+        asked = next(each for each in agent.asked if each.leg == leg)
+        assert {name: asked.body[name] for name in unknown} == unknown
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+async def test_a_stream_may_last_longer_than_a_minute(start_stage: StartStage) -> None:
+    """Quart, uvicorn and aiohttp each have limits of their own that a stream would meet by then."""
+    stage = await start_stage(total_timeout_s=150.0)
+    await stage.pair(interval_s=1.0)
+    body = {**BODY, "max_tokens": 70, "stream": True}
+    async with stage.post(body, timeout=aiohttp.ClientTimeout(total=150)) as response:
+        answer = Streamed(response.status, response.headers, await response.read())
+    assert answer.error is None and len(answer.text().split()) == 70
 
 
 async def test_ipv6_agents_are_served(stage: Stage) -> None:

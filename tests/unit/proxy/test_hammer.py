@@ -6,54 +6,115 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import pytest
 
+from proxy.wire import Register
 from tests.standins.agents import StandInAgent
-from tests.unit.proxy.conftest import Stage, Streamed
+from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_no_request_sees_a_500_while_agents_join_leave_and_restart(stage: Stage, seed: int) -> None:
-    """R21, X2, X8: registrations change under traffic; every answer is whole or a typed refusal."""
-    await stage.pair(interval_s=0.002)
-    rng = random.Random(seed)
-    outcomes = Counter[str]()
-    stop = asyncio.Event()
+DEAD_AFTER_S = 4.0
+"""No request is routed to an agent that has been dead for longer."""
+TYPED = {"429", "502", "503", "504", "stream_broken", "agent_lost", "no_agent", "agent_timeout", "overloaded"}
+"""How a request may fail whose agent was cut off: an HTTP status, or the code of an error event."""
 
-    async def come_and_go() -> None:
-        for _ in range(12):
-            role = rng.choice(["prefill", "decode", "both"])
-            agent = StandInAgent(role, (stage.discovery,), interval_s=0.002, ping_interval_s=0.05)
+
+@dataclass(slots=True)
+class Hammer:
+    """A fleet that changes while clients ask, and what they got."""
+
+    stage: Stage
+    rng: random.Random
+    outcomes: Counter[str] = field(default_factory=Counter)
+    died_at: dict[str, float] = field(default_factory=dict)
+    """When each address was left, unless somebody is there again."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def come_and_go(self, times: int) -> None:
+        """Agents join one by one, and leave, some after a drain; some come back at the same address."""
+        port = 0
+        for _ in range(times):
+            role = self.rng.choice(["prefill", "decode", "both"])
+            agent = StandInAgent(
+                role, (self.stage.discovery,), interval_s=0.002, ping_interval_s=0.05, port=port
+            )
             async with agent:
-                await agent.until(lambda agent=agent: agent.acks)
-                await asyncio.sleep(rng.uniform(0, 0.1))
-                if rng.random() < 0.5:
+                self.died_at.pop(agent.address, None)
+                await agent.until(lambda agent=agent: agent.acks, timeout_s=30)
+                await asyncio.sleep(self.rng.uniform(0, 0.1))
+                if self.rng.random() < 0.4:
                     agent.overrides["state"] = "draining"
-                    await agent.until(lambda agent=agent, acks=agent.acks: agent.acks > acks + 1)
-        stop.set()
+                    await agent.until(
+                        lambda agent=agent, acks=agent.acks: agent.acks > acks + 1, timeout_s=30
+                    )
+            self.died_at[agent.address] = asyncio.get_running_loop().time()
+            port = agent.port if self.rng.random() < 0.3 else 0
 
-    async def ask(stream: bool) -> None:
-        while not stop.is_set():
-            async with stage.post({**BODY, "stream": stream}) as response:
+    async def ask(self, stream: bool) -> None:
+        """One client, who asks until the hammer stops."""
+        while not self.stopped.is_set():
+            async with self.stage.post({**BODY, "stream": stream}) as response:
                 raw = await response.read()
             if stream and response.status == 200:
                 error = Streamed(response.status, response.headers, raw).error
-                outcomes["streamed" if error is None else str(error["code"])] += 1
+                self.outcomes["streamed" if error is None else str(error["code"])] += 1
             else:
-                outcomes[str(response.status)] += 1
+                self.outcomes[str(response.status)] += 1
 
+    def watch_routes(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Notes every leg that is sent to an agent which has been dead for too long."""
+        late: list[str] = []
+        post = self.stage.proxy.services.upstream.post
+
+        def noted(agent: Register, path: str, *args: Any, **kwargs: Any) -> Any:
+            died_at = self.died_at.get(agent.address)
+            if died_at is not None and path.startswith("/v1/"):
+                since = asyncio.get_running_loop().time() - died_at
+                if since > DEAD_AFTER_S:
+                    late.append(f"{agent.role} at {agent.address}, dead for {since:.1f} s")
+            return post(agent, path, *args, **kwargs)
+
+        monkeypatch.setattr(self.stage.proxy.services.upstream, "post", noted)
+        return late
+
+
+async def hammer(stage: Stage, monkeypatch: pytest.MonkeyPatch, seed: int, times: int, clients: int) -> None:
+    """R21, X2, X8: registrations change under traffic; every answer is whole or a typed refusal."""
+    await stage.pair(interval_s=0.002)
+    run = Hammer(stage, random.Random(seed))
+    late = run.watch_routes(monkeypatch)
     async with asyncio.TaskGroup() as tasks:
-        for index in range(12):
-            tasks.create_task(ask(stream=index % 2 == 0))
-        tasks.create_task(come_and_go())
-    assert outcomes["200"] > 20 and outcomes["streamed"] > 20
+        for index in range(clients):
+            tasks.create_task(run.ask(stream=index % 2 == 0))
+        await run.come_and_go(times)
+        run.stopped.set()
+    assert run.outcomes["200"] > 20 and run.outcomes["streamed"] > 20
     # An agent that is cut off in mid-answer costs its own requests, and those end typed.
-    typed = {"502", "503", "stream_broken", "agent_lost", "no_agent"}
-    assert set(outcomes) <= {"200", "streamed", *typed}, outcomes
+    assert set(run.outcomes) <= {"200", "streamed", *TYPED}, run.outcomes
+    assert not late
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_request_sees_a_500_while_agents_join_leave_and_restart(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """R21, X2, X8: the long form's rules, for a moment."""
+    await hammer(stage, monkeypatch, seed, times=12, clients=12)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+async def test_nor_when_200_come_and_go_under_64_streams(
+    start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = await start_stage(total_timeout_s=60.0, first_byte_timeout_s=30.0)
+    await hammer(stage, monkeypatch, seed=3, times=200, clients=64)
 
 
 async def test_with_two_and_two_all_four_pairs_are_used_evenly(stage: Stage) -> None:

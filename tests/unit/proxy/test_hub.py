@@ -219,7 +219,7 @@ async def test_metrics_add_up_and_outlive_the_worker_that_counted(office: Office
     for worker, count in ((one, 3), (other, 4)):
         worker.metrics.requests.labels("completions", "200").inc(count)
         worker.metrics.ttft.observe(0.1)
-        worker.metrics.in_flight.labels("prefill").inc()
+        worker.metrics.in_flight.add("prefill", 1)
     office.local.metrics.bad_pings.inc()
     for worker in (one, other):
         body = (await worker.fleet.page("metrics")).body
@@ -248,7 +248,7 @@ async def test_the_operators_page_shows_what_all_have_seen(office: Office) -> No
         worker.history.events(count, now)
         worker.history.first_text(0.1, now)
         worker.history.failed(failure, now)
-        worker.metrics.in_flight.labels("decode").inc()
+        worker.metrics.in_flight.add("decode", 1)
     shown = msgspec.json.decode((await one.fleet.page("live")).body)
     assert max(shown["charts"]["events"]) == 7 / 2.0
     assert [each["count"] for each in shown["failures"]] == [2]

@@ -1,38 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a streamed answer is accounted for, however it ends."""
+"""How a streamed answer is accounted for, however it ends, and what a client that does not read costs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import json
 
 import pytest
 
 from proxy import sse
-from proxy.history import History
-from proxy.ids import RequestId
-from proxy.metrics import Metrics
-from proxy.record import Record
-from proxy.reply import EventStream
+from tests.standins.agents import Fault
+from tests.unit.proxy.conftest import Stage, StartStage
 
-EVENT = b'data: {"choices": [{"index": 0, "text": "7"}]}\n\n'
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "stream": True}
 
 
-async def later(*items: bytes) -> AsyncGenerator[bytes, None]:
-    for item in items:
-        yield item
+async def ask(stage: Stage, body: dict[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A streamed request on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port, limit=4096)
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    return reader, writer
 
 
-@pytest.mark.parametrize(("last", "status"), [(EVENT, "499"), (EVENT + sse.DONE, "200")])
-async def test_a_client_is_served_once_it_has_done(last: bytes, status: str) -> None:
+async def until_counted(stage: Stage, status: str) -> None:
+    """Wait until a request has ended with `status`."""
+    line = f'kvferry_requests_total{{endpoint="completions",status="{status}"}}'
+    async with asyncio.timeout(10):
+        while not stage.metric(line):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("last", "status"), [(b"data: {", "499"), (sse.DONE.rstrip(), "200")])
+async def test_a_client_is_served_once_it_has_done(stage: Stage, last: bytes, status: str) -> None:
     """Clients hang up on `[DONE]` without waiting for the end of the body: that is not leaving early."""
-    metrics = Metrics()
-    record = Record("completions", RequestId("r"), metrics, History())
-    deadline = asyncio.get_running_loop().time() + 10
-    with pytest.raises(asyncio.CancelledError):
-        async with EventStream(EVENT, later(last, EVENT), record, deadline) as events:
-            async for item in events:
-                if item is last:
-                    raise asyncio.CancelledError
-    line = f'kvferry_requests_total{{endpoint="completions",status="{status}"}} 1.0'
-    assert line in metrics.exposition().decode()
+    _, decode = await stage.pair(interval_s=0.05)
+    decode.faults.append(Fault("decode", "late_end"))
+    reader, writer = await ask(stage, BODY)
+    async with asyncio.timeout(10):
+        await reader.readuntil(last)
+    writer.close()
+    await until_counted(stage, status)
+    await writer.wait_closed()
+
+
+async def test_a_client_that_takes_nothing_holds_its_agent_back_and_is_cut_off(
+    start_stage: StartStage,
+) -> None:
+    """Never unbounded memory: back-pressure reaches the agent, and past a bound the client has left."""
+    stage = await start_stage(client_stall_s=0.5)
+    wordy = "x" * 4096  # in every event, so that no socket buffer holds the whole stream
+    agent = await stage.agent("both", model=wordy)
+    _, writer = await ask(stage, {**BODY, "model": wordy, "max_tokens": 4000, "n": 8})
+    await agent.until(lambda: agent.running)
+    await until_counted(stage, "499")
+    await agent.until(lambda: agent.aborted == 1)
+    writer.transport.abort()

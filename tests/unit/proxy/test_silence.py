@@ -69,15 +69,21 @@ async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: St
         await asyncio.gather(*(ask(index, *each) for index, each in enumerate(HUNG)))
 
 
-class Read:
-    """A wait that began at `since`; notes whether it was ended."""
+class Waiting:
+    """A leg at the busy agent that waits since then; notes how often it was given up."""
 
-    def __init__(self, since: float | None) -> None:
-        self.since = since
-        self.ended = 0
+    def __init__(self, since: float | None, movable: bool = True) -> None:
+        self.agent = busy(steps=1)
+        self.quiet_since = since
+        self.given_up = 0
+        self._is_movable = movable
 
-    def end(self) -> None:
-        self.ended += 1
+    def movable(self) -> bool:
+        return self._is_movable
+
+    def give_up(self) -> None:
+        self.given_up += 1
+        self.quiet_since = None
 
 
 class Stopwatch:
@@ -107,13 +113,12 @@ async def looked_at(fleet: LocalFleet, since: float | None, now: float, movable:
     """Whether a wait for the busy agent is ended, once, when all legs are looked at twice."""
     assert isinstance(fleet.clock, Stopwatch)
     fleet.clock.now = now
-    legs, wait = OpenLegs(), Read(since)
-    with legs.open(busy(steps=1), lambda: movable) as leg, leg.watched(wait):
-        await legs.look(fleet, now)
-        await legs.look(fleet, now)
-        assert leg.given_up == bool(wait.ended)
-    assert wait.ended < 2
-    return wait.ended == 1
+    legs, leg = OpenLegs(), Waiting(since, movable)
+    legs.add(leg)
+    await legs.look(fleet, now)
+    await legs.look(fleet, now)
+    assert leg.given_up < 2
+    return leg.given_up == 1
 
 
 @pytest.mark.parametrize(
@@ -174,15 +179,15 @@ async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(
     fleet: LocalFleet, clock: Stopwatch
 ) -> None:
     """When it wakes, the pings of that time are still to be read."""
-    legs, wait = OpenLegs(), Read(0.0)
+    legs, leg = OpenLegs(), Waiting(0.0)
+    legs.add(leg)
     watching = asyncio.ensure_future(legs.run(fleet, clock))
-    with legs.open(busy(steps=1), lambda: True) as leg, leg.watched(wait):
-        await asyncio.sleep(0)  # it has noted the time
-        clock.now = 60.0
-        fleet.registry.register(registration("decode", PORT + 1), clock.now)
-        await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
-        assert not leg.given_up
-        async with asyncio.timeout(5):
-            while not leg.given_up:
-                await asyncio.sleep(0.01)
+    await asyncio.sleep(0)  # it has noted the time
+    clock.now = 60.0
+    fleet.registry.register(registration("decode", PORT + 1), clock.now)
+    await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
+    assert not leg.given_up
+    async with asyncio.timeout(5):
+        while not leg.given_up:
+            await asyncio.sleep(0.01)
     watching.cancel()

@@ -28,7 +28,9 @@ class Side:
     """An engine with a pool of its own."""
 
     def __init__(self, fill: int) -> None:
-        self.engine = CudaIpcEngine(OPTIONS, lambda pool, settings, on_landed: HostDevice(on_landed))
+        self.engine = CudaIpcEngine(
+            OPTIONS, lambda pool, settings, computing, on_landed: HostDevice(on_landed)
+        )
         self.pool = torch.full((POOL_BYTES,), fill, dtype=torch.uint8)
         self.region = self.engine.register(self.pool)
 
@@ -248,8 +250,12 @@ def test_an_empty_read_is_done(rig: Rig) -> None:
 
 
 def test_settings_bound_the_share_of_the_gpu() -> None:
-    assert parse_settings({"sm_share": "0.125"}).num_programs(132) == 16
-    assert CudaIpcSettings(sm_share=0.001).num_programs(132) == 1
+    settings = parse_settings({"sm_share": "0.125", "busy_sm_share": "0.0625"})
+    assert (settings.num_programs(132, computing=False), settings.num_programs(132, computing=True)) == (
+        16,
+        8,
+    )
+    assert CudaIpcSettings(sm_share=0.001).num_programs(132, computing=False) == 1
     with pytest.raises(ValueError, match="sm_share"):
         parse_settings({"sm_share": "1.5"})
     with pytest.raises(ValueError, match="num_warps"):

@@ -28,7 +28,7 @@ vllm:iteration_tokens_total_count{{engine="0",model_name="m"}} 7.0
 
 
 @dataclass(slots=True)
-class StandInServer:
+class WatchedServer:
     """One server. An async context: entering listens, leaving closes every connection."""
 
     model: str = "m"
@@ -43,7 +43,7 @@ class StandInServer:
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
 
-    async def __aenter__(self) -> StandInServer:
+    async def __aenter__(self) -> WatchedServer:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts and histograms for what happens with every token or every phase of a request.
+
+They are Prometheus collectors like the client library's own, whose locks and label look-ups would cost a
+request more than its routing. For one event loop: no lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+
+class Durations:
+    """How many durations (in seconds) fell below each bound, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    @property
+    def sum(self) -> float:
+        """All of them together."""
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Each bound, and how many do not exceed it; the last bound is infinity."""
+        total = 0
+        made = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            made.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return made
+
+
+class Histogram(Durations, Collector):
+    """One histogram without labels."""
+
+    __slots__ = ("_help", "_name")
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._name = name
+        self._help = documentation
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._help)
+        family.add_metric([], self.buckets(), self.sum)
+        yield family
+
+
+class Histograms(Collector):
+    """One histogram for each value of a label, which must be few."""
+
+    def __init__(self, name: str, documentation: str, label: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._help = documentation
+        self._label = label
+        self._bounds = bounds
+        self._by_value: dict[str, Durations] = {}
+
+    def of(self, value: str) -> Durations:
+        """The histogram of one value."""
+        found = self._by_value.get(value)
+        if found is None:
+            found = self._by_value[value] = Durations(self._bounds)
+        return found
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
+        for value, durations in self._by_value.items():
+            family.add_metric([value], durations.buckets(), durations.sum)
+        yield family
+
+
+class Gauges(Collector):
+    """How many there are now of each value of a label, which must be few."""
+
+    def __init__(self, name: str, documentation: str, label: str) -> None:
+        self._name = name
+        self._help = documentation
+        self._label = label
+        self._counts: dict[str, int] = {}
+
+    def add(self, value: str, count: int) -> None:
+        """So many more, or fewer."""
+        self._counts[value] = self._counts.get(value, 0) + count
+
+    def counts(self) -> dict[str, int]:
+        """Of each value that ever was."""
+        return {str(value): count for value, count in self._counts.items()}
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self._name, self._help, labels=[self._label])
+        for value, count in self._counts.items():
+            family.add_metric([value], count)
+        yield family

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in engine that costs next to nothing, so that a router beside it on the same cores can be measured.
+
+It speaks plain OpenAI completions and the native dialect, answers at once, and sends one event of a stream
+every `--interval-s`. It draws nothing and keeps nothing: `tests/standins/agents.py` is the one that behaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import socket
+from typing import Any, cast
+
+import uvloop
+import zmq
+import zmq.asyncio
+
+from proxy import wire
+
+MODEL = "stand-in"
+ENVELOPE = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1763600000, "model": MODEL}
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+LINE = b": t 0 12345\n"
+FIRST_TOKEN = {"id": 12345, "text": " 12345", "logprobs": None, "finish_reason": None, "margin": 1.0}
+
+
+def chunk(payload: bytes) -> bytes:
+    """One chunk of HTTP/1.1's chunked coding."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
+
+
+def whole(body: Any, status: str = "200 OK") -> bytes:
+    """A whole HTTP answer."""
+    raw = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def answer(finish_reason: str) -> dict[str, Any]:
+    """A whole completion."""
+    choice = {"index": 0, "text": " 12345 23456", "logprobs": None, "finish_reason": finish_reason}
+    return {**ENVELOPE, "choices": [choice], "usage": USAGE}
+
+
+_CHOICE = {"index": 0, "text": " 12345", "logprobs": None, "finish_reason": None}
+EVENT = b"data: " + json.dumps({**ENVELOPE, "choices": [_CHOICE]}).encode() + b"\n\n"
+PLAIN_EVENT, LINED_EVENT = chunk(EVENT), chunk(LINE + EVENT)
+END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+ANSWER = whole(answer("length"))
+MODELS = whole({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "bench"}]})
+HEALTHY = whole({"status": "ok", "model_path": MODEL})
+
+
+class EngineConnection(asyncio.Protocol):
+    """One client's connection: one request after the other."""
+
+    def __init__(self, interval_s: float, incarnation: str) -> None:
+        self._interval_s = interval_s
+        self._incarnation = incarnation
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._received = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._event = PLAIN_EVENT
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, end, rest = self._received.partition(b"\r\n\r\n")
+        if not end:
+            return
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        if len(rest) >= length:
+            self._received = rest[length:]
+            self._serve(head.split(b" ", 2)[1], rest[:length])
+
+    def _serve(self, path: bytes, raw: bytes) -> None:
+        if not path.startswith(b"/v1/") or not raw:
+            self._transport.write(MODELS if path == b"/v1/models" else HEALTHY)
+            return
+        body = json.loads(raw)
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            self._transport.write(whole(self._prefilled(params)))
+        elif body.get("stream"):
+            self._event = LINED_EVENT if body.get("kvferry_token_lines") else PLAIN_EVENT
+            self._left = body["max_tokens"]
+            self._transport.write(STREAM_HEAD)
+            self._tick()
+        else:
+            self._transport.write(ANSWER)
+
+    def _prefilled(self, params: dict[str, Any]) -> dict[str, Any]:
+        if params["client_max_tokens"] == 1:
+            return answer("length")
+        where = {"remote_engine_id": self._incarnation, "remote_host": "127.0.0.1", "remote_port": 9}
+        told = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": params["transfer_id"],
+            **where,
+            "first_tokens": [FIRST_TOKEN],
+            "prompt_token_ids": [1, 2, 3, 4, 5],
+        }
+        return answer("length") | {"kv_transfer_params": told}
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self._transport.write(self._event + END)
+            return
+        self._transport.write(self._event)
+        self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+
+async def ping(proxy: str, role: wire.Role, address: str, incarnation: str) -> None:
+    """Announce the engine, every second, until cancelled."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://{proxy}")
+        index = 0
+        while True:
+            index += 1
+            load = wire.Load(running=0, waiting=0, kv_blocks_free=64, kv_blocks_total=64, kv_blocks_leased=0)
+            message = wire.Register(
+                role=role,
+                incarnation=incarnation,
+                index=index,
+                address=address,
+                control="tcp://127.0.0.1:9",
+                dialect="native",
+                model=MODEL,
+                max_model_len=1_000_000,
+                tp_size=1,
+                dp_size=1,
+                transfers=("tcp",),
+                host_id="bench",
+                layout="bench",
+                weights="bench",
+                tokenizer="bench",
+                transfer_mode="read",
+                version="0",
+                state="ready",
+                steps=index,
+                load=load,
+            )
+            await dealer.send(wire.encode(message))
+            await asyncio.sleep(wire.PING_INTERVAL_S)
+
+
+async def main(role: wire.Role, proxy: str | None, interval_s: float) -> None:
+    """Serve until killed."""
+    incarnation = secrets.token_hex(8)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = await asyncio.get_running_loop().create_server(
+        lambda: EngineConnection(interval_s, incarnation), sock=listener
+    )
+    print(json.dumps({"listening": {"url": url}}), flush=True)
+    async with server, asyncio.TaskGroup() as tasks:
+        if proxy is not None:
+            tasks.create_task(ping(proxy, role, url, incarnation))
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A stand-in engine for benchmarks.")
+    parser.add_argument("--role", choices=["prefill", "decode", "both"], default="both")
+    parser.add_argument("--proxy", help="host:port to announce itself to")
+    parser.add_argument("--interval-s", type=float, default=0.02)
+    options = parser.parse_args()
+    uvloop.run(main(options.role, options.proxy, options.interval_s))
