@@ -331,6 +331,7 @@ def make_announcement(plane: PlaneConfig, connector: SchedulerConnector, limits:
         incarnation=plane.incarnation,
         control_port=connector.control_port,
         transfers=connector.transfers,
+        geometry={name: str(value) for name, value in msgspec.structs.asdict(plane.geometry).items()},
         layout=plane.geometry.fingerprint(),
         weights=plane.weights,
         host_id=plane.host_id,

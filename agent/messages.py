@@ -181,6 +181,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     incarnation: str
     control_port: int
     transfers: tuple[str, ...]
+    geometry: dict[str, str]
     layout: str
     weights: str
     host_id: str

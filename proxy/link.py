@@ -57,7 +57,7 @@ class Link(Generic[Out, In]):
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
 
     async def receive(self) -> In:
-        """The next message. Raises `LinkLost` at the end of the stream."""
+        """The next message. Raises `LinkLost` at the end of the stream, and when it holds anything else."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_FRAME_BYTES:
@@ -65,6 +65,8 @@ class Link(Generic[Out, In]):
             return self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkLost("the other process has ended") from error
+        except msgspec.DecodeError as error:
+            raise LinkLost(f"not a message: {error}") from error
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from proxy.openai_api import Chat, Completion
+from proxy.openai_api import MAX_CHOICES, Chat, Completion
 from proxy.sse import CONTENT_TYPE
 
 JSON = "application/json"
@@ -121,18 +121,14 @@ _FAILURES = {
     "504": "An agent did not answer in time.",
 }
 _EVENT = {"description": "Of each event.", "type": "object", "properties": {"data": {"type": "string"}}}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {
-    "description": "Text, or token ids; a batch holds one of either.",
+    "description": "Text, or token ids, or a batch of such; `n` times their number is limited, as `n` is.",
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-            "maxItems": 1,
-        },
+        _TEXT,
+        _TOKEN_IDS,
+        {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1, "maxItems": MAX_CHOICES},
     ],
 }
 

@@ -65,10 +65,22 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
 
 
 def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
-    """What operators are told; `why` as `mismatch` found it."""
+    """What operators are told: `why`, as `mismatch` found it, and the values of both where they are known."""
+    details = _details(prefill, decode, why)
+    return f"{why.value}: {details}" if details else why.value
+
+
+def _details(prefill: Register, decode: Register, why: Mismatch) -> str:
     if why is Mismatch.REFUSED:
-        return f"{why.value}: {decode.refusals[prefill.incarnation]}"
-    return why.value
+        return decode.refusals[prefill.incarnation]
+    if why is Mismatch.LAYOUT:
+        theirs = decode.geometry
+        differing = {name: value for name, value in prefill.geometry.items() if theirs.get(name) != value}
+        return ", ".join(
+            f"{name} {value} at the prefill agent, {theirs.get(name, 'unknown')} at the decode agent"
+            for name, value in differing.items()
+        )
+    return ""
 
 
 def alike(snapshot: Snapshot, agent: Register) -> Snapshot:

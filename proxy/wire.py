@@ -82,8 +82,9 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One agent's ping. `address` and `control` are what peers must dial, apart from what is bound.
 
-    `refusals`: prefill agents, by incarnation, whose KV it found at first contact that it can never read, and
-    why. At most 64. `prefill_chunk`: tokens of a prompt that it computes per step; None when it does not say.
+    `geometry`: what `layout` is the fingerprint of, for people to read. `refusals`: prefill agents, by
+    incarnation, whose KV it found at first contact that it can never read, and why; at most 64.
+    `prefill_chunk`: tokens of a prompt that it computes per step; None when it does not say.
     """
 
     v: Literal[2] = 2
@@ -100,6 +101,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dp_size: int
     transfers: tuple[str, ...]
     host_id: str
+    geometry: dict[str, str] = {}
     layout: str
     weights: str
     tokenizer: str

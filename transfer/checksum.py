@@ -52,8 +52,16 @@ class PoolSums:
         import torch
 
         with torch.cuda.stream(self._stream):
-            totals = torch.stack([(self._words[each].long() * self._keys).sum(dim=1) for each in blocks])
-            return _folded(totals.cpu().numpy())
+            return _folded(totals(self._words, self._keys, blocks).cpu().numpy())
+
+
+def totals(words: torch.Tensor, keys: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """The sums before their shift, [blocks, heads], where the words are. Block by block: it takes 8 bytes of
+    scratch memory per word.
+    """
+    import torch
+
+    return torch.stack([(words[each].long() * keys).sum(dim=1) for each in blocks])
 
 
 def word_keys(count: int) -> npt.NDArray[np.int64]:

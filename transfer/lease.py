@@ -23,6 +23,8 @@ MAX_BLOCKS = 1 << 17
 MAX_STAGED = 1024
 MAX_ENDED = 8192
 
+_NEVER = float("inf")
+
 EndCause = Literal["released", "expired", "dropped"]
 Refusal = Literal["unknown", "expired", "dropped", "finished", "failed"]
 
@@ -201,6 +203,8 @@ class LeaseTable:
         self._live: dict[TransferId, _Lease] = {}
         self._ended: OrderedDict[TransferId, _Verdict] = OrderedDict()
         self._num_staged = 0
+        self._next_due = _NEVER
+        """Before this moment time alone changes nothing; it may be too early, never too late."""
 
     @property
     def leased(self) -> int:
@@ -247,6 +251,7 @@ class LeaseTable:
         lease.block_ids = tuple(block_ids)
         lease.num_tokens = num_tokens
         lease.ids_hash = ids_hash
+        self._note(limit)
         if verdict is not None:
             del self._ended[transfer_id]
             return self._end(lease, LeaseState.DROPPED)
@@ -283,6 +288,7 @@ class LeaseTable:
         lease.readable = len(lease.block_ids)
         lease.checksums += tuple(checksums)
         lease.deadline = self._extended(now, lease)
+        self._note(lease.deadline)
         return self._answer_parked(lease)
 
     def fail(self, transfer_id: TransferId) -> list[Effect]:
@@ -324,6 +330,7 @@ class LeaseTable:
         if wait_s <= 0:
             return [*effects, Reply(waiter, transfer_id, NotYet())]
         lease.parked = _ParkedOpen(waiter, have, now + wait_s)
+        self._note(lease.parked.until)
         return effects
 
     def renew(
@@ -378,20 +385,25 @@ class LeaseTable:
     # Time.
 
     def expire(self, now: float) -> list[Effect]:
-        """End every lease whose time is over, and answer every `open` that has waited long enough."""
+        """End every lease whose time is over, and answer every `open` that has waited long enough.
+
+        Looks at the leases only when something may be due, so that a request costs the same however many
+        there are (A5).
+        """
         effects: list[Effect] = []
+        if now < self._next_due:
+            return effects
         for lease in list(self._live.values()):
             if lease.deadline <= now:
                 effects += self._end(lease, LeaseState.EXPIRED)
             elif lease.parked is not None and lease.parked.until <= now:
                 effects += self._supersede(lease)
+        self._next_due = self._first_due()
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next."""
-        times = [lease.deadline for lease in self._live.values()]
-        times += [lease.parked.until for lease in self._live.values() if lease.parked]
-        return min(times, default=None)
+        """When to call `expire` next. It may turn out that nothing was due yet."""
+        return None if self._next_due == _NEVER else self._next_due
 
     def check_integrity(self) -> None:
         """Recount everything. Raises AssertionError on an inconsistency."""
@@ -399,6 +411,7 @@ class LeaseTable:
         assert staged == self._num_staged <= self._max_staged, "staged count"
         assert len(self._ended) <= self._max_ended, "memory of ended leases"
         assert not self._live.keys() & self._ended.keys(), "live and ended at once"
+        assert self._next_due <= self._first_due(), "a deadline that nobody waits for"
         for lease in self._live.values():
             assert lease.state in _TABLE, f"{lease.transfer_id} is over but live"
             assert 0 <= lease.readable <= len(lease.block_ids), f"{lease.transfer_id} readable"
@@ -406,6 +419,14 @@ class LeaseTable:
             ready = lease.state is LeaseState.READY
             assert not ready or lease.readable == len(lease.block_ids), f"{lease.transfer_id} ready"
             assert len(lease.checksums) in (0, lease.readable), f"{lease.transfer_id} checksums"
+
+    def _note(self, moment: float) -> None:
+        self._next_due = min(self._next_due, moment)
+
+    def _first_due(self) -> float:
+        times = [lease.deadline for lease in self._live.values()]
+        times += [lease.parked.until for lease in self._live.values() if lease.parked]
+        return min(times, default=_NEVER)
 
     def _alive(self, now: float, transfer_id: TransferId) -> _Lease | None:
         """The registered lease, unless its time is over; `expire` will then end it."""
@@ -424,7 +445,8 @@ class LeaseTable:
     def _stage(self, now: float, transfer_id: TransferId, consumer: Incarnation) -> _Lease | None:
         if transfer_id in self._ended or self._num_staged >= self._max_staged:
             return None
-        lease = _Lease(transfer_id, LeaseState.STAGED, now + self._lease_s, float("inf"), reader=consumer)
+        lease = _Lease(transfer_id, LeaseState.STAGED, now + self._lease_s, _NEVER, reader=consumer)
+        self._note(lease.deadline)
         self._live[transfer_id] = lease
         self._num_staged += 1
         return lease
@@ -455,6 +477,8 @@ class LeaseTable:
         lease.transition(to)
         del self._live[lease.transfer_id]
         self._num_staged -= staged
+        if not self._live:
+            self._next_due = _NEVER
         registered = not staged
         # A staged open that ran out says nothing about the prefill, which may still come.
         if registered or to is LeaseState.DROPPED:

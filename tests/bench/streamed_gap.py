@@ -176,7 +176,7 @@ def cluster_spec(setup: Setup, transfer: str, directory: Path) -> ClusterSpec:
         shutil.copy(BUNDLED_MODELS / "ferry-tiny" / name, model / name)
     args = (
         "--load-format", "dummy", "--dtype", setup.dtype, "--max-model-len", str(context),
-        "--kv-blocks", str(2 * -(-context // 16)), "--prefill-chunk", str(setup.chunk),
+        "--kv-blocks", str(3 * -(-context // 16)), "--prefill-chunk", str(setup.chunk),
         "--max-batch-tokens", str(max(1024, setup.chunk)), "--prefix-cache", "false", "--threads", "1",
         "--transfer", transfer,
     )  # fmt: skip

@@ -226,3 +226,15 @@ def test_a_read_that_nobody_overtakes_is_only_late(
     peer = reader.connect(start_peer("reorder:seconds=0.05,count=1"))
     assert reader.finish(reader.read(peer, [(0, 4096, 64)])) is Status.DONE
     assert np.array_equal(reader.pool[:64], served_bytes[4096:4160])
+
+
+@pytest.mark.parametrize("cell", ["nixl"], indirect=True)
+def test_reads_over_one_connection_may_be_of_any_size(
+    reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
+) -> None:
+    """The first is a lucky run of blocks; later ones do not start at multiples of it."""
+    peer = reader.connect(start_peer())
+    sizes = [(0, 131072, 65536), (65536, 4096, 4096), (69632, 8192, 8192), (81920, 64, 192)]
+    for span in sizes:
+        assert reader.finish(reader.read(peer, [span])) is Status.DONE
+    assert np.array_equal(reader.pool, expected(sizes, served_bytes))

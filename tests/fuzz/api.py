@@ -56,11 +56,14 @@ async def fuzz(cases: int, seed: int, phases: str = "coverage,fuzzing") -> int:
 
 
 async def _document(url: str) -> dict[str, Any]:
-    """The proxy's document, narrowed to a model that is served and answers that end."""
+    """The proxy's document, narrowed to what its agents do: their model, short answers, one prompt each."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/openapi.json") as response:
         document: dict[str, Any] = await response.json()
+    schemas = document["components"]["schemas"]
+    *_, batch = schemas["Completion"]["properties"]["prompt"]["anyOf"]
+    batch["maxItems"] = 1
     for name in ("Completion", "Chat"):
-        properties = document["components"]["schemas"][name]["properties"]
+        properties = schemas[name]["properties"]
         properties["model"] = {"enum": ["stand-in", "nobody's"]}
         for limit in ("max_tokens", "max_completion_tokens"):
             properties[limit]["anyOf"][0]["maximum"] = 32

@@ -83,6 +83,7 @@ class StandInEngine:
                 incarnation=incarnation,
                 control_port=CONTROL_PORT,
                 transfers=("tcp",),
+                geometry={"block_size": "16"},
                 layout="layout",
                 weights="weights",
                 host_id="host",

@@ -109,10 +109,10 @@ async def test_a_client_that_leaves_while_both_legs_run_frees_everything(cluster
 
 async def test_prefill_agents_that_die_in_the_midst_change_no_answer(cluster: Cluster) -> None:
     """I1, I2, I4, I5: what was pulled by then is thrown away, and the request goes to the other one."""
-    bodies = [body(prompt, n=2, stream=bool(index % 2)) for index, prompt in enumerate(LONGEST[6:12])]
-    theirs = await complete_all(cluster.agents["decode-0"].url, bodies, concurrency=6)
+    bodies = [body(prompt, n=2, stream=bool(index % 2)) for index, prompt in enumerate(LONGEST[6:14])]
+    theirs = await complete_all(cluster.agents["decode-0"].url, bodies, concurrency=8)
     doomed = cluster.agents["prefill-0"]
-    asking = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=6))
+    asking = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=8))
     async with asyncio.timeout(30):
         while not total(await scrape(doomed.url), "kvferry_running"):
             await asyncio.sleep(0.005)

@@ -16,19 +16,19 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
+from transfer.backends.nixl_lists import DescriptorLists, PoolAddress
 from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
 from transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch
 
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _PROOF_BYTES = 32
@@ -42,15 +42,6 @@ class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
     metadata: bytes
     proof: bytes
     proof_address: int
-
-
-class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pool lies in its owner's address space. `kind` is NIXL's memory type."""
-
-    address: int
-    nbytes: int
-    device: int
-    kind: str
 
 
 class NixlRegion:
@@ -82,10 +73,10 @@ class NixlTransfer:
         self._status = Status.PENDING
         self._handle: Any = None
 
-    def post(self, local: Any, remote: Any, agent: str) -> None:
-        """Begin. A failure to do so is a failed transfer like any other."""
+    def post(self, make: Callable[[], Any]) -> None:
+        """Begin what `make` returns a handle of. A failure to do so is a failed transfer like any other."""
         try:
-            self._handle = self._api.agent.initialize_xfer("READ", local, remote, agent)
+            self._handle = make()
             state = self._api.agent.transfer(self._handle)
         except self._api.errors as error:
             self._end(Status.FAILED, _reason(error))
@@ -152,10 +143,10 @@ class NixlPeer:
     """One producer rank; see `transfer.engine.Peer`. Its proof is read first, so it is known to answer."""
 
     def __init__(
-        self, engine: NixlEngine, name: str, pool: PoolAddress, address: AgentAddress, timeout_s: float
+        self, engine: NixlEngine, name: str, lists: DescriptorLists, address: AgentAddress, timeout_s: float
     ) -> None:
         self.name = name
-        self.pool = pool
+        self.lists = lists
         self.transfers: list[NixlTransfer] = []
         self.closed = False
         self.landing = np.zeros(_PROOF_BYTES, dtype=np.uint8)
@@ -217,17 +208,15 @@ class NixlEngine:
             name = self._api.agent.add_remote_agent(address.metadata)
         except self._api.connect_errors as error:
             raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
-        client = NixlPeer(self, name, pool, address, timeout_s)
+        lists = DescriptorLists(self._api.agent, name, self._pool(), pool)
+        client = NixlPeer(self, name, lists, address, timeout_s)
         self._peers.append(client)
         return client
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> NixlTransfer:
         client = cast(NixlPeer, peer)
-        ours = self._pool()
-        theirs = client.pool
-        local = _descriptors(spans[:, 0] + ours.address, spans[:, 2], ours.device)
-        remote = _descriptors(spans[:, 1] + theirs.address, spans[:, 2], theirs.device)
-        return self._post(client, (local, ours.kind), (remote, theirs.kind), timeout_s)
+        transfer = NixlTransfer(self._api, int(spans[:, 2].sum()), len(spans), time.monotonic() + timeout_s)
+        return self._post(client, transfer, lambda: client.lists.make_read(spans))
 
     def register_host(self, buffer: _Bytes) -> Any:
         """Make a buffer in host memory known to NIXL; returns what takes it back."""
@@ -235,9 +224,11 @@ class NixlEngine:
 
     def read_proof(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
         """Begin to read a peer's proof into its landing."""
-        local = np.array([(peer.landing.ctypes.data, _PROOF_BYTES, 0)], dtype=np.int64)
-        remote = np.array([(address, _PROOF_BYTES, 0)], dtype=np.int64)
-        return self._post(peer, (local, "DRAM"), (remote, "DRAM"), timeout_s)
+        agent = self._api.agent
+        ours = agent.get_xfer_descs([(peer.landing.ctypes.data, _PROOF_BYTES, 0)], "DRAM")
+        theirs = agent.get_xfer_descs([(address, _PROOF_BYTES, 0)], "DRAM")
+        transfer = NixlTransfer(self._api, _PROOF_BYTES, 1, time.monotonic() + timeout_s)
+        return self._post(peer, transfer, lambda: agent.initialize_xfer("READ", ours, theirs, peer.name))
 
     def progress(self) -> None:
         self._api.agent.get_new_notifs()  # what drives the worker, for the peers that read from us too
@@ -259,6 +250,8 @@ class NixlEngine:
         if self._api.agent is None:
             return
         transfers = self._settle()
+        for peer in self._peers:
+            self._api.release(peer.lists)
         if self._api.failed and not transfers:
             # Nothing can write into the pool any more, so the agent need not go; what peers could read goes.
             self._api.keep([*self._registrations, *(peer.registration for peer in self._peers)])
@@ -282,14 +275,8 @@ class NixlEngine:
                 return left
             time.sleep(_SETTLE_STEP_S)
 
-    def _post(
-        self, peer: NixlPeer, local: tuple[Any, str], remote: tuple[Any, str], timeout_s: float
-    ) -> NixlTransfer:
-        nbytes = int(local[0][:, 1].sum())
-        transfer = NixlTransfer(self._api, nbytes, len(local[0]), time.monotonic() + timeout_s)
-        ours = self._api.agent.get_xfer_descs(local[0], local[1])
-        theirs = self._api.agent.get_xfer_descs(remote[0], remote[1])
-        transfer.post(ours, theirs, peer.name)
+    def _post(self, peer: NixlPeer, transfer: NixlTransfer, make: Callable[[], Any]) -> NixlTransfer:
+        transfer.post(make)
         if not transfer.quiescent:
             peer.transfers.append(transfer)
         return transfer
@@ -301,6 +288,7 @@ class NixlEngine:
             return
         self._peers = [peer for peer in self._peers if peer not in gone]
         for peer in gone:
+            self._api.release(peer.lists)
             self._api.agent.deregister_memory(peer.registration)
         in_use = {peer.name for peer in self._peers}
         for name in {peer.name for peer in gone} - in_use:
@@ -338,6 +326,13 @@ class _Api:
         """Disconnect from a remote agent; one that is gone already is fine."""
         try:
             self.agent.remove_remote_agent(name)
+        except self.errors:
+            return
+
+    def release(self, lists: DescriptorLists) -> None:
+        """Let go of prepared lists; NIXL may have dropped those of a peer that died."""
+        try:
+            lists.release()
         except self.errors:
             return
 
@@ -389,11 +384,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _descriptors(addresses: _Ints, lengths: _Ints, device: int) -> _Ints:
-    """NIXL's rows of address, length and device."""
-    return np.column_stack([addresses, lengths, np.full_like(lengths, device)])
 
 
 def _reason(error: Exception) -> str:

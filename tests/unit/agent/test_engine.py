@@ -67,6 +67,8 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
         assert prefill.ready is not None
         assert decode.ready is not None
         assert (prefill.ready.layout, prefill.ready.weights) == (decode.ready.layout, decode.ready.weights)
+        assert prefill.ready.geometry == decode.ready.geometry
+        assert prefill.ready.geometry["block_size"] == str(config.block_size)
         await prefill.send(submit("alone"))
         assert tokens_of(await prefill.answer("alone")) == expected
 

@@ -284,6 +284,16 @@ async def test_a_link_says_when_the_other_end_is_gone() -> None:
     link.close()
 
 
+async def test_what_is_no_message_ends_a_link() -> None:
+    ours, theirs = socket.socketpair()
+    link: Link = await Link.over(ours, msgspec.msgpack.Decoder(ToHub))
+    with theirs:
+        theirs.send(b"\x00\x00\x00\x01\xc1")
+        with pytest.raises(LinkLost, match="not a message"):
+            await link.receive()
+    link.close()
+
+
 async def test_an_end_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "MAX_UNSENT_BYTES", 100_000)
     ours, theirs = socket.socketpair()

@@ -56,6 +56,13 @@ def test_what_the_agents_found_out_themselves_keeps_these_two_apart_for_good() -
     assert pair.text == "refused at their first contact: verify_kv: theirs off, ours on"
 
 
+def test_layouts_that_differ_are_told_by_what_differs() -> None:
+    prefill = registration("prefill", 1, layout="a", geometry={"block_size": "16", "dtype": "bfloat16"})
+    decode = registration("decode", 2, layout="b", geometry={"block_size": "32", "dtype": "bfloat16"})
+    (pair,) = refused_pairs(snapshot(prefill, decode))
+    assert pair.text == "different KV layouts: block_size 16 at the prefill agent, 32 at the decode agent"
+
+
 def test_refused_pairs_are_listed_while_both_are_up() -> None:
     prefill, misfit = registration("prefill", 1), registration("decode", 2, layout="other")
     agents = (prefill, misfit, registration("decode", 3), registration("decode", 4, model="other"))

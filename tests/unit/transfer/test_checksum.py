@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu import needs_gpus
 from tests.unit.transfer.rig import GEOMETRY
-from transfer.checksum import PoolSums, pack_sums, unpack_sums, word_keys
+from transfer.checksum import PoolSums, pack_sums, totals, unpack_sums, word_keys
 from transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
 from transfer.verification import flaw, rows
 
@@ -41,6 +42,22 @@ def test_a_sum_is_what_its_definition_says(geometry: KVGeometry) -> None:
     word = "<i4" if geometry.head_block_bytes % 4 == 0 else "<i2"
     sums = PoolSums(pool, geometry).sums([4, 0])
     assert sums.tolist() == [[plainly(pool[block, head], word) for head in range(heads)] for block in (4, 0)]
+
+
+def test_a_gpus_arithmetic_is_a_cpus() -> None:
+    """Its expression, here on the CPU: agents with pools in either kind of memory understand each other."""
+    pool = random_pool(GEOMETRY, 4)
+    words, keys = pool.view(6, 4, -1).view(torch.int32), torch.from_numpy(word_keys(pool[0, 0].numel()))
+    found = totals(words, keys, range(6)).numpy().view(np.uint64) >> np.uint64(32)
+    assert found.tolist() == PoolSums(pool, GEOMETRY).sums(range(6)).tolist()
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_a_pool_on_a_gpu_has_the_same_sums() -> None:
+    pool = random_pool(GEOMETRY, 4)
+    expected = PoolSums(pool, GEOMETRY).sums(range(6))
+    assert np.array_equal(PoolSums(pool.cuda(), GEOMETRY).sums(range(6)), expected)
 
 
 def test_damage_changes_the_sums_of_its_slice_alone() -> None:

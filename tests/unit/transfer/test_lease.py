@@ -254,6 +254,46 @@ class _Truth:
     readable: int = 0
 
 
+def test_leases_that_end_at_the_same_moment_all_end() -> None:
+    """L13: nothing is taken out of what is being walked through."""
+    table = LeaseTable(LEASE_S)
+    ids = [TransferId(f"t{number}") for number in range(4)]
+    for each in ids:
+        table.register(0.0, each, [1], 4, "hash", 5.0)
+    assert table.expire(5.0) == [Freed(each, "expired") for each in ids]
+
+
+class Counted(dict[Any, Any]):
+    """Tells whether somebody has looked at everything in it."""
+
+    scans = 0
+
+    def values(self) -> Any:
+        self.scans += 1
+        return super().values()
+
+
+def test_a_request_costs_the_same_however_many_leases_there_are() -> None:
+    """A5: nothing looks through all leases but the timer, once for each time it is due."""
+    table = LeaseTable(LEASE_S)
+    others = [TransferId(f"t{number}") for number in range(50)]
+    for other in others:
+        table.register(0.0, other, [1], 4, "hash", 100.0)
+        table.ready(0.0, other)
+    table._live = live = Counted(table._live)
+    table.register(1.0, T, [5, 6, 7], 40, "hash", 100.0)
+    table.ready(1.0, T)
+    ask(table, 1.0)
+    table.renew(2.0, READER, [T, *others])
+    table.release(3.0, T, READER, True)
+    assert live.scans == 0
+    assert table.next_deadline() == 10.0
+    assert table.expire(10.0) == []
+    assert live.scans > 0
+    assert table.next_deadline() == 12.0, "they were renewed meanwhile"
+    table.check_integrity()
+
+
 class Leases(RuleBasedStateMachine):
     """Random schedules of scheduler, two readers and time, against an allocator that frees nothing twice."""
 
