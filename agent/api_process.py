@@ -13,7 +13,6 @@ import logging
 import signal
 import socket
 import ssl
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from agent.messages import EngineReady
 from agent.metrics import Metrics
 from agent.ping import Announcer
 from agent.processes import ChildProcess
+from agent.run_dir import private_run_dir
 from agent.server import HttpServer, create_app, create_server, listen_http
 from agent.tls import server_context
 from agent.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ _DRAIN_TIMEOUT_S = 3.0
 _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
 _ERROR_ANSWERS_TIMEOUT_S = 0.3
+_HANG_UP_TIMEOUT_S = 0.1
 _ENGINE_STOP_GRACE_S = 5.0
 
 
@@ -65,11 +66,8 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
     tokenizer = Tokenizer(Path(config.model))
     key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
     tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
-    with (
-        listen_http(config.host, config.port) as listener,
-        tempfile.TemporaryDirectory(prefix="kvferry-") as run_dir,
-    ):
-        agent = _Agent(config, tokenizer, key, tls, Path(run_dir), listener.getsockname()[1])
+    with listen_http(config.host, config.port) as listener, private_run_dir() as run_dir:
+        agent = _Agent(config, tokenizer, key, tls, run_dir, listener.getsockname()[1])
         try:
             return await agent.run(listener, engine_module)
         finally:
@@ -250,6 +248,7 @@ async def _stop_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
     server.should_exit = True
     _, late = await asyncio.wait({serving}, timeout=_HTTP_STOP_TIMEOUT_S)
     if late:
+        await _hang_up(server)
         serving.cancel()
 
 
@@ -257,7 +256,15 @@ async def _cut_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
     """Let the error answers out and cut the rest: uvicorn's own way takes time that I8 does not give."""
     if server.server_state.tasks:
         await asyncio.wait(server.server_state.tasks, timeout=_ERROR_ANSWERS_TIMEOUT_S)
+    await _hang_up(server)
     serving.cancel()
+
+
+async def _hang_up(server: HttpServer) -> None:
+    """Close every connection, and let the handlers behind them notice."""
+    server.hang_up()
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=_HANG_UP_TIMEOUT_S)
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -179,6 +179,16 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def hang_up(self) -> None:
+        """Accept nothing more, and close every connection once what was written to it has left.
+
+        Requests that are cut off by other means get uvicorn's own 500, in plain text.
+        """
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.close()
+
 
 def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
     """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`."""

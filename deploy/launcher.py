@@ -82,10 +82,15 @@ class Process:
         """The end of its log, for an error message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End it by SIGTERM, then by SIGKILL after `grace_s`. Returns once it is reaped."""
+    def ask_to_end(self) -> None:
+        """Send it SIGTERM, if it has not ended; `stop` waits for it."""
         if self.process.returncode is None:
             self.process.terminate()
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End it by SIGTERM, then by SIGKILL after `grace_s`. Returns once it is reaped."""
+        self.ask_to_end()
+        if self.process.returncode is None:
             try:
                 await asyncio.wait_for(self.process.wait(), grace_s)
             except TimeoutError:
@@ -158,6 +163,8 @@ class Cluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for agent in self.agents.values():
+            agent.ask_to_end()  # all at once; the proxy goes when they have gone
         await self._stack.aclose()
 
     @property

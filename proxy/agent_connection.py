@@ -26,6 +26,10 @@ class ConnectionBroken(Exception):
     """The connection ended, or spoke no HTTP, before the answer was whole."""
 
 
+class AgentSilent(ConnectionBroken):
+    """The connection was given up, since its agent works no more."""
+
+
 class State(enum.Enum):
     IDLE = "idle"
     HEAD = "head"
@@ -77,6 +81,13 @@ class AgentConnection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether the answer has ended and the agent keeps the connection open."""
         return self.state is State.WHOLE and self._is_kept
+
+    @property
+    def quiet_since(self) -> float | None:
+        """Since when an answer, or more of it, is waited for in vain; None while nobody waits."""
+        if self.state not in (State.HEAD, State.BODY) or self._is_untaken:
+            return None
+        return self._heard_at
 
     def send(self, request: bytes, by: float) -> None:
         """Send a whole request, head and body.
@@ -157,6 +168,10 @@ class AgentConnection(asyncio.Protocol):
         """Close at once; an agent that still answers learns that nobody waits any more. Idempotent."""
         self._fail(ConnectionBroken("closed here"))
 
+    def give_up(self) -> None:
+        """The agent works no more: whoever waits for it gets `AgentSilent`."""
+        self._fail(AgentSilent("given up"))
+
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -211,6 +226,11 @@ class AgentConnection(asyncio.Protocol):
             self._wake()
 
     @property
+    def _is_untaken(self) -> bool:
+        """Whether it is for the client that the answer does not go on."""
+        return self._paused or (self._sink is None and self._waiter is None)
+
+    @property
     def _is_framed(self) -> bool:
         """Whether the answer says itself where it ends; else its end is the connection's."""
         return b"content-length" in self.headers or b"transfer-encoding" in self.headers
@@ -256,7 +276,7 @@ class AgentConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         now = self._loop.time()
-        if self._paused or (self._sink is None and self._waiter is None):
+        if self._is_untaken:
             self._heard_at = now
         if now >= self._by or now - self._heard_at >= self._idle_s:
             self._fail(TimeoutError())

@@ -36,7 +36,8 @@ class ProxyConfig:
         first_byte_timeout_s: Deadline for a prefill's answer or a stream's first event, in seconds.
         idle_timeout_s: Longest silence within a stream, in seconds.
         total_timeout_s: Deadline for a whole request, in seconds.
-        retries: Times that a request is given to another pair when an agent is lost before its first event.
+        retries: Times that a request is given to another pair when an agent is lost before its first event;
+            one may lose a prefill and then a decode agent.
         migrations: Times that a stream which breaks off later is continued on another pair.
         prefill_policy: How to choose among prefill agents.
         decode_policy: How to choose among decode agents.
@@ -83,7 +84,7 @@ class ProxyConfig:
     first_byte_timeout_s: float = 300.0
     idle_timeout_s: float = 120.0
     total_timeout_s: float = 1800.0
-    retries: int = 1
+    retries: int = 2
     migrations: int = 3
     prefill_policy: PolicyName = "round_robin"
     decode_policy: PolicyName = "round_robin"

@@ -160,16 +160,33 @@ class RateLimited(ProxyError):
 
 
 class AgentLost(ProxyError):
-    """An agent broke off before the end of its leg, or failed by its own account: another may be asked."""
+    """An agent broke off before the end of its leg, or failed by its own account: another may be asked.
+
+    `refused`: it takes no connections. `silent`: it was given up, since it pings no more (`proxy.silence`).
+    """
 
     status = 502
     code = "agent_lost"
 
-    def __init__(self, message: str, agent: Incarnation, *, refused: bool = False, status: int = 502) -> None:
+    def __init__(
+        self,
+        message: str,
+        agent: Incarnation,
+        *,
+        refused: bool = False,
+        silent: bool = False,
+        status: int = 502,
+    ) -> None:
         super().__init__(message)
         self.agent = agent
         self.refused = refused
+        self.silent = silent
         self.status = status if status in (503, 504) else 502
+
+    @property
+    def idle(self) -> bool:
+        """Whether the agent does no work for anybody: what others do instead of it is no more than before."""
+        return self.refused or self.silent
 
 
 class StreamBroken(ProxyError):

@@ -216,12 +216,12 @@ class Exchange:
         if lost.refused:
             services.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
-            if not self._may_repeat(self._migrations_left):
+            if not self._may_repeat(lost):
                 raise StreamBroken(lost.message) from lost
             self._migrations_left -= 1
             services.metrics.migrations.inc()
         else:
-            if not self._may_repeat(self._retries_left):
+            if not self._may_repeat(lost):
                 raise lost
             self._retries_left -= 1
             leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
@@ -229,10 +229,17 @@ class Exchange:
         self._avoid |= {lost.agent}
         self._record.enter(Phase.ROUTE)
 
-    def _may_repeat(self, left: int) -> bool:
+    def _has_tries_left(self) -> bool:
+        """Whether this request's own allowance has room for one more try, as things stand."""
+        streaming = self._record.phase is Phase.DECODE
+        return (self._migrations_left if streaming else self._retries_left) > 0
+
+    def _may_repeat(self, lost: AgentLost) -> bool:
         """Whether one more try is allowed, by this request's own allowance and by the proxy's budget."""
-        if not left:
+        if not self._has_tries_left():
             return False
+        if lost.idle:
+            return True
         if not self._services.retry_budget.take():
             self._services.metrics.retries_denied.inc()
             return False
@@ -389,7 +396,13 @@ class Exchange:
         services, incarnation = self._services, Incarnation(server.incarnation)
         try:
             async with services.upstream.post(
-                server, leg.path, leg.body, leg.headers, headers_by=headers_by, by=by
+                server,
+                leg.path,
+                leg.body,
+                leg.headers,
+                headers_by=headers_by,
+                by=by,
+                movable=self._has_tries_left,
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadAnswer):

@@ -7,6 +7,7 @@ A proxy of one process keeps it here (`local_fleet`). With `--workers`, one proc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -62,6 +63,11 @@ class Fleet(Protocol):
 
     def leg_failed(self, agent: Incarnation) -> None:
         """The agent was lost, or silent for too long, or answered nonsense."""
+
+    async def find_lost(self, agents: Sequence[Register]) -> frozenset[Incarnation]:
+        """Which of them work no more, while others could do what they did. Raises `NoAgent` when nobody can
+        tell.
+        """
 
     async def page(self, name: PageName) -> Page:
         """One of the pages about the fleet. Raises `NoAgent` when nobody can tell."""

@@ -20,6 +20,7 @@ from proxy.fleet import Call, Page, PageName
 from proxy.link import Link, LinkLost
 from proxy.link_messages import (
     Collect,
+    Doubt,
     Drain,
     Enter,
     Entered,
@@ -27,6 +28,7 @@ from proxy.link_messages import (
     Free,
     Leave,
     Listening,
+    Lost,
     NotEntered,
     Refused,
     Reported,
@@ -197,6 +199,8 @@ class WorkerSeat:
                 return None, self._show(seq, name)
             case Drain():
                 return None, self._drain(message)
+            case Doubt():
+                return None, self._doubt(message)
             case Leave(seq=seq):
                 if (entering := self._entering.pop(seq, None)) is not None:
                     entering.cancel()
@@ -246,6 +250,9 @@ class WorkerSeat:
 
     async def _show(self, seq: int, name: PageName) -> None:
         self._link.send(Shown(seq=seq, page=await self._hub.page(name)))
+
+    async def _doubt(self, message: Doubt) -> None:
+        self._link.send(Lost(seq=message.seq, agents=await self._fleet.find_lost(message.agents)))
 
     async def _drain(self, message: Drain) -> None:
         page = await self._fleet.drain(message.agent, message.drained)

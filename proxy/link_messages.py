@@ -51,6 +51,13 @@ class Shown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page: Page
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Which of the agents that a `Doubt` named are lost."""
+
+    seq: int
+    agents: frozenset[Incarnation]
+
+
 class Collect(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Report what you have counted."""
 
@@ -123,10 +130,19 @@ class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drained: bool
 
 
+class Doubt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """These agents have been quiet for some time; answered by `Lost`."""
+
+    seq: int
+    agents: tuple[Register, ...]
+
+
 class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     report: Report
 
 
-ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Collect | Spent
-ToHub = Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Reported | Spent
+ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Lost | Collect | Spent
+ToHub = (
+    Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Doubt | Reported | Spent
+)

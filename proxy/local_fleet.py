@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -26,7 +26,7 @@ from proxy.pairing import alike
 from proxy.registry import Registry
 from proxy.router import NoPair, Pair, Router, make_policy
 from proxy.slots import Slots
-from proxy.wire import Incarnation
+from proxy.wire import Incarnation, Register
 
 
 class LocalFleet:
@@ -69,6 +69,16 @@ class LocalFleet:
     def leg_failed(self, agent: Incarnation) -> None:
         """See `Fleet`."""
         self.registry.leg_failed(agent, self.clock())
+
+    async def find_lost(self, agents: Sequence[Register]) -> frozenset[Incarnation]:
+        """See `Fleet`."""
+        registry, now = self.registry, self.clock()
+        return frozenset(
+            incarnation
+            for info in agents
+            if not registry.works(incarnation := Incarnation(info.incarnation), now)
+            and registry.has_substitute(info, now)
+        )
 
     async def page(self, name: PageName) -> Page:
         """See `Fleet`."""

@@ -229,6 +229,23 @@ class Registry:
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
         return Snapshot(tuple(nodes), frozenset(self._models), self._refused.lately(now))
 
+    def works(self, incarnation: Incarnation, now: float) -> bool:
+        """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
+        self.sweep(now)
+        record = self._records.get(incarnation)
+        return record is not None and not _stalled(record, now)
+
+    def has_substitute(self, info: Register, now: float) -> bool:
+        """Whether other agents in rotation serve the legs that this one, which may be gone, served."""
+        others = [
+            node
+            for node in self.snapshot(now).nodes
+            if (node.info.model, node.info.dialect) == (info.model, info.dialect)
+            and node.incarnation != info.incarnation
+        ]
+        legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
+        return all(any(node.serves(leg) for node in others) for leg in legs)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the two indices disagree or a bound is passed."""
         addresses = {record.info.address: key for key, record in self._records.items()}
@@ -294,6 +311,10 @@ def _state(record: _Record, now: float) -> NodeState:
         return NodeState.REFUSING
     if not record.breaker.allows(now):
         return NodeState.TRIPPED
-    if record.info.load.running > 0 and now - record.progress_at >= STALL_S:
+    if _stalled(record, now):
         return NodeState.STALLED
     return NodeState.READY
+
+
+def _stalled(record: _Record, now: float) -> bool:
+    return record.info.load.running > 0 and now - record.progress_at >= STALL_S

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from proxy.admission import Hold
@@ -16,12 +16,14 @@ from proxy.link import Link, LinkLost
 from proxy.link_messages import (
     Begin,
     Collect,
+    Doubt,
     Drain,
     Enter,
     Entered,
     Failed,
     Free,
     Leave,
+    Lost,
     NotEntered,
     Refused,
     Reported,
@@ -36,7 +38,7 @@ from proxy.link_messages import (
 )
 from proxy.reports import Report
 from proxy.router import NoPair
-from proxy.wire import Incarnation
+from proxy.wire import Incarnation, Register
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ ANSWER_TIMEOUT_S = 5.0
 """For the hub's answer, beyond any wait that was asked for."""
 
 HubLink = Link[ToHub, ToWorker]
-Answer = Entered | NotEntered | TurnedAway | Shown
+Answer = Entered | NotEntered | TurnedAway | Shown | Lost
 A = TypeVar("A", bound=Answer)
 
 
@@ -127,8 +129,8 @@ class RemoteFleet:
                 return why
             case TurnedAway(message=message, retry_after_s=retry_after_s):
                 raise Overloaded(message, retry_after_s=retry_after_s)
-            case Shown():
-                raise AssertionError("a page where a pair was asked for")
+            case Shown() | Lost():
+                raise AssertionError("something else where a pair was asked for")
 
     def connection_refused(self, agent: Incarnation) -> None:
         """See `Fleet`."""
@@ -141,6 +143,16 @@ class RemoteFleet:
     def leg_failed(self, agent: Incarnation) -> None:
         """See `Fleet`."""
         self._link.send(Failed(agent=agent))
+
+    async def find_lost(self, agents: Sequence[Register]) -> frozenset[Incarnation]:
+        """See `Fleet`."""
+        seq = next(self._seq)
+        try:
+            answer = await self._ask(seq, Doubt(seq=seq, agents=tuple(agents)), ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            self._nobody_can_tell()
+        assert isinstance(answer, Lost)
+        return answer.agents
 
     async def page(self, name: PageName) -> Page:
         """See `Fleet`."""
@@ -160,7 +172,7 @@ class RemoteFleet:
         assert isinstance(answer, Shown)
         return answer.page
 
-    async def _ask(self, seq: int, question: Enter | Show | Drain, timeout_s: float) -> Answer:
+    async def _ask(self, seq: int, question: Enter | Show | Drain | Doubt, timeout_s: float) -> Answer:
         if self.lost:
             raise NoAgent("the proxy's hub has ended")
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -135,6 +135,7 @@ async def serving(
         try:
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
+                watching = tasks.create_task(upstream.open_legs.run(fleet, asyncio.get_running_loop().time))
                 try:
                     yield services
                 finally:
@@ -142,6 +143,7 @@ async def serving(
                     server.should_exit = True
                     await asyncio.wait([clients])
                     await services.open_requests.cut()
+                    watching.cancel()
         finally:
             await drops.settle()
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from urllib.parse import urlsplit
 
-from proxy.agent_connection import AgentConnection, ConnectionBroken, Sink, State
+from proxy.agent_connection import AgentConnection, AgentSilent, ConnectionBroken, Sink, State
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from proxy.silence import OpenLegs
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
 
@@ -36,7 +37,7 @@ class Origin:
 class AgentAnswer:
     """An agent's answer with status 200. Read it once, by `body`, `pump` or `chunks`.
 
-    All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off.
+    All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is given up.
     """
 
     def __init__(self, connection: AgentConnection, agent: Register, idle_s: float, by: float) -> None:
@@ -109,34 +110,55 @@ class Leg:
     """
 
     def __init__(
-        self, pool: Upstream, origin: Origin, agent: Register, request: bytes, headers_by: float, by: float
+        self,
+        pool: Upstream,
+        origin: Origin,
+        agent: Register,
+        request: bytes,
+        headers_by: float,
+        by: float,
+        movable: Callable[[], bool],
     ) -> None:
+        self.agent = agent
+        self.movable = movable
         self._pool = pool
         self._origin = origin
-        self._agent = agent
         self._request = request
         self._headers_by = headers_by
         self._by = by
         self._connection: AgentConnection
 
     async def __aenter__(self) -> AgentAnswer:
-        self._connection = connection = await self._pool.borrow(self._origin, self._agent, self._headers_by)
+        self._connection = connection = await self._pool.borrow(self._origin, self.agent, self._headers_by)
+        self._pool.open_legs.add(self)
         try:
             connection.send(self._request, self._headers_by)
             await connection.head()
             if connection.status != 200:
                 raw = await _read(connection, self._by, MAX_ERROR_BYTES)
-                raise _verdict(connection, raw, self._agent)
+                raise _verdict(connection, raw, self.agent)
             connection.limit(self._by)  # for the body, whenever somebody asks for it
         except (ConnectionBroken, TimeoutError) as error:
+            self._pool.open_legs.discard(self)
             connection.close()
-            raise _failure(error, self._agent) from error
+            raise _failure(error, self.agent) from error
         except BaseException:
+            self._pool.open_legs.discard(self)
             self._pool.give_back(self._origin, connection)
             raise
-        return AgentAnswer(connection, self._agent, self._pool.idle_timeout_s, self._by)
+        return AgentAnswer(connection, self.agent, self._pool.idle_timeout_s, self._by)
+
+    @property
+    def quiet_since(self) -> float | None:
+        """Since when the agent is waited for in vain; None while nobody waits."""
+        return self._connection.quiet_since
+
+    def give_up(self) -> None:
+        """The agent is lost: whoever waits for it gets an `AgentLost`."""
+        self._connection.give_up()
 
     async def __aexit__(self, *_: object) -> None:
+        self._pool.open_legs.discard(self)
         self._pool.give_back(self._origin, self._connection)
 
 
@@ -155,6 +177,8 @@ class Upstream:
         self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._open: set[AgentConnection] = set()
+        self.open_legs = OpenLegs()
+        """Every leg that is under way; its `run` needs an owner."""
 
     @property
     def idle_timeout_s(self) -> float:
@@ -179,6 +203,7 @@ class Upstream:
         *,
         headers_by: float,
         by: float,
+        movable: Callable[[], bool] = lambda: False,
     ) -> Leg:
         """A context that sends one leg and hands out its answer as soon as its headers are here.
 
@@ -188,6 +213,7 @@ class Upstream:
         Args:
             headers_by: Deadline for the answer's headers, on the event loop's clock; not after `by`.
             by: Deadline for its end, likewise.
+            movable: Whether the leg may go elsewhere now, should its agent fall silent (`proxy.silence`).
 
         Entering raises:
             AgentLost: connection refused or reset, an answer cut short, or a 5xx.
@@ -196,7 +222,7 @@ class Upstream:
         """
         origin = origin_of(agent.address)
         head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
-        return Leg(self, origin, agent, head + body, headers_by, by)
+        return Leg(self, origin, agent, head + body, headers_by, by, movable)
 
     async def get(self, agent: Register, url: str, *, by: float) -> bytes:
         """The body at a URL of the agent's, whichever of its ports that is.
@@ -207,7 +233,7 @@ class Upstream:
         origin = origin_of(f"{parts.scheme}://{parts.netloc}")
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         request = self._head("GET", origin, target or "/", agent, {})
-        async with Leg(self, origin, agent, request, by, by) as answer:
+        async with Leg(self, origin, agent, request, by, by, lambda: False) as answer:
             return await answer.body()
 
     async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
@@ -331,7 +357,10 @@ async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:
 def _failure(error: ConnectionBroken | TimeoutError, agent: Register) -> ProxyError:
     if isinstance(error, TimeoutError):
         return AgentTimeout(f"{agent.address} did not answer in time")
-    return AgentLost(f"{agent.address} broke off: {error}", Incarnation(agent.incarnation))
+    lost = Incarnation(agent.incarnation)
+    if isinstance(error, AgentSilent):
+        return AgentLost(f"{agent.address} fell silent", lost, silent=True, status=504)
+    return AgentLost(f"{agent.address} broke off: {error}", lost)
 
 
 def _cannot_connect(error: OSError, agent: Register) -> AgentLost:

@@ -13,6 +13,14 @@ TIE = 1e-3
 """A difference where the reference's decision margin is smaller proves nothing."""
 MIN_COMPARED = 0.95
 MIN_ANSWERED = 0.5
+HARDSHIPS = (
+    "kill",
+    "stop",
+    "prefill kvferry_leases_ended_total expired",
+    "decode kvferry_transfer_failures_total invalid",
+    "decode kvferry_recomputes_total",
+)
+"""What a long run must have seen: a lease that ended while its blocks were read shows as `invalid`."""
 
 
 class Verdict(enum.StrEnum):
@@ -68,6 +76,15 @@ class Tally:
         if answered < MIN_ANSWERED * total:
             found.append(f"only {answered} of {total} requests were answered")
         return found
+
+    def missing(self) -> list[str]:
+        """What did not happen, though a long run is to show that it is survived."""
+        return [f"there was no {words!r}" for words in HARDSHIPS if not self.count(words)]
+
+    def summary(self) -> str:
+        """The run so far in a line."""
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
+        return f"{self.verdicts.total()} asked: {counts}; {len(self.wrongs)} complaints"
 
     def table(self) -> str:
         """The run in figures."""

@@ -16,6 +16,8 @@ Part = Literal["api", "engine", "rank", "all"]
 ROUND_REQUESTS = 50
 LEAVING_SHARE, LONGEST_STAY_S = 0.06, 2.0
 ROLES = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
+_KILLED: Sequence[Part] = ("api", "engine", "rank")
+_STOPPED: Sequence[Part] = (*_KILLED, "all")
 TASK_TOKENS, LONG_TOKENS = 16, 96
 LONG_PROMPT_TOKENS = 250
 """Long answers go with short prompts: a decode step costs what its context costs."""
@@ -74,12 +76,14 @@ def make_questions(seed: int, count: int) -> list[dict[str, Any]]:
     return made
 
 
-def make_rounds(seed: int, requests: int, questions: int, stop_s: tuple[float, float]) -> list[Round]:
+def make_rounds(
+    seed: int, requests: int, questions: int, stop_s: tuple[float, float], round_size: int = ROUND_REQUESTS
+) -> list[Round]:
     """The whole run. Each role is struck in every round, and over two rounds every role is killed once."""
     draw = random.Random(f"rounds {seed}")
     rounds = []
     while requests > 0:
-        size = min(requests, ROUND_REQUESTS)
+        size = min(requests, round_size)
         asks = tuple(_ask(draw, questions) for _ in range(size))
         rounds.append(Round(asks=asks, strikes=_strikes(draw, len(rounds), size, stop_s)))
         requests -= size
@@ -97,13 +101,28 @@ def _ask(draw: random.Random, questions: int) -> Ask:
 
 def _strikes(draw: random.Random, number: int, size: int, stop_s: tuple[float, float]) -> tuple[Strike, ...]:
     killed = sorted(ROLES)[number % 2]
-    strikes = [_strike(draw, role, "kill" if role == killed else "stop", size, stop_s) for role in ROLES]
-    strikes.append(_strike(draw, draw.choice(sorted(ROLES)), "stop", size, stop_s))
+    strikes = [
+        _strike(draw, role, "kill", _KILLED, size, stop_s)
+        if role == killed
+        else _strike(draw, role, "stop", _STOPPED, size, stop_s)
+        for role in ROLES
+    ]
+    if draw.random() < 0.5:
+        # A reader's rank stands still: leases end before their reads have begun, or while they run.
+        strikes.append(_strike(draw, "decode", "stop", ("rank",), size, stop_s))
+    else:
+        strikes.append(_strike(draw, draw.choice(sorted(ROLES)), "stop", _STOPPED, size, stop_s))
     return tuple(sorted(strikes, key=lambda strike: strike.after))
 
 
-def _strike(draw: random.Random, role: str, blow: Blow, size: int, stop_s: tuple[float, float]) -> Strike:
-    parts: Sequence[Part] = ("api", "engine", "rank") if blow == "kill" else ("api", "engine", "rank", "all")
+def _strike(
+    draw: random.Random,
+    role: str,
+    blow: Blow,
+    parts: Sequence[Part],
+    size: int,
+    stop_s: tuple[float, float],
+) -> Strike:
     return Strike(
         after=draw.randrange(1, max(2, size * 3 // 5)),
         agent=draw.choice(ROLES[role]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import aiohttp
 
 from deploy.launcher import Cluster, start_process
 from tests.chaos.judge import ClientLeft, Tally
-from tests.chaos.plan import ROLES, Ask, Round, Strike, make_questions, make_rounds
-from tests.chaos.victims import LEASE_S, MODEL, make_spec, strike
+from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_questions, make_rounds
+from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
 from tests.system.conftest import wait_ready
 from tests.system.metrics import scrape, total, wait_idle
@@ -43,11 +44,19 @@ class Settings:
     requests: int
     questions: int
     stop_s: tuple[float, float]
+    round_size: int = ROUND_REQUESTS
+    decode_tp: int = 1
+    """Ranks of each decode agent; a prefill agent has one."""
+
+    def rounds(self) -> list[Round]:
+        """What is asked and struck."""
+        return make_rounds(self.seed, self.requests, self.questions, self.stop_s, self.round_size)
 
     def command(self, backend: str) -> str:
         """How to repeat the run over one backend."""
         low, high = self.stop_s
-        shape = f"--requests {self.requests} --questions {self.questions} --stop-s {low} {high}"
+        shape = f"--requests {self.requests} --questions {self.questions} --round-size {self.round_size}"
+        shape += f" --stop-s {low} {high} --decode-tp {self.decode_tp}"
         return f"python -m tests.chaos --seed {self.seed} {shape} --backend {backend}"
 
 
@@ -83,18 +92,33 @@ async def ask_alone(settings: Settings, log_dir: Path) -> list[Answer]:
     return [answer for answer in answers if isinstance(answer, Answer)]
 
 
-async def run(settings: Settings, backend: str, references: list[Answer], log_dir: Path) -> Tally:
-    """All rounds of one run, over one backend."""
-    tally = Tally()
+async def run(
+    settings: Settings,
+    backend: str,
+    references: list[Answer],
+    log_dir: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tally:
+    """All rounds of one run, over one backend. `progress` is told how far it is after each."""
+    tally, started = Tally(), time.monotonic()
     questions = make_questions(settings.seed, settings.questions)
-    async with Cluster(make_spec(settings.seed, backend, log_dir)) as cluster:
-        await cluster.wait_ready(READY_S)
-        under_way = _Run(cluster, questions, references, tally)
-        for each in make_rounds(settings.seed, settings.requests, settings.questions, settings.stop_s):
-            await under_way.round(each)
+    rounds = settings.rounds()
+    with library(backend, MORI_FAULT):
+        async with Cluster(make_spec(settings.seed, backend, settings.decode_tp, log_dir)) as cluster:
+            await cluster.wait_ready(READY_S)
+            under_way = _Run(cluster, questions, references, tally)
+            for number, each in enumerate(rounds, start=1):
+                await under_way.round(each)
+                took_s = time.monotonic() - started
+                progress(f"{backend}: round {number} of {len(rounds)}, {took_s:.0f} s, {tally.summary()}")
     for counts in under_way.counts.values():
         tally.events.update(counts)
+    tally.events["tracebacks in logs"] = _tracebacks(log_dir)
     return tally
+
+
+def _tracebacks(log_dir: Path) -> int:
+    return sum(log.read_text(errors="replace").count("Traceback (most") for log in log_dir.glob("*.log"))
 
 
 @dataclass(slots=True)
@@ -115,6 +139,7 @@ class _Run:
             for role in ROLES:  # at most one agent of a role is down at a time
                 mine = [each for each in round_.strikes if each.agent in ROLES[role]]
                 tasks.create_task(self._strikes(mine, progress))
+        await self._revive_the_dead()
         for agent in self.cluster.agents.values():
             await wait_ready(agent)  # the proxy may still take a killed agent's word for its successor's
         await self.cluster.wait_ready(READY_S)
@@ -143,8 +168,20 @@ class _Run:
     async def _strikes(self, strikes: list[Strike], progress: _Progress) -> None:
         for each in strikes:
             await progress.reach(each.after)
+            if self.cluster.agents[each.agent].process.returncode is not None:
+                continue  # it died by itself: a complaint at the end of the round
             self.tally.events[f"{each.blow} {each.part} of {each.agent}"] += 1
-            await strike(self.cluster, each)
+            try:
+                await strike(self.cluster, each)
+            except OutlivedItself as error:
+                self.tally.wrongs.append(str(error))
+
+    async def _revive_the_dead(self) -> None:
+        """Those killed on purpose live again by now; any other death is a defect."""
+        for name, agent in list(self.cluster.agents.items()):
+            if (status := agent.process.returncode) is not None:
+                self.tally.wrongs.append(f"{name} died by itself, status {status}: {agent.last_words()}")
+                await revive(self.cluster, name)
 
     async def _check_nothing_left(self) -> None:
         """Blocks of every agent, all at once: the lease and a second count from now."""

@@ -10,15 +10,18 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.run import Settings, ask_alone, run
+from tests.chaos.victims import BACKENDS
 from tests.system.client import Answer
 
-# Three minutes of CI's fifteen: until CI's bound is wider, this form runs with `make test-full`.
+# Minutes of CI's fifteen: until CI's bound is wider, this form runs with `make test-full`.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
-    return Settings(seed=secrets.randbelow(1_000_000), requests=150, questions=40, stop_s=(1.0, 4.0))
+    return Settings(
+        seed=secrets.randbelow(1_000_000), requests=150, questions=30, stop_s=(1.0, 4.0), round_size=75
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -26,15 +29,13 @@ async def references(settings: Settings, log_dir: Path) -> list[Answer]:
     return await ask_alone(settings, log_dir)
 
 
-@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_nothing_wrong_leaked_hung_or_untyped(
     backend: str, settings: Settings, references: list[Answer], log_dir: Path
 ) -> None:
     """I1, I2, I3, I5, I8 while agents are killed, stopped and cut off."""
-    tally = await run(settings, backend, references, log_dir / f"chaos-{backend}")
+    tally = await run(settings, backend, references, log_dir / f"chaos-{backend}", print)
     print(settings.command(backend))
     print(tally.table())
     assert not tally.complaints(), (settings.command(backend), tally.complaints())
     assert tally.count("kill") and tally.count("stop"), "agents must have been struck"
-    assert tally.count("prefill kvferry_leases_ended_total expired"), "leases must have ended under readers"
-    assert tally.count("decode kvferry_recomputes_total"), "prompts must have been computed again"

@@ -66,6 +66,14 @@ def test_too_many_ties_or_failures_prove_nothing() -> None:
     assert failures.complaints() == ["only 9 of 20 requests were answered"]
 
 
+def test_a_long_run_without_hardship_proves_nothing() -> None:
+    tally = Tally()
+    assert len(tally.missing()) == 5
+    tally.events.update({"kill api of decode-0": 1, "stop rank of prefill-1": 2})
+    tally.events["decode kvferry_transfer_failures_total invalid"] = 0
+    assert len(tally.missing()) == 3 and all("kvferry" in missing for missing in tally.missing())
+
+
 def test_one_seed_makes_one_run() -> None:
     assert make_questions(3, 40) == make_questions(3, 40) != make_questions(4, 40)
     rounds = make_rounds(3, 150, 40, (1.0, 4.0))

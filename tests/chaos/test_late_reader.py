@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from deploy.launcher import Cluster, Process
 from tests.chaos.judge import Verdict, judge
-from tests.chaos.victims import processes, stopped
+from tests.chaos.victims import BACKENDS, library, processes, stopped
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, wait_idle
@@ -108,15 +108,22 @@ async def failures(cluster: Cluster) -> Counter[str]:
     )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tcp", "nixl"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        name if name in ("tcp", "nixl") else pytest.param(name, marks=pytest.mark.full) for name in BACKENDS
+    ],
+)
 async def cluster(request: pytest.FixtureRequest, start_cluster: StartCluster) -> AsyncIterator[Cluster]:
     """A producer with a small pool, and a reader that never renews a lease."""
-    async with start_cluster(
-        args=("--transfer", request.param, "--lease-s", str(LEASE_S)),
-        prefill_args=("--kv-blocks", str(POOL_BLOCKS)),
-        decode_args=("--control-fault", "drop=1,only=renew"),
-    ) as running:
-        yield running
+    with library(request.param):
+        async with start_cluster(
+            args=("--transfer", request.param, "--lease-s", str(LEASE_S)),
+            prefill_args=("--kv-blocks", str(POOL_BLOCKS)),
+            decode_args=("--control-fault", "drop=1,only=renew"),
+        ) as running:
+            yield running
 
 
 @times

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +14,38 @@ import psutil
 
 from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
 from tests.chaos.plan import ROLES, Part, Strike
+from tests.standins import mori_io
 from tests.system.conftest import wait_ready
 
 MODEL = "ferry-tiny"
 LEASE_S = 2.0
 PULL_TIMEOUT_S = 10.0
 MAX_DEATH_S = 5.0
+MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
+BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
 
 
-def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
+class OutlivedItself(AssertionError):
+    """Processes of an agent lived on after one of them was killed (I8)."""
+
+
+@contextmanager
+def library(backend: str, mori_fault: str = "") -> Iterator[None]:
+    """What a backend needs to work here: a stand-in, with this fault, takes the place of AMD's library."""
+    if backend != "mori":
+        yield
+        return
+    with mori_io.on_path():
+        os.environ[mori_io.FAULT] = mori_fault
+        yield
+
+
+def make_spec(seed: int, backend: str, decode_tp: int, log_dir: Path) -> ClusterSpec:
     """Agents that lose and repeat control messages, one of each role with the prefix cache and one without.
 
-    Reads from prefill-0 are late at first (tcp only) and decode-1 never renews, so that leases end while they
-    are read.
+    Reads from prefill-0 are late at first (over tcp; over mori, see `MORI_FAULT`) and decode-1 never renews,
+    so that leases end while they are read.
     """
     losses = "drop=0.05,dup=0.05"
     late = ("--tcp-fault", f"delay:seconds={1.5 * LEASE_S},count=5") if backend == "tcp" else ()
@@ -44,6 +63,7 @@ def make_spec(seed: int, backend: str, log_dir: Path) -> ClusterSpec:
             args=(
                 *("--port", str(next(ports)), "--control-port", str(next(ports))),
                 *("--transfer", backend, "--lease-s", str(LEASE_S), "--threads", "1"),
+                *("--tp", str(decode_tp if role == "decode" else 1)),
                 *("--pull-timeout-s", str(PULL_TIMEOUT_S), *own_args[name]),
             ),
         )
@@ -72,20 +92,33 @@ async def strike(cluster: Cluster, blow: Strike) -> None:
     for victim in victims:
         victim.kill()
     # Its other processes share its fate (I8); only then are its ports free.
-    await asyncio.wait_for(cluster.agents[blow.agent].process.wait(), MAX_DEATH_S)
-    (spec,) = (agent for agent in cluster.spec.agents if agent.name == blow.agent)
+    agent, outlived = cluster.agents[blow.agent].process, False
+    try:
+        await asyncio.wait_for(agent.wait(), MAX_DEATH_S)
+    except TimeoutError:
+        outlived = True
+        agent.kill()
+        await agent.wait()
+    await revive(cluster, blow.agent)
+    if outlived:
+        raise OutlivedItself(f"{blow.agent} outlived its {blow.part} by {MAX_DEATH_S} s")
+
+
+async def revive(cluster: Cluster, name: str) -> None:
+    """Start a dead agent again, and wait until it can serve."""
+    (spec,) = (agent for agent in cluster.spec.agents if agent.name == name)
     await wait_ready(await cluster.start_agent(spec))
 
 
 def processes(agent: Process, part: Part) -> list[psutil.Process]:
-    """The processes of one part of an agent."""
+    """The processes of one part of an agent; of several ranks only the last."""
     api = psutil.Process(agent.pid)
     if part == "api":
         return [api]
     children = api.children(recursive=True)
     if part == "all":
         return [api, *children]
-    return [child for child in children if _MODULES[part] in child.cmdline()]
+    return [child for child in children if _MODULES[part] in child.cmdline()][-1:]
 
 
 @contextmanager

@@ -640,6 +640,28 @@ async def test_the_engines_death_ends_the_agent_within_a_second(model: Path) -> 
         assert time.monotonic() - died < 1.0
 
 
+@pytest.mark.parametrize("ended_by", ["engine", "signal"])
+async def test_an_agent_that_ends_answers_typed_or_not_at_all(model: Path, ended_by: str) -> None:
+    """I5: uvicorn's own 500 for a request that is cut, in plain text, would tell nobody anything."""
+    async with running(model) as agent:
+        (engine,) = psutil.Process(agent.process.pid).children()
+        host, _, port = agent.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        # Its body never comes to an end, so it is under way to the last.
+        writer.write(b"POST /kv/drop HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        await agent.complete()  # by now the agent has read that
+        if ended_by == "engine":
+            engine.kill()
+        else:
+            agent.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            said = await reader.read()
+            assert await agent.process.wait() == (ended_by == "engine")
+        writer.close()
+    assert said == b"" or b'"code":' in said, said
+
+
 async def test_an_engine_that_dies_of_a_request_is_no_empty_200(model: Path) -> None:
     async with running(model) as agent:
         status, answer, _ = await agent.post("/v1/completions", agent.body(seed=int(Seed.DIE)))

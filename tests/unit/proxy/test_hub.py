@@ -131,6 +131,17 @@ async def test_what_the_hub_refuses_is_refused_alike(office: Office) -> None:
     hold.give_back()
 
 
+async def test_a_worker_learns_which_agents_are_lost(office: Office) -> None:
+    """Those that are silent, where others could do what they did."""
+    worker = await office.worker()
+    gone = [registration("decode", 7), registration("decode", 8, model="other")]
+    known = [registration("prefill", 1), registration("decode", 2)]
+    assert await worker.fleet.find_lost([*gone, *known]) == {gone[0].incarnation}
+    worker.end.close()
+    with pytest.raises(NoAgent):
+        await worker.fleet.find_lost(gone)
+
+
 async def test_a_worker_that_ends_holds_and_waits_for_nothing(office: Office) -> None:
     dying, other = await office.worker(), await office.worker()
     await entered(dying)

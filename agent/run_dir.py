@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent's private directory for the sockets between its processes, gone when the agent is.
+
+An agent that is killed cannot tidy up, so each agent removes what dead ones of this user have left when it
+starts. A directory's owner holds a lock (flock) on a file in it for as long as it lives, however it ends;
+the file gets its name only once it is locked, so whoever can lock it may be sure that the owner is dead. A
+directory without that file is left alone: it is being made, or not ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "kvferry-"
+_LOCK = "owner.lock"
+_UNNAMED_LOCK = "owner.lock.new"
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def private_run_dir() -> Iterator[Path]:
+    """Remove what dead agents have left, and make a directory (mode 700) that lives as long as the body.
+
+    Raises `OSError` where none can be made.
+    """
+    for stale in _remove_stale(Path(tempfile.gettempdir())):
+        log.info("removed %s: its agent is dead", stale)
+    run_dir = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = _lock(run_dir)
+    try:
+        yield run_dir
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(run_dir: Path) -> int:
+    """Mark a directory as this process's until the descriptor returned is closed."""
+    # Not inherited: the lock must end with this process, not with one of its children.
+    lock = os.open(run_dir / _UNNAMED_LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (run_dir / _UNNAMED_LOCK).rename(run_dir / _LOCK)
+    return lock
+
+
+def _remove_stale(parent: Path) -> list[Path]:
+    """Remove the directories whose owner is dead. Returns them; others may be at it too."""
+    return [path for path in parent.glob(f"{_PREFIX}*") if _is_own_directory(path) and _remove_if_stale(path)]
+
+
+def _is_own_directory(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # its owner has just ended
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _remove_if_stale(run_dir: Path) -> bool:
+    try:
+        lock = os.open(run_dir / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(run_dir, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
