@@ -178,7 +178,8 @@ class Scheduler:
         """Act on what the transfer plane reports."""
         if isinstance(event, LeaseEnded):
             request = self._ledger.lease_ended(event.transfer_id)
-            if request is not None:
+            # A reader that releases early has given its pull up, but waits for the first tokens.
+            if request is not None and event.cause != "released":
                 self._fail(request, 409, "transfer_dropped", f"The KV transfer was {event.cause}.")
         elif isinstance(event, PullDone):
             self._pull_done(event, now)

@@ -98,10 +98,12 @@ class TransferLedger:
         self._connector.advance(_produced(sequence.request), sequence.num_computed // block_size)
 
     def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
-        """The whole prompt is computed: from now on only the reader needs the blocks."""
+        """The whole prompt is computed: from now on only the reader, if there still is one, needs the blocks."""
         transfer_id = _produced(request)
-        self._leases[transfer_id].request = None
-        self._connector.ready(transfer_id, first_tokens)
+        lease = self._leases.get(transfer_id)
+        if lease is not None:
+            lease.request = None
+            self._connector.ready(transfer_id, first_tokens)
 
     def withdraw(self, request: Request) -> None:
         """End a lease that is not handed over. The plane knows before the allocator does."""

@@ -46,7 +46,13 @@ _TABLE: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
     {
         LeaseState.STAGED: frozenset({LeaseState.FILLING, LeaseState.EXPIRED, LeaseState.DROPPED}),
         LeaseState.FILLING: frozenset(
-            {LeaseState.READY, LeaseState.EXPIRED, LeaseState.DROPPED, LeaseState.FAILED}
+            {
+                LeaseState.READY,
+                LeaseState.RELEASED,
+                LeaseState.EXPIRED,
+                LeaseState.DROPPED,
+                LeaseState.FAILED,
+            }
         ),
         LeaseState.READY: frozenset(
             {LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.DROPPED, LeaseState.FAILED}
@@ -365,9 +371,10 @@ class LeaseTable:
             return verdict is not None and verdict.reader == consumer and verdict.valid, effects
         if lease.reader != consumer:
             return False, effects
-        if lease.state is not LeaseState.READY:
+        if lease.state is LeaseState.STAGED:
             return False, effects + self._end(lease, LeaseState.DROPPED)
-        return read_ok, effects + self._end(lease, LeaseState.RELEASED, valid=read_ok)
+        valid = read_ok and lease.state is LeaseState.READY
+        return valid, effects + self._end(lease, LeaseState.RELEASED, valid=valid)
 
     def drop(self, now: float, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
         """Nobody wants the blocks any more. Returns whether a lease ended by this call; idempotent.

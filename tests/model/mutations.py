@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         sentence="A reader that gave up is told that it read right.",
         module="lease",
-        old="return read_ok, effects",
-        new="return True, effects",
+        old="return valid, effects + self._end",
+        new="return True, effects + self._end",
     ),
     Mutation(
         sentence="How a lease ended is remembered as well for every reader that failed.",

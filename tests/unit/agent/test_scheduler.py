@@ -255,6 +255,19 @@ def test_a_lease_that_ends_while_filling_ends_its_request(cause: str) -> None:
     engine.assert_all_free()
 
 
+def test_a_reader_that_gives_up_early_still_gets_the_first_tokens() -> None:
+    """A pull that breaks while the lease fills costs a prefill at the reader, but not the one here."""
+    engine = make_engine()
+    engine.submit(request("p", numbers(0, 30), n=2, produce="t"))
+    engine.step()
+    engine.connector.end_lease("t", "released")
+    engine.run()
+    answer = engine.last("p")
+    assert isinstance(answer, Output) and answer.done
+    assert len(answer.tokens) == 2
+    engine.assert_all_free()
+
+
 def test_an_aborted_prefill_fails_its_lease_before_its_blocks_are_free() -> None:
     """X7: a client's disconnect leaves nothing pinned."""
     engine = make_engine()

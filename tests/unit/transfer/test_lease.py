@@ -94,7 +94,7 @@ def test_a_release_before_ready_is_never_valid() -> None:
     table = filling()
     table.advance(0.0, T, 3)
     ask(table, 1.0)
-    assert table.release(2.0, T, READER, True) == (False, [Freed(T, "dropped")])
+    assert table.release(2.0, T, READER, True) == (False, [Freed(T, "released")])
 
 
 def test_an_unknown_release_is_invalid() -> None:
