@@ -98,7 +98,7 @@ class TransferLedger:
         self._connector.advance(_produced(sequence.request), sequence.num_computed // block_size)
 
     def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
-        """The whole prompt is computed: from now on only the reader, if there still is one, needs the blocks."""
+        """The whole prompt is computed: from now on only the reader, if there is one still, needs its KV."""
         transfer_id = _produced(request)
         lease = self._leases.get(transfer_id)
         if lease is not None:
