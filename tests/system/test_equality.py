@@ -115,6 +115,8 @@ class References:
             if not path.exists():
                 answers = await complete_all((await self._agent(tp)).url, bodies(*cell, count), CONCURRENCY)
                 path.write_bytes(msgspec.json.encode(expect_answers(answers)))
+                if len(list(self._folder.glob(f"{tp}-{count}-*.json"))) == len(CELLS):
+                    await self._agents.pop(tp).stop()  # nobody will ask it again, and memory is short
         return msgspec.json.decode(path.read_bytes(), type=list[Answer])
 
     async def _agent(self, tp: int) -> Process:
