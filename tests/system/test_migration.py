@@ -19,20 +19,23 @@ from tests.system.metrics import scrape, total, wait_idle
 STREAMS = 16
 # Long enough that the agent's counters, a second old at most, still show streams in their midst.
 TOKENS = 360
-RUNNING_BEFORE = 4
+RUNNING_BEFORE = 6
 MIN_MIGRATIONS = 3
 LEASE_S = 2.0
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Streams of every kind: greedy and sampled, one choice and two, penalties, logprobs, text held back."""
+    """Streams of every kind: greedy and sampled, one choice and two, penalties, logprobs, text held back.
+
+    Those of two choices stand at an odd and at an even place, so that agents in turn get as many of them.
+    """
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.0, "n": 2},
         {"temperature": 1.5, "logprobs": 2},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         # Without ids nothing is sent while text is held back; the second choice ends long before the first.
         {"temperature": 2.0, "n": 2, "stop": ["77", "a="], "min_tokens": 40, "return_token_ids": False},
-        {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"temperature": 2.0, "stop": ["1234567890"], "return_token_ids": False},
     ]
     return [
