@@ -29,6 +29,12 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     secret: bytes
 
 
+class Welcomed(msgspec.Struct, frozen=True, kw_only=True, tag="welcomed"):
+    """The rank's engines know the secret: peers that come now are let in."""
+
+    rank: int
+
+
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
     """Connect to every rank of a producer; comes to one `Connected`. `link` names it from now on."""
 
@@ -123,7 +129,7 @@ class BlocksSummed(msgspec.Struct, frozen=True, kw_only=True, tag="blocks_summed
 
 
 Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | SumBlocks | Serve
-Report = RankHello | Connected | ReadEnded | ReadQuiescent | BlocksSummed
+Report = RankHello | Welcomed | Connected | ReadEnded | ReadQuiescent | BlocksSummed
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

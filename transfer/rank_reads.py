@@ -59,6 +59,7 @@ class RankLinks:
             case wire.Welcome():
                 for engine in self._engines.values():
                     engine.admit(command.secret)
+                self._report(wire.Welcomed(rank=self._rank))
             case wire.Serve():
                 self._serving = command.on
             case wire.Connect():

@@ -80,6 +80,7 @@ class RankGroup:
         self._incarnation = incarnation
         self._on_event = on_event
         self._hellos: dict[int, wire.RankHello] = {}
+        self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
         self._channel: Channel | None = None
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
@@ -89,7 +90,7 @@ class RankGroup:
         self.secret = new_secret()
 
     async def start(self, context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float) -> None:
-        """Bind, and wait until every rank has reported. Raises TimeoutError naming those that have not."""
+        """Bind, and wait until every rank lets peers in. Raises TimeoutError naming those that do not."""
         socket = context.socket(zmq.ROUTER)
         limit_socket(socket, queue=_QUEUE, max_frame=_MAX_FRAME)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -99,7 +100,7 @@ class RankGroup:
         try:
             await asyncio.wait_for(self._complete.wait(), timeout_s)
         except TimeoutError as error:
-            missing = sorted(set(range(self._tp_size)) - self._hellos.keys())
+            missing = sorted(set(range(self._tp_size)) - self._welcomed)
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
 
     @property
@@ -160,6 +161,10 @@ class RankGroup:
         match report:
             case wire.RankHello():
                 self._welcome(report)
+            case wire.Welcomed():
+                self._welcomed.add(report.rank)
+                if len(self._welcomed) == self._tp_size:
+                    self._complete.set()
             case wire.Connected():
                 self._connected(report)
             case wire.ReadEnded():
@@ -177,8 +182,6 @@ class RankGroup:
             return
         self._hellos[hello.rank] = hello
         self._send(hello.rank, wire.Welcome(secret=self.secret))
-        if len(self._hellos) == self._tp_size:
-            self._complete.set()
 
     def _connected(self, report: wire.Connected) -> None:
         if report.broken:
