@@ -83,7 +83,8 @@ async def stopped(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIter
                 read(*arguments)
 
             monkeypatch.setattr(ranks, "read", stop_and_read)
-            decode.plane.pull(ids[1], remote, OURS, 0, 0.5)
+            # Its deadline has to come after the read has begun, on a busy machine too.
+            decode.plane.pull(ids[1], remote, OURS, 0, 2.0)
             failed = await decode.event(PullFailed)
             monkeypatch.setattr(ranks, "read", read)
             yield Stopped(decode, producer, failed)
