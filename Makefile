@@ -30,7 +30,8 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) check
-	$(BIN)/pytest -m 'not full' --numprocesses 2 tests/unit tests/model tests/contract
+	@# Three on two cores: most of these wait for something.
+	$(BIN)/pytest -m 'not full' --numprocesses 3 tests/unit tests/model tests/contract
 	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --durations 12 tests/system tests/chaos
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)

@@ -2,14 +2,15 @@
 """Attention over a paged KV pool, plugged into transformers' models by name.
 
 The pool is `[block, kv_head, layer, K|V, token, head_dim]` (design §7): good for moving blocks, so attention
-gathers a sequence's blocks of one layer into contiguous K and V first. Each sequence is attended by itself,
-in tensors of its own, so that its bits do not depend on what else is in the batch (design I4). They do depend
-on the number of compute threads: for a single query torch's CPU kernel divides the keys among them.
+gathers a sequence's blocks of one layer into contiguous K and V first. Sequences of one length are attended
+in one call, as all choices of a prompt can be; that no sequence's bits depend on what else is in the batch
+(design I4) is what a test holds torch's kernel to. They do depend on the number of compute threads: for a
+single query torch's CPU kernel divides the keys among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,25 @@ ROW_MULTIPLE = 16
 same bits whatever goes with it (measured; design I4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """Where one chunk lies in the batch, and what its queries may see."""
+GROUP_TOKENS = 4096
+"""Context that is gathered for one call, over all its sequences, unless one alone has more. So the K and V of
+a layer take little memory, and stay in the cache."""
 
-    start: int
-    count: int
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Queries that are attended in one call: one chunk's, or one each of several sequences of one length."""
+
+    size: int
+    """Sequences."""
+    rows: torch.Tensor
+    """int64, shape [size * queries]: where they lie in the batch, sequence by sequence."""
     context_len: int
     kv_rows: torch.Tensor
-    """int64, shape [2 * kv_heads * blocks]: the pool rows of layer 0 that hold its K, then its V."""
+    """int64, shape [size * 2 * kv_heads * blocks]: for each sequence, the pool rows of layer 0 with its K,
+    then those with its V."""
     mask: torch.Tensor | None
-    """bool, shape [count, context_len], True where a query sees a key; None where it sees all of them."""
+    """bool, shape [queries, context_len], True where a query sees a key; None where it sees all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class PagedBatch:
     """int64, shape [real rows]: the block that each row's KV is written to."""
     slot_offsets: torch.Tensor
     """int64, shape [real rows]: the place within that block."""
-    sequences: tuple[SequenceRows, ...]
+    groups: tuple[QueryGroup, ...]
     pool: torch.Tensor
     """Shape [block, kv_head, layer, K|V, token, head_dim], contiguous."""
     pool_rows: torch.Tensor
@@ -66,18 +75,8 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
     token_ids: list[int] = []
     positions: list[int] = []
     slot_blocks: list[int] = []
-    sequences = []
     for chunk in chunks:
         end = chunk.start + len(chunk.token_ids)
-        sequences.append(
-            SequenceRows(
-                start=len(token_ids),
-                count=len(chunk.token_ids),
-                context_len=end,
-                kv_rows=_kv_rows(torch.tensor(chunk.blocks, device=device), pool.shape),
-                mask=_causal_mask(len(chunk.token_ids), end, device),
-            )
-        )
         token_ids += chunk.token_ids
         positions += range(chunk.start, end)
         slot_blocks += [chunk.blocks[position // block_size] for position in range(chunk.start, end)]
@@ -88,17 +87,46 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
         positions=places,
         slot_blocks=torch.tensor(slot_blocks, device=device),
         slot_offsets=places[: len(positions)] % block_size,
-        sequences=tuple(sequences),
+        groups=tuple(_groups(chunks, pool)),
         pool=pool,
         pool_rows=pool.view(-1, block_size * pool.shape[5]),
     )
 
 
-def _kv_rows(blocks: torch.Tensor, pool_shape: torch.Size) -> torch.Tensor:
-    _, heads, layers, parts, _, _ = pool_shape
-    head = torch.arange(heads, device=blocks.device).view(1, heads, 1)
-    part = torch.arange(parts, device=blocks.device).view(parts, 1, 1)
-    return ((blocks * heads + head) * layers * parts + part).reshape(-1)
+def _groups(chunks: Sequence[Chunk], pool: torch.Tensor) -> Iterator[QueryGroup]:
+    singles: dict[int, list[tuple[int, Chunk]]] = {}
+    row = 0
+    for chunk in chunks:
+        if len(chunk.token_ids) == 1:
+            singles.setdefault(chunk.start + 1, []).append((row, chunk))
+        else:
+            yield _group([(row, chunk)], pool)
+        row += len(chunk.token_ids)
+    for context_len, members in singles.items():
+        most = max(1, GROUP_TOKENS // context_len)
+        if not pool.is_cuda and torch.get_num_threads() > 1:
+            most = 1  # the keys of one query are divided among the threads, those of several are not
+        for first in range(0, len(members), most):
+            yield _group(members[first : first + most], pool)
+
+
+def _group(members: Sequence[tuple[int, Chunk]], pool: torch.Tensor) -> QueryGroup:
+    """Chunks of one length, with the rows where they begin."""
+    _, heads, layers, parts, block_size, _ = pool.shape
+    count = len(members[0][1].token_ids)
+    context_len = members[0][1].start + count
+    num_blocks = -(-context_len // block_size)
+    blocks = torch.tensor([chunk.blocks[:num_blocks] for _, chunk in members], device=pool.device)
+    head = torch.arange(heads, device=pool.device).view(heads, 1)
+    part = torch.arange(parts, device=pool.device).view(parts, 1, 1)
+    kv_rows = (blocks[:, None, None] * heads + head) * layers * parts + part
+    return QueryGroup(
+        size=len(members),
+        rows=torch.tensor([first + row for first, _ in members for row in range(count)], device=pool.device),
+        context_len=context_len,
+        kv_rows=kv_rows.reshape(-1),
+        mask=_causal_mask(count, context_len, pool.device),
+    )
 
 
 def _causal_mask(count: int, context_len: int, device: torch.device) -> torch.Tensor | None:
@@ -119,7 +147,7 @@ def paged_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store the rows' K and V in the pool, then attend each sequence over its blocks.
+    """Store the rows' K and V in the pool, then attend every sequence over its blocks.
 
     Args:
         module: The attention layer; its `layer_idx` selects the pool's layer.
@@ -137,22 +165,23 @@ def paged_attention(
     by_token = paged.pool.select(2, layer).permute(0, 3, 1, 2, 4)  # [block, token, kv_head, K|V, dim]
     by_token[paged.slot_blocks, paged.slot_offsets] = rows.transpose(0, 1)
     output = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
-    for sequence in paged.sequences:
-        rows_of = slice(sequence.start, sequence.start + sequence.count)
-        attended = _attend(query[:, :, rows_of].contiguous(), paged, sequence, layer, scaling)
-        output[:, rows_of] = attended.transpose(1, 2)
+    for group in paged.groups:
+        output[0, group.rows] = _attend(query[0], paged, group, layer, scaling)
     return output, None
 
 
 def _attend(
-    query: torch.Tensor, paged: PagedBatch, sequence: SequenceRows, layer: int, scaling: float
+    query: torch.Tensor, paged: PagedBatch, group: QueryGroup, layer: int, scaling: float
 ) -> torch.Tensor:
+    """`query` has shape [heads, rows, head_dim]. Returns the group's rows, [rows, heads, head_dim]."""
     _, heads, _, parts, _, head_dim = paged.pool.shape
-    gathered = paged.pool_rows.index_select(0, sequence.kv_rows + layer * parts)
-    key, value = gathered.view(parts, 1, heads, -1, head_dim)[:, :, :, : sequence.context_len]
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=sequence.mask, scale=scaling, enable_gqa=True
+    queries = query.index_select(1, group.rows).unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    gathered = paged.pool_rows.index_select(0, group.kv_rows + layer * parts)
+    kv = gathered.view(group.size, parts, heads, -1, head_dim)[:, :, :, : group.context_len]
+    attended = scaled_dot_product_attention(
+        queries, kv[:, 0], kv[:, 1], attn_mask=group.mask, scale=scaling, enable_gqa=True
     )
+    return attended.transpose(1, 2).flatten(0, 1)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -38,8 +39,8 @@ class StepRunner:
             self._pool[destination].copy_(self._pool[source])
         batch = make_batch(step.chunks, self._pool)
         hidden = self._model.hidden_states(batch)
-        ends = [rows.start + rows.count - 1 for rows in batch.sequences]
-        sampled = [end for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
+        ends = itertools.accumulate(len(chunk.token_ids) for chunk in step.chunks)
+        sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         logits = self._model.logits(hidden, sampled) if sampled else None
         if self._pool.is_cuda:
             # Not the whole device: KV that is being pulled has a stream of its own, and need not be over.

@@ -110,11 +110,11 @@ def step_address(run_dir: Path) -> str:
     return f"ipc://{run_dir}/steps"
 
 
-def transfer_address(run_dir: Path) -> str:
-    """Where ranks report transfers, apart from steps."""
-    return f"ipc://{run_dir}/transfer"
+def transfer_address(run_dir: Path) -> Path:
+    """The Unix socket on which ranks report transfers, apart from steps."""
+    return run_dir / "transfer"
 
 
 def rank_identity(rank: int) -> bytes:
-    """By what name a rank connects to either."""
+    """By what name a rank connects."""
     return f"rank-{rank}".encode()

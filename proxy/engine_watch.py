@@ -24,6 +24,7 @@ import msgspec
 
 from proxy.engine_look import EngineDown, Sighting, look
 from proxy.engine_server import EngineServer
+from proxy.foreign import foreign_registration
 from proxy.wire import PING_INTERVAL_S, Bye, Register
 
 logger = logging.getLogger(__name__)
@@ -107,10 +108,9 @@ class EngineWatch:
 
     def _registration(self, incarnation: str, sighting: Sighting) -> Register:
         server = self.server
-        return Register(
+        return foreign_registration(
             role=server.role,
             incarnation=incarnation,
-            index=0,
             address=server.address,
             control=server.control,
             dialect=server.dialect,
@@ -118,14 +118,7 @@ class EngineWatch:
             max_model_len=sighting.max_model_len,
             tp_size=server.tp_size,
             dp_size=server.dp_size,
-            transfers=(),
-            host_id="",
-            layout="",
-            weights="",
-            tokenizer="",
             transfer_mode=server.mode,
-            version="",
-            state="ready",
             # One that does not tell its steps is never taken for stalled.
             steps=self._index + 1 if sighting.steps is None else sighting.steps,
             load=sighting.load,

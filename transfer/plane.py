@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -36,7 +37,7 @@ class PlaneConfig:
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
-        rank_address: ZMQ address on which this agent's ranks report.
+        rank_address: Where this agent's ranks report, as the path of a Unix socket.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         max_staged: Readers that may wait for prefills which have not begun.
         control_fault: Loss and repetition of control messages that we send (tests).
@@ -56,7 +57,7 @@ class PlaneConfig:
     num_blocks: int
     weights: str
     host_id: str
-    rank_address: str
+    rank_address: Path
     verify_kv: bool = False
     max_staged: int = MAX_STAGED
     control_fault: str | None = None

@@ -8,22 +8,18 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
-import zmq
 
 from transfer import rank_messages as wire
 from transfer.aggregate import Aggregator, Outcome, RankReport
-from transfer.channel import Channel, ChannelFull, limit_socket
 from transfer.checksum import SumTable, unpack_sums
 from transfer.engine import BACKENDS
 from transfer.ids import TransferId
 from transfer.messages import EngineDescription
+from transfer.rank_channel import RankConnection, RankGone, RankListener
 from transfer.tokens import new_secret
-from transfer.worker_connector import rank_identity
-
-_QUEUE = 16384
-_MAX_FRAME = 64 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -82,21 +78,19 @@ class RankGroup:
         self._hellos: dict[int, wire.RankHello] = {}
         self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
-        self._channel: Channel | None = None
+        self._listener = RankListener(self._received)
+        self._connections: dict[int, RankConnection] = {}
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
         self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
         self._sums: dict[int, _Sums] = {}
         self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
-    async def start(self, context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float) -> None:
-        """Bind, and wait until every rank lets peers in. Raises TimeoutError naming those that do not."""
-        socket = context.socket(zmq.ROUTER)
-        limit_socket(socket, queue=_QUEUE, max_frame=_MAX_FRAME)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._channel = Channel(socket, self._received)
-        socket.bind(address)
-        self._channel.start()
+    async def start(self, path: Path, timeout_s: float) -> None:
+        """Listen, and wait until every rank lets peers in. Raises TimeoutError naming those that do not, and
+        OSError if the path is taken or makes no sense.
+        """
+        await self._listener.start(path)
         try:
             await asyncio.wait_for(self._complete.wait(), timeout_s)
         except TimeoutError as error:
@@ -143,24 +137,24 @@ class RankGroup:
         assert len(self._hellos) <= self._tp_size, "too many ranks"
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._listener.close()
+        self._connections.clear()
 
     def _send(self, rank: int, command: wire.Command) -> None:
-        if self._channel is None:
+        connection = self._connections.get(rank)
+        if connection is None:
             return
         try:
-            self._channel.send([rank_identity(rank), wire.encode(command)])
-        except ChannelFull as error:
+            connection.send(wire.encode(command))
+        except RankGone as error:
             # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
             _log.error("rank %d does not take commands: %s", rank, error)
 
-    def _received(self, frames: list[bytes]) -> None:
-        report = wire.decode_report(frames[-1])
+    def _received(self, connection: RankConnection, frame: bytes) -> None:
+        report = wire.decode_report(frame)
         match report:
             case wire.RankHello():
-                self._welcome(report)
+                self._welcome(connection, report)
             case wire.Welcomed():
                 self._welcomed.add(report.rank)
                 if len(self._welcomed) == self._tp_size:
@@ -176,11 +170,12 @@ class RankGroup:
             case wire.BlocksSummed():
                 self._blocks_summed(report)
 
-    def _welcome(self, hello: wire.RankHello) -> None:
+    def _welcome(self, connection: RankConnection, hello: wire.RankHello) -> None:
         if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
             _log.error("a stranger reported as rank %d of %s", hello.rank, hello.incarnation)
             return
         self._hellos[hello.rank] = hello
+        self._connections[hello.rank] = connection
         self._send(hello.rank, wire.Welcome(secret=self.secret))
 
     def _connected(self, report: wire.Connected) -> None:

@@ -36,11 +36,11 @@ class SchedulerConnector:
     async def start(self, timeout_s: float) -> None:
         """Bind the control channel and the ranks' channel, and wait until every rank has reported.
 
-        Raises TimeoutError naming the ranks that have not, `zmq.ZMQError` if an address cannot be bound, and
-        RuntimeError if no backend is open on every rank.
+        Raises TimeoutError naming the ranks that have not, `zmq.ZMQError` or OSError if an address cannot be
+        bound, and RuntimeError if no backend is open on every rank.
         """
         self._context = zmq.Context()
-        await self._ranks.start(self._context, self._config.rank_address, timeout_s)
+        await self._ranks.start(self._config.rank_address, timeout_s)
         if not self._ranks.transfers:
             raise RuntimeError("no transfer backend is open on every rank")
         self.control_port = self._producer.start(self._context)

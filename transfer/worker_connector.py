@@ -11,15 +11,15 @@ import itertools
 import logging
 import os
 import secrets
+import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import zmq
 
 from transfer import rank_messages as wire
 from transfer.checksum import PoolSums
@@ -33,6 +33,7 @@ from transfer.engine import (
 )
 from transfer.layout import KVGeometry
 from transfer.messages import EngineDescription
+from transfer.rank_channel import RankEnd, connect
 from transfer.rank_reads import RankLinks
 from transfer.rank_sums import RankSums
 
@@ -63,7 +64,7 @@ class WorkerConnector:
     def __init__(
         self,
         *,
-        address: str,
+        address: Path,
         rank: int,
         tp_size: int,
         geometry: KVGeometry,
@@ -170,48 +171,46 @@ class WorkerConnector:
 
     def _serve(self, opened: dict[str, tuple[TransferEngine, EngineDescription]]) -> None:
         engines = {name: engine for name, (engine, _) in opened.items()}
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        channel = context.socket(zmq.DEALER)
-        channel.setsockopt(zmq.IDENTITY, rank_identity(self._rank))
-        channel.setsockopt(zmq.LINGER, 0)
-        channel.setsockopt(zmq.RECONNECT_IVL, 10)  # we may be up before the engine process listens
-        channel.connect(self._address)
         descriptions = {name: description for name, (_, description) in opened.items()}
-        links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
-        pool_sums = PoolSums(self._pool, self._geometry)
-        sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
+        channel: RankEnd | None = None
         try:
-            self._say_hello(channel, descriptions)
-            self._loop(channel, links, sums, engines, descriptions)
+            poller = select.poll()
+            poller.register(self._stopped, select.POLLIN)
+            for engine in engines.values():
+                _watch(poller, engine)
+            channel = connect(self._address, self._stopped)
+            if channel is not None:
+                self._say_hello(channel, descriptions)
+                self._loop(channel, poller, engines, descriptions)
         finally:
             for engine in engines.values():
                 engine.close()
-            channel.close()
-            context.term()
+            if channel is not None:
+                channel.close()
 
-    def _say_hello(self, channel: zmq.Socket[bytes], descriptions: Mapping[str, EngineDescription]) -> None:
+    def _say_hello(self, channel: RankEnd, descriptions: Mapping[str, EngineDescription]) -> None:
         hello = wire.RankHello(rank=self._rank, incarnation=self._incarnation, engines=dict(descriptions))
         channel.send(wire.encode(hello))
 
     def _loop(
         self,
-        channel: zmq.Socket[bytes],
-        links: RankLinks,
-        sums: RankSums,
+        channel: RankEnd,
+        poller: select.poll,
         engines: dict[str, TransferEngine],
         descriptions: dict[str, EngineDescription],
     ) -> None:
-        poller = zmq.Poller()
-        poller.register(channel, zmq.POLLIN)
-        poller.register(self._stopped, zmq.POLLIN)
-        for engine in engines.values():
-            _watch(poller, engine)
+        links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
+        pool_sums = PoolSums(self._pool, self._geometry)
+        sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
+        poller.register(channel, select.POLLIN)
         while True:
             ready = dict(poller.poll(0 if sums.busy else _wait_ms(links, list(engines.values()))))
             if self._stopped.fileno() in ready:
                 return
-            while channel.poll(0):
-                command = wire.decode_command(channel.recv())
+            if channel.gone and channel.fileno() in ready:
+                poller.unregister(channel)
+            for frame in channel.receive() if channel.fileno() in ready else ():
+                command = wire.decode_command(frame)
                 if isinstance(command, wire.Rebuild):
                     _unwatch(poller, engines[command.transfer])
                     descriptions[command.transfer] = self._rebuild(command.transfer, links, engines)
@@ -239,18 +238,13 @@ class WorkerConnector:
         return description
 
 
-def rank_identity(rank: int) -> bytes:
-    """The ZMQ identity under which a rank reports."""
-    return b"rank-%d" % rank
-
-
-def _watch(poller: zmq.Poller, engine: TransferEngine) -> None:
+def _watch(poller: select.poll, engine: TransferEngine) -> None:
     descriptor = engine.fileno()
     if descriptor is not None:
-        poller.register(descriptor, zmq.POLLIN)
+        poller.register(descriptor, select.POLLIN)
 
 
-def _unwatch(poller: zmq.Poller, engine: TransferEngine) -> None:
+def _unwatch(poller: select.poll, engine: TransferEngine) -> None:
     descriptor = engine.fileno()
     if descriptor is not None:
         poller.unregister(descriptor)

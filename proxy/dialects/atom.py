@@ -23,14 +23,14 @@ from proxy.dialects.base import (
     Peer,
     Prefilled,
     Shape,
-    leg_headers,
+    make_leg,
     refuse,
     refuse_ranking,
-    traceable_id,
 )
 from proxy.errors import BadAnswer
+from proxy.foreign import foreign_registration
 from proxy.openai_api import ClientRequest
-from proxy.wire import BadFrame, Load, Register, Role
+from proxy.wire import BadFrame, Register, Role
 
 NAME = "atom"
 _ENGINE = "ATOM servers"
@@ -61,7 +61,7 @@ def registration(body: dict[str, Any]) -> Register:
     except ValueError as error:
         raise BadFrame(str(error)) from error
     address = f"{url.scheme}://{url.netloc}"
-    return Register(
+    return foreign_registration(
         role=_ROLES[ping.role],
         # It has no incarnation, so a restart cannot be told from a late ping.
         incarnation=f"{NAME}:{address}",
@@ -69,20 +69,9 @@ def registration(body: dict[str, Any]) -> Register:
         address=address,
         control=f"tcp://{url.hostname}:{ping.handshake_port}",
         dialect=NAME,
-        model="",
-        max_model_len=0,
         tp_size=ping.tp_size,
         dp_size=ping.dp_size,
-        transfers=(),
-        host_id="",
-        layout="",
-        weights="",
-        tokenizer="",
         transfer_mode=ping.transfer_mode,
-        version="",
-        state="ready",
-        steps=0,
-        load=Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0),
     )
 
 
@@ -126,8 +115,7 @@ class Atom(Dialect):
             "remote_block_ids": None,
             **_where(ends.decode),
         }
-        headers = leg_headers(part, traceable_id(part), ends.prefill_rank)
-        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(body))
+        return make_leg(part, ends.prefill_rank, msgspec.json.encode(body))
 
     def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
         """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
@@ -151,13 +139,11 @@ class Atom(Dialect):
         told = {"do_remote_decode": False, "do_remote_prefill": True, **_where(ends.prefill)}
         # The rank that the answer names is the one that holds the KV.
         body = part.body | {"kv_transfer_params": chosen | prefilled.params | told}
-        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
-        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(body))
+        return make_leg(part, ends.decode_rank, msgspec.json.encode(body))
 
     def alone_leg(self, part: Part, rank: int | None) -> Leg:
         """An ordinary request."""
-        headers = leg_headers(part, traceable_id(part), rank)
-        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(part.body))
+        return make_leg(part, rank, msgspec.json.encode(part.body))
 
 
 def _where(server: Register) -> dict[str, Any]:

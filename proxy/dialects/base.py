@@ -169,14 +169,20 @@ def draw_rank(number: int, server: Register) -> int | None:
     return number % server.dp_size if server.dp_size > 1 else None
 
 
-def leg_headers(part: Part, request_id: str, rank: int | None) -> dict[str, str]:
-    """The headers of a leg. No credentials of the client's are among them."""
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+def make_leg(part: Part, rank: int | None, body: bytes, *, request_id: str | None = None) -> Leg:
+    """A leg to the path that the client asked, by its `traceable_id` unless the engine needs another id.
+
+    No credentials of the client's are among its headers.
+    """
+    headers = {
+        "Content-Type": "application/json",
+        "X-Request-Id": traceable_id(part) if request_id is None else request_id,
+    }
     if part.ids.traceparent is not None:
         headers["traceparent"] = part.ids.traceparent
     if rank is not None:
         headers[RANK_HEADER] = str(rank)
-    return headers
+    return Leg(path=part.path, headers=headers, body=body)
 
 
 def traceable_id(part: Part) -> str:

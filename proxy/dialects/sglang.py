@@ -24,10 +24,9 @@ from proxy.dialects.base import (
     Peer,
     Prefilled,
     Shape,
-    leg_headers,
+    make_leg,
     refuse,
     refuse_ranking,
-    traceable_id,
 )
 from proxy.errors import BadAnswer, InvalidRequest, error_object
 from proxy.openai_api import ClientRequest
@@ -56,8 +55,7 @@ class Sglang(Dialect):
 
     def prefill_leg(self, part: Part, ends: Ends) -> Leg:
         """Streamed or not, as the client asked: the prefill server itself sees to one token."""
-        headers = leg_headers(part, traceable_id(part), ends.prefill_rank)
-        return Leg(path=part.path, headers=headers, body=_body(part, ends))
+        return make_leg(part, ends.prefill_rank, _body(part, ends))
 
     def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
         """Its token has gone to the decode server; only a failure is of interest."""
@@ -70,8 +68,7 @@ class Sglang(Dialect):
 
     def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """The prefill leg's very body."""
-        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
-        return Leg(path=part.path, headers=headers, body=_body(part, ends))
+        return make_leg(part, ends.decode_rank, _body(part, ends))
 
     def alone_leg(self, part: Part, rank: int | None) -> Leg:
         """Never asked for: `serves_alone` is false."""

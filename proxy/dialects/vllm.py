@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.base import Dialect, Leg, Part, leg_headers, refuse_ranking, traceable_id
+from proxy.dialects.base import Dialect, Leg, Part, make_leg, refuse_ranking
 from proxy.errors import BadAnswer
 from proxy.openai_api import ClientRequest
 
@@ -70,8 +70,7 @@ class VllmDialect(Dialect):
 
     def alone_leg(self, part: Part, rank: int | None) -> Leg:
         """An ordinary request."""
-        headers = leg_headers(part, traceable_id(part), rank)
-        return Leg(path=part.path, headers=headers, body=msgspec.json.encode(part.body))
+        return make_leg(part, rank, msgspec.json.encode(part.body))
 
 
 def prefill_body(part: Part, params: dict[str, Any]) -> bytes:

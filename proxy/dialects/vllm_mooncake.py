@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, leg_headers, traceable_id
+from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
 from proxy.errors import BadAnswer
 
 NAME = "vllm-mooncake"
@@ -52,9 +52,7 @@ class VllmMooncake(vllm.VllmDialect):
     def prefill_leg(self, part: Part, ends: Ends) -> Leg:
         """The transfer id names what to keep."""
         body = vllm.prefill_body(part, vllm.HAND_OVER | {"transfer_id": _transfer_id(part)})
-        return Leg(
-            path=part.path, headers=leg_headers(part, traceable_id(part), ends.prefill_rank), body=body
-        )
+        return make_leg(part, ends.prefill_rank, body)
 
     def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length, and says nothing about where."""
@@ -70,8 +68,7 @@ class VllmMooncake(vllm.VllmDialect):
             "remote_engine_id": peer.engine_id,
             "transfer_id": _transfer_id(part),
         }
-        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
-        return Leg(path=part.path, headers=headers, body=vllm.decode_body(part, params))
+        return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
 
 
 def _transfer_id(part: Part) -> str:

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, leg_headers
+from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
 from proxy.errors import BadAnswer
-from proxy.wire import BadFrame, Load, Register, Role
+from proxy.foreign import foreign_registration
+from proxy.wire import BadFrame, Register, Role
 
 NAME = "vllm-moriio"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
@@ -43,29 +44,17 @@ def registration(body: dict[str, Any]) -> Register:
         ping = msgspec.convert(body, _Ping)
     except ValueError as error:
         raise BadFrame(str(error)) from error
-    return Register(
+    return foreign_registration(
         role=_ROLES[ping.type],
         # It has no incarnation, so a restart cannot be told from a late ping.
         incarnation=f"{NAME}:{ping.http_address}",
-        index=0,
         address=f"http://{ping.http_address}",
         # "host:IP,handshake:PORT,notify:PORT": goes into request ids as it is.
         control=ping.zmq_address,
         dialect=NAME,
-        model="",
-        max_model_len=0,
         tp_size=ping.tp_size,
         dp_size=ping.dp_size,
-        transfers=(),
-        host_id="",
-        layout="",
-        weights="",
-        tokenizer="",
         transfer_mode="read" if ping.transfer_mode == "READ" else "write",
-        version="",
-        state="ready",
-        steps=0,
-        load=Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0),
     )
 
 
@@ -89,8 +78,9 @@ class VllmMoriio(vllm.VllmDialect):
             "remote_tp_size": ends.decode.tp_size,
             "transfer_id": _transfer_id(part),
         }
-        headers = leg_headers(part, _request_id(part, ends), ends.prefill_rank)
-        return Leg(path=part.path, headers=headers, body=vllm.prefill_body(part, params))
+        return make_leg(
+            part, ends.prefill_rank, vllm.prefill_body(part, params), request_id=_request_id(part, ends)
+        )
 
     def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length."""
@@ -116,8 +106,9 @@ class VllmMoriio(vllm.VllmDialect):
         if params is not None:
             sizes = {"remote_dp_size": ends.prefill.dp_size, "remote_tp_size": ends.prefill.tp_size}
             params = params | sizes
-        headers = leg_headers(part, _request_id(part, ends), ends.decode_rank)
-        return Leg(path=part.path, headers=headers, body=vllm.decode_body(part, params))
+        return make_leg(
+            part, ends.decode_rank, vllm.decode_body(part, params), request_id=_request_id(part, ends)
+        )
 
 
 def _transfer_id(part: Part) -> str:

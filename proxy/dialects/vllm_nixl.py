@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, leg_headers, traceable_id
+from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg, traceable_id
 from proxy.errors import BadAnswer
 
 NAME = "vllm-nixl"
@@ -53,9 +53,7 @@ class VllmNixl(vllm.VllmDialect):
     def prefill_leg(self, part: Part, ends: Ends) -> Leg:
         """The same whether the KV will be pulled or pushed."""
         body = vllm.prefill_body(part, vllm.HAND_OVER | _UNKNOWN_YET)
-        return Leg(
-            path=part.path, headers=leg_headers(part, traceable_id(part), ends.prefill_rank), body=body
-        )
+        return make_leg(part, ends.prefill_rank, body)
 
     def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
         """The answer's params, as they are; without any, the decode server has to compute the prompt."""
@@ -83,8 +81,7 @@ class VllmNixl(vllm.VllmDialect):
     def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """Pull: the prefill's params verbatim. Push: where the decode server is to announce its blocks."""
         params = prefilled.params if peer is None else _push_params(part, peer)
-        headers = leg_headers(part, traceable_id(part), ends.decode_rank)
-        return Leg(path=part.path, headers=headers, body=vllm.decode_body(part, params))
+        return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
 
 
 def _push_params(part: Part, peer: Peer) -> dict[str, Any]:

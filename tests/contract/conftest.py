@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.contract.pools import pattern
+from tests.contract.serving_peer import serve
+from tests.forked import Forked
 from tests.gpu import count_gpus, needs_gpus
 from tests.standins import mori_io
 from transfer.engine import (
@@ -34,66 +31,31 @@ from transfer.tokens import mint, new_secret
 
 POOL_BYTES = 16 << 20
 DEADLINE_S = 20.0
-ROOT = Path(__file__).resolve().parents[2]
 
 
-class ServingPeer:
+class ServingPeer(Forked):
     """The other process."""
 
     def __init__(
         self, backend: str, fault: str | None = None, device: str = "cpu", pool_bytes: int = POOL_BYTES
     ) -> None:
         self.secret = new_secret()
-        command = [
-            sys.executable,
-            "-m",
-            "tests.contract.serving_peer",
-            backend,
-            str(pool_bytes),
-            self.secret.hex(),
-            device,
-        ]
-        self.process = subprocess.Popen(
-            command + ([fault] if fault else []), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        while line and not line.startswith(b"{"):
-            line = self.process.stdout.readline()
-        assert line, "the serving peer ended before it was ready"
-        described = json.loads(line)
-        self.engine = bytes.fromhex(described["engine"])
-        self.region = bytes.fromhex(described["region"])
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill_now(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        """End it, whatever state it is in."""
-        self.kill_now()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+        super().__init__(serve, backend, pool_bytes, self.secret, device, fault)
+        self.engine, self.region = self.said
 
 
 class Reader:
     """An engine in this process with a pool of its own."""
 
-    def __init__(self, backend: str, device: str = "cpu") -> None:
+    def __init__(self, backend: str, device: str = "cpu", *, computing: bool = False) -> None:
+        """`computing`: as if a model ran on the device all the time."""
         self._tensor = torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device)
-        self.engine: TransferEngine = open_engine(
-            backend,
-            EngineOptions(
-                name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4
-            ),
+        options = EngineOptions(
+            name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4
         )
+        if computing:
+            options.computing.set()
+        self.engine: TransferEngine = open_engine(backend, options)
         self.region = self.engine.register(self._tensor)
         self._settle()
 
@@ -123,9 +85,11 @@ class Reader:
         return transfer.poll()
 
     def _settle(self) -> None:
-        """What we wrote to the pool is in it: backends do not wait for our stream."""
+        """What we wrote to the pool is in it: backends do not wait for our stream. Nor do we for theirs: an
+        NCCL kernel runs until the peer has sent what this very thread may yet have to ask it for.
+        """
         if self._tensor.is_cuda:
-            torch.cuda.synchronize(self._tensor.device)
+            torch.cuda.current_stream(self._tensor.device).synchronize()
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader's mapping does to the memory of a GPU whose owner was killed."""
+"""What only the cuda_ipc backend has to show: how a killed owner's memory fares, and both ways to copy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from tests.contract.conftest import DEADLINE_S, PEER_GPU, READER_GPU, Reader, ServingPeer
+from tests.contract.test_backend import expected, scattered
 from tests.gpu import needs_gpus
 from transfer.engine import Status
 
@@ -46,3 +48,27 @@ def test_a_killed_owners_gpu_memory_comes_back_and_it_can_start_again(reader: Re
         killed = time.monotonic()
         reader.wait(lambda: free_bytes() > free_before - pool_bytes // 2)
         assert time.monotonic() - killed < min(LEASE_S + 1, DEADLINE_S)
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        scattered(1 << 20, 8),
+        scattered(4096, 512),
+        [(3, 5, 999_999), (2_000_001, 0, 1), (5 << 20, 7 << 20, 0)],
+    ],
+)
+def test_what_is_read_while_the_model_computes_is_the_same(
+    spans: list[tuple[int, int, int]], served_bytes: np.ndarray
+) -> None:
+    """Long spans go by the copy engines then, short ones by a kernel that leaves the model its share."""
+    reader, owner = Reader("cuda_ipc", READER_GPU, computing=True), ServingPeer("cuda_ipc", device=PEER_GPU)
+    try:
+        transfer = reader.read(reader.connect(owner), spans)
+        assert reader.finish(transfer) is Status.DONE
+        assert np.array_equal(reader.pool, expected(spans, served_bytes))
+    finally:
+        owner.close()
+        reader.engine.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 
 import numpy as np
 
@@ -28,20 +27,16 @@ class HostFlight:
         self.work = work
 
     def land(self) -> None:
-        """Copy, and wake the transfer thread. Idempotent."""
+        """Copy. Idempotent."""
         if self._over:
             return
         self._over = True
-        table = np.zeros(self.work.table_size(1), dtype=np.int64)
-        self.work.write_table(table, 1)
-        count = self.work.num_spans
-        starts, addresses = table[: count + 1], table[count + 1 : 3 * count + 1]
-        for span, words in enumerate(np.diff(starts).tolist()):
-            source, destination = int(addresses[span]), int(addresses[count + span])
+        table = np.zeros(self.work.table_size, dtype=np.int64)
+        self.work.write_table(table, 1, 1)
+        for destination, source, length in self.work.spans(table).tolist():
             self._device.check_mapped(source)
-            ctypes.memmove(destination, source, words * self.work.word_bytes)
+            ctypes.memmove(destination, source, length)
         self._device.flights.remove(self)
-        self._device.on_landed()
 
     def landed(self) -> bool:
         return self._over
@@ -53,8 +48,7 @@ class HostFlight:
 class HostDevice:
     """See `Device`. With `hold`, launches wait until they are landed; `unreachable` refuses every handle."""
 
-    def __init__(self, on_landed: Callable[[], None]) -> None:
-        self.on_landed = on_landed
+    def __init__(self) -> None:
         self.hold = False
         self.unreachable = False
         self.launched: list[HostFlight] = []

@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
+import pytest
+import pytest_asyncio
 
+from deploy.launcher import Cluster
+from tests.deaths import assert_within, exit_s
 from tests.system.client import Answer, complete, complete_all, heldout, session
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.metrics import scrape, total, wait_idle
@@ -18,24 +22,6 @@ from tests.system.metrics import scrape, total, wait_idle
 LEASE_S = 2.0
 STREAMS = 32
 MAX_DEATH_S = 1.0
-
-
-async def gone_within(family: list[psutil.Process], timeout_s: float) -> bool:
-    """Whether every process ends in time. One that only waits to be reaped has ended."""
-    deadline = time.monotonic() + timeout_s
-    while alive := [member for member in family if is_alive(member)]:
-        if time.monotonic() > deadline:
-            print(f"alive: {alive}")
-            return False
-        await asyncio.sleep(0.02)
-    return True
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def long_body(prompt: str, index: int) -> dict[str, Any]:
@@ -75,59 +61,78 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=5))["used"] == 0
 
 
-async def test_killing_any_process_of_an_agent_ends_all_of_it(start_agent: StartAgent) -> None:
+# The engine dies of its rank's death, so the one shows the other too.
+@pytest.mark.parametrize("victim", ["agent.worker", pytest.param("agent.engine", marks=pytest.mark.full)])
+async def test_killing_any_process_of_an_agent_ends_all_of_it(start_agent: StartAgent, victim: str) -> None:
     """I8: within a second of the death of the engine or of a rank, nothing of the agent is left."""
-    for victim in ("agent.engine", "agent.worker"):
+
+    async def death_s() -> float:
         async with start_agent("--tp", "2") as agent:
             family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
             assert len(family) == 4
-            target = next(member for member in family if victim in member.cmdline())
-            target.kill()
-            assert await gone_within(family, MAX_DEATH_S)
+            handles = [os.pidfd_open(member.pid) for member in family]
+            next(member for member in family if victim in member.cmdline()).kill()
+            took = await exit_s(handles)
             assert await agent.process.wait() != 0
+            return took
+
+    await assert_within(death_s, MAX_DEATH_S)
 
 
 async def test_killing_the_api_process_ends_engine_and_ranks(start_agent: StartAgent) -> None:
     """I8, the other way round: no engine renews leases for an API that is gone."""
-    async with start_agent("--tp", "2") as agent:
-        family = psutil.Process(agent.pid).children(recursive=True)
-        os.kill(agent.pid, signal.SIGKILL)
-        assert await gone_within(family, MAX_DEATH_S)
+
+    async def death_s() -> float:
+        async with start_agent("--tp", "2") as agent:
+            family = psutil.Process(agent.pid).children(recursive=True)
+            handles = [os.pidfd_open(member.pid) for member in family]
+            os.kill(agent.pid, signal.SIGKILL)
+            return await exit_s(handles)
+
+    await assert_within(death_s, MAX_DEATH_S)
 
 
-async def test_a_client_that_leaves_frees_everything(start_cluster: StartCluster) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    async with start_cluster(
+        prefill=2, decode=2, args=("--lease-s", "30", "--max-model-len", "1536")
+    ) as cluster:
+        yield cluster
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
     """A disconnect reaches both agents: all blocks are free long before the lease would end."""
-    async with start_cluster(args=("--lease-s", "30", "--max-model-len", "1536")) as cluster:
-        async with session() as http:
-            tasks = [
-                asyncio.ensure_future(complete(http, cluster.url, long_body(prompt.prompt, index)))
-                for index, prompt in enumerate(heldout(8))
-            ]
-            async with asyncio.timeout(30):
-                while total(await scrape(cluster.agents["decode-0"].url), "kvferry_running") < 4:
-                    await asyncio.sleep(0.02)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for agent in cluster.agents.values():
-            left = await wait_idle(agent.url, timeout_s=3)
-            assert left["leased"] == left["used"] == left["quarantined"] == 0, (agent.name, left)
+    async with session() as http:
+        tasks = [
+            asyncio.ensure_future(complete(http, cluster.url, long_body(prompt.prompt, index)))
+            for index, prompt in enumerate(heldout(16))
+        ]
+        async with asyncio.timeout(30):
+            while total(await scrape(cluster.agents["decode-0"].url), "kvferry_running") < 4:
+                await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for agent in cluster.agents.values():
+        left = await wait_idle(agent.url, timeout_s=3)
+        assert left["leased"] == left["used"] == left["quarantined"] == 0, (agent.name, left)
 
 
-async def test_a_dead_agent_is_replaced_before_the_first_event(start_cluster: StartCluster) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_dead_agent_is_replaced_before_the_first_event(cluster: Cluster) -> None:
     """Requests sent at the moment an agent dies are retried on another pair; none fails."""
     prompts = heldout(24)
     bodies = [
         {"model": "ferry-tiny", "prompt": prompt.prompt, "temperature": 0, "max_tokens": 16}
         for prompt in prompts
     ]
-    async with start_cluster(prefill=2, decode=2) as cluster:
-        await complete_all(cluster.url, bodies[:4], concurrency=4)
-        for name in ("prefill-0", "decode-0"):
-            victim = cluster.agents[name]
-            os.kill(victim.pid, signal.SIGKILL)
-            results = await complete_all(cluster.url, bodies, concurrency=8)
-            failed = [result for result in results if not isinstance(result, Answer)]
-            assert not failed, failed[:3]
-            for prompt, answer in zip(prompts, results, strict=True):
-                assert answer.choices[0].text == prompt.answer
+    await complete_all(cluster.url, bodies[:4], concurrency=4)
+    for name in ("prefill-0", "decode-0"):
+        victim = cluster.agents[name]
+        os.kill(victim.pid, signal.SIGKILL)
+        results = await complete_all(cluster.url, bodies, concurrency=8)
+        failed = [result for result in results if not isinstance(result, Answer)]
+        assert not failed, failed[:3]
+        for prompt, answer in zip(prompts, results, strict=True):
+            assert answer.choices[0].text == prompt.answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`deploy/monitoring` is loaded by the programs that it is for, and fits what a real cluster exposes."""
+"""A real Prometheus server scrapes a cluster; `deploy/monitoring` is loaded by its programs, and fits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,18 +16,38 @@ from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.launcher import Cluster
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
-from tests.system.test_prometheus import free_port
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 SELECTOR = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
+# Names that dashboards rely on (design §10), by the process that exposes them.
+PROXY_METRICS = [
+    "kvferry_requests_total",
+    "kvferry_ttft_seconds_bucket",
+    "kvferry_tpot_seconds_bucket",
+    "kvferry_itl_seconds_bucket",
+    "kvferry_e2e_seconds_bucket",
+    "kvferry_nodes",
+]
+AGENT_METRICS = [
+    "kvferry_running",
+    "kvferry_waiting",
+    "kvferry_kv_blocks",
+    "kvferry_transfer_bytes_total",
+    "kvferry_recomputes_total",
+]
+
 Exposed = dict[str, list[dict[str, str]]]
+
+pytestmark = pytest.mark.timeout(180)
 
 
 def promtool(*args: str) -> str:
@@ -76,9 +97,9 @@ def test_the_dashboard_is_well_formed() -> None:
     assert all(panel["title"] and panel["targets"] for panel in shown)
 
 
-@pytest.mark.timeout(180)
-async def test_it_fits_a_real_cluster(start_cluster: StartCluster, tmp_path: Path) -> None:
-    """Prometheus finds every agent through the proxy; every metric, label and value that is used exists."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    """One that has answered six requests."""
     async with start_cluster() as cluster:
         bodies: list[dict[str, Any]] = [
             {
@@ -93,25 +114,58 @@ async def test_it_fits_a_real_cluster(start_cluster: StartCluster, tmp_path: Pat
         assert all(
             isinstance(answer, Answer) for answer in await complete_all(cluster.url, bodies, concurrency=3)
         )
-        exposed = {
-            "kvferry-proxy": await exposition(cluster.proxy.url),
-            "kvferry-agent": await exposition(cluster.agents["decode-0"].url),
-        }
-        used = [*queries(), (MONITORING / "rules.yml").read_text()]
-        for name, matchers in {found for text in used for found in SELECTOR.findall(text)}:
-            assert_exposed(exposed, name, matchers)
+        yield cluster
 
-        async with prometheus(cluster.proxy.listening["port"], tmp_path) as ask:
-            async with asyncio.timeout(60):
-                while len(await ask("query", query="up == 1")) != 3:
-                    await asyncio.sleep(0.2)
-            roles = {found["metric"].get("role") for found in await ask("query", query="kvferry_running")}
-            assert roles == {"prefill", "decode"}
-            for query in queries():
-                await ask("query", query=query)
-            rules = await healthy_rules(ask)
-            firing = [rule["name"] for rule in rules if rule.get("state") == "firing"]
-            assert not firing
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_prometheus_scrapes_every_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Under its own name each; what dashboards rely on is there."""
+    targets = {process.name: process.url.removeprefix("http://") for process in cluster.processes}
+    config = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+        "scrape_configs": [
+            {"job_name": name, "static_configs": [{"targets": [target]}]} for name, target in targets.items()
+        ],
+    }
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    async with prometheus(tmp_path) as ask:
+        async with asyncio.timeout(60):
+            while {found["metric"]["job"] for found in await ask("query", query="up == 1")} != set(targets):
+                await asyncio.sleep(0.2)
+        wanted = {(name, "proxy") for name in PROXY_METRICS}
+        wanted |= {(name, job) for name in AGENT_METRICS for job in targets.keys() - {"proxy"}}
+        for name, job in sorted(wanted):
+            assert await ask("query", query=f'{name}{{job="{job}"}}'), (name, job)
+        [finished] = await ask("query", query='sum(kvferry_requests_total{job="proxy"})')
+        assert float(finished["value"][1]) == 6
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_it_fits_a_real_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """Prometheus finds every agent through the proxy; every metric, label and value that is used exists."""
+    exposed = {
+        "kvferry-proxy": await exposition(cluster.proxy.url),
+        "kvferry-agent": await exposition(cluster.agents["decode-0"].url),
+    }
+    used = [*queries(), (MONITORING / "rules.yml").read_text()]
+    for name, matchers in {found for text in used for found in SELECTOR.findall(text)}:
+        assert_exposed(exposed, name, matchers)
+
+    address = f"127.0.0.1:{cluster.proxy.listening['port']}"
+    config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:10001", address)
+    (tmp_path / "prometheus.yml").write_text(re.sub(r"(interval): \d+s", r"\1: 1s", config))
+    shutil.copy(MONITORING / "rules.yml", tmp_path)
+    async with prometheus(tmp_path) as ask:
+        async with asyncio.timeout(60):
+            while len(await ask("query", query="up == 1")) != 3:
+                await asyncio.sleep(0.2)
+        roles = {found["metric"].get("role") for found in await ask("query", query="kvferry_running")}
+        assert roles == {"prefill", "decode"}
+        for query in queries():
+            await ask("query", query=query)
+        rules = await healthy_rules(ask)
+        firing = [rule["name"] for rule in rules if rule.get("state") == "firing"]
+        assert not firing
 
 
 def assert_exposed(exposed: dict[str, Exposed], name: str, matchers: str) -> None:
@@ -141,12 +195,15 @@ async def exposition(url: str) -> Exposed:
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @asynccontextmanager
-async def prometheus(proxy_port: int, folder: Path) -> AsyncIterator[Any]:
-    """Debian's Prometheus on the shipped configuration, hurried; yields a function that asks its API."""
-    config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:10001", f"127.0.0.1:{proxy_port}")
-    (folder / "prometheus.yml").write_text(re.sub(r"(interval): \d+s", r"\1: 1s", config))
-    shutil.copy(MONITORING / "rules.yml", folder)
+async def prometheus(folder: Path) -> AsyncIterator[Any]:
+    """Debian's Prometheus on the configuration in a folder; yields a function that asks its API."""
     port = free_port()
     server = await asyncio.create_subprocess_exec(
         "prometheus",

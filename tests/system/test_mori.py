@@ -14,6 +14,7 @@ from tests.system.conftest import StartAgent, StartCluster
 from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cell, expect_answers
 
 PROMPTS = 20
+PAIRS = [pytest.param(1, id="tp1-1"), pytest.param(2, id="tp1-2", marks=pytest.mark.full)]
 CELLS = [("greedy", 1, "answers"), ("t1", 4, "answers")]
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -45,7 +46,7 @@ async def references(start_agent: StartAgent) -> References:
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1-1", "tp1-2"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=PAIRS)
 async def pair(
     request: pytest.FixtureRequest, standin: None, start_cluster: StartCluster
 ) -> AsyncIterator[Pair]:

@@ -129,8 +129,10 @@ async def test_bad_input(cluster: Cluster, body: Any, status: int, word: str) ->
         assert total(await scrape(agent.url), "kvferry_running") == 0
 
 
-async def test_no_agents_is_503_with_retry_after(start_cluster: StartCluster) -> None:
-    async with start_cluster(prefill=0, decode=1) as cluster, aiohttp.ClientSession() as http:
+async def test_without_a_prefill_agent_it_is_503_with_retry_after(cluster: Cluster) -> None:
+    """The last test of this file: the cluster is no good afterwards."""
+    await cluster.agents["prefill-0"].stop()
+    async with aiohttp.ClientSession() as http:
         body = {"model": "ferry-tiny", "prompt": "1+1="}
         async with http.post(f"{cluster.url}/v1/completions", json=body) as response:
             assert response.status == 503

@@ -4,14 +4,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import pytest
+import pytest_asyncio
 
 from deploy.launcher import Cluster
-from tests.system.client import Answer, complete_all, heldout, session
+from tests.system.client import Answer, Prompt, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total, wait_idle
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SPLIT_MIN_TOKENS = 64
+# Prompts that are surely split, and that are surely not: the proxy has but an estimate of their lengths.
+LONG, SHORT = range(300, 500), range(50)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    async with start_cluster(
+        decode=2,
+        args=("--max-model-len", "1536"),
+        proxy_args=("--split-min-tokens", str(SPLIT_MIN_TOKENS)),
+    ) as cluster:
+        yield cluster
+
+
+def prompts_of(count: int, tokens: range) -> list[Prompt]:
+    return [prompt for prompt in heldout(task="recall") if prompt.prompt_tokens in tokens][:count]
 
 
 def body(prompt: str, **fields: Any) -> dict[str, Any]:
@@ -29,12 +52,12 @@ async def command(http: aiohttp.ClientSession, cluster: Cluster, node: dict[str,
         assert response.status == 200, await response.text()
 
 
-async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(start_cluster: StartCluster) -> None:
+async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(cluster: Cluster) -> None:
     """As before an upgrade: no stream is cut, and a proxy's word is enough."""
-    prompts = heldout(6)
+    prompts = prompts_of(6, LONG)
     long = [body(each.prompt, max_tokens=200, ignore_eos=True, stream=True) for each in prompts]
     short = [body(each.prompt) for each in prompts]
-    async with start_cluster(decode=2, args=("--max-model-len", "1536")) as cluster, session() as http:
+    async with session() as http:
         drained, other = (cluster.agents[name] for name in ("decode-0", "decode-1"))
         streams = asyncio.ensure_future(complete_all(cluster.url, long, concurrency=len(long)))
         async with asyncio.timeout(30):
@@ -61,17 +84,25 @@ async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(start_c
         assert total(await scrape(drained.url), "kvferry_requests_total") > served[drained.url]
 
 
-async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(start_cluster: StartCluster) -> None:
+async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: Cluster) -> None:
     """The same answers, and the prefill agent has done nothing."""
-    prompts = heldout(8)
-    async with start_cluster(proxy_args=("--split-min-tokens", "100000")) as cluster:
-        answers = await complete_all(
-            cluster.url,
-            [body(each.prompt, stream=index % 2 == 0) for index, each in enumerate(prompts)],
-            concurrency=4,
-        )
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert isinstance(answer, Answer) and answer.choices[0].text == prompt.answer
-        prefill, decode = cluster.agents["prefill-0"], cluster.agents["decode-0"]
-        assert total(await scrape(prefill.url), "kvferry_requests_total") == 0
-        assert total(await scrape(decode.url), "kvferry_requests_total") == len(prompts)
+    prompts = prompts_of(8, SHORT)
+    before = await requests(cluster)
+    answers = await complete_all(
+        cluster.url,
+        [body(each.prompt, stream=index % 2 == 0) for index, each in enumerate(prompts)],
+        concurrency=4,
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert isinstance(answer, Answer) and answer.choices[0].text == prompt.answer
+    after = await requests(cluster)
+    assert after["prefill-0"] == before["prefill-0"]
+    assert sum(after.values()) - sum(before.values()) == len(prompts)
+
+
+async def requests(cluster: Cluster) -> dict[str, float]:
+    """How many requests each agent has answered."""
+    return {
+        name: total(await scrape(agent.url), "kvferry_requests_total")
+        for name, agent in cluster.agents.items()
+    }

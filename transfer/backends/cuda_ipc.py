@@ -4,7 +4,7 @@
 The producer lends its pool by a CUDA IPC handle and is not needed any further: the reading GPU fetches all
 spans of all waiting reads by one kernel on a stream of its own, at the link's speed whatever the size of a
 block (measured beside NIXL in tests/bench/results). How much of the GPU it may occupy meanwhile is an option
-(`cuda_ipc_settings`).
+(`cuda_ipc_settings`); while the model computes, long spans are left to the copy engines, which occupy none.
 
 A reader's mapping keeps a dead producer's memory taken. So both keep a connection open, and its end, or the
 engine process giving the link up, makes the reader unmap as soon as no kernel reads from there.
@@ -32,7 +32,7 @@ from transfer.backends.cuda_ipc_launches import CudaIpcTransfer, Launches
 from transfer.backends.cuda_ipc_peer import CudaIpcPeer, EngineAddress
 from transfer.backends.cuda_ipc_settings import CudaIpcSettings, parse_settings
 from transfer.backends.greeting import Doorkeeper, Visit
-from transfer.backends.waker import Waker
+from transfer.backends.timer import Timer
 from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
 from transfer.layout import SpanTable
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PROOF_BYTES = 32
 
-OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event, Callable[[], None]], Device]
+OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event], Device]
 
 
 class CudaIpcRegion:
@@ -74,8 +74,8 @@ class CudaIpcEngine:
         self._launches: Launches | None = None
         self._peers: list[CudaIpcPeer] = []
         self._selector = selectors.EpollSelector()
-        self._waker = Waker()
-        self._selector.register(self._waker, selectors.EVENT_READ, self)
+        self._timer = Timer()
+        self._selector.register(self._timer, selectors.EVENT_READ, self)
         self._door = Doorkeeper(options.bind_host, self._selector, self._admits)
 
     def admit(self, secret: bytes) -> None:
@@ -84,9 +84,7 @@ class CudaIpcEngine:
     def register(self, pool: torch.Tensor) -> Region:
         import torch
 
-        self._device = device = self._open_device(
-            pool, self._settings, self._options.computing, self._waker.wake
-        )
+        self._device = device = self._open_device(pool, self._settings, self._options.computing)
         proof = torch.frombuffer(bytearray(self._proof), dtype=torch.uint8)
         self._proof_tensor = proof.to(pool.device, copy=True)
         try:
@@ -133,6 +131,7 @@ class CudaIpcEngine:
             peer.progress(now)
         if self._launches is not None:
             self._launches.progress(now)
+            self._timer.set(self._launches.next_look())
         for peer in self._peers:
             peer.let_go()
         self._peers = [peer for peer in self._peers if not peer.over]
@@ -157,11 +156,10 @@ class CudaIpcEngine:
         if self._device is not None:
             self._device.close()
         self._selector.close()
-        self._waker.close()
+        self._timer.close()
 
     def on_ready(self, events: int) -> None:
-        """A launch has landed."""
-        self._waker.drain()
+        """It is time to look whether a launch has landed, which `progress` does anyhow."""
 
     def _admits(self, token: bytes) -> bool:
         return self._secret is not None and tokens.verify(self._secret, token)

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from transfer.backends.cuda_ipc_driver import Borrowed, CudaError, Driver, Lent
 from transfer.backends.cuda_ipc_settings import CudaIpcSettings
-from transfer.backends.cuda_ipc_work import WIDE_BYTES, Work
+from transfer.backends.cuda_ipc_work import WIDE_BYTES, Shape, Words, Work
 from transfer.engine import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 MAX_FLIGHTS = 2
 """Launches under way: one that copies, and the next, so that the link does not wait for us."""
 _TABLE_ENTRIES = 1 << 16
-_CLOSE_S = 5.0
 
 
 class Flight(Protocol):
@@ -61,40 +58,32 @@ class Device(Protocol):
 class CudaDevice:
     """An NVIDIA GPU; see `Device`.
 
-    `computing` is set while the model computes there. `on_landed` is called from a thread of its own after
-    every launch.
+    `computing` is set while the model computes there.
     """
 
-    def __init__(
-        self,
-        pool: torch.Tensor,
-        settings: CudaIpcSettings,
-        computing: threading.Event,
-        on_landed: Callable[[], None],
-    ) -> None:
+    def __init__(self, pool: torch.Tensor, settings: CudaIpcSettings, computing: threading.Event) -> None:
         """Raises `BackendUnavailable` if the driver or Triton does not work with this pool's device."""
         import torch
 
         if not pool.is_cuda:
             raise BackendUnavailable("cuda_ipc: the pool is not on a GPU")
         try:
-            from transfer.backends import cuda_ipc_kernel as kernel
+            from transfer.backends.cuda_ipc_kernel import gather
 
             self._driver = Driver(pool.get_device())
         except (ImportError, CudaError) as error:
             raise BackendUnavailable(f"cuda_ipc: {error}") from error
         self._torch = torch
-        self._kernel = kernel
         self._multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._settings = settings
         self._computing = computing
         # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
         # priority goes first wherever both could start.
         self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
-        self._tables = deque(_Table(pool.device) for _ in range(MAX_FLIGHTS))
+        self._slots = deque(_Slot(pool.device) for _ in range(MAX_FLIGHTS))
         self._driver.relax_capture()
-        self._watcher = _Watcher(self._driver, on_landed)
-        self._compile(pool.device)
+        self._kernels: dict[bool, Any] = {}
+        self._compile(gather, pool.device)
 
     def lend(self, address: int, nbytes: int) -> Lent:
         return self._driver.lend(address, nbytes)
@@ -109,119 +98,113 @@ class CudaDevice:
         return self._driver.peek(borrowed)
 
     def launch(self, work: Work) -> Flight:
-        most = self._settings.num_programs(self._multiprocessors, self._computing.is_set())
-        programs = work.num_programs(most, self._settings.block_words)
-        table = self._tables.popleft()
-        size = work.table_size(programs)
-        work.write_table(table.room(size), programs)
-        done = self._torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with self._torch.cuda.stream(self._stream):
-            self._kernel.gather[(programs,)](
-                table.upload(size),
-                work.num_spans,
-                programs,
-                ALIGNED=work.aligned,
-                BLOCK=self._settings.block_words,
-                num_warps=self._settings.num_warps,
-            )
-            done.record(self._stream)
-        flight = CudaFlight(done, table, self._tables)
-        self._watcher.watch(done)
-        return flight
+        computing = self._computing.is_set()
+        most = self._settings.num_programs(self._multiprocessors, computing)
+        slot = self._slots.popleft()
+        slot.make_room(work.table_size)
+        shape = work.write_table(slot.table, most, self._settings.block_words)
+        self._driver.enter()
+        try:
+            if computing and self._suits_copy_engines(shape.nbytes, work.num_spans):
+                self._copy(work.spans(slot.table))
+            else:
+                self._gather(slot, work, shape)
+        finally:
+            self._driver.leave()
+        slot.done.record(self._stream)
+        return CudaFlight(slot, self._slots)
 
     def close(self) -> None:
-        self._watcher.close()
-        self._tables.clear()
+        self._slots.clear()
         self._driver.close()
 
-    def _compile(self, device: torch.device) -> None:
-        """Both forms of the kernel, now: later it would hold up a request, or fail it."""
+    def _suits_copy_engines(self, nbytes: int, num_spans: int) -> bool:
+        least = self._settings.copy_engine_bytes
+        return bool(least) and nbytes >= least * num_spans and self._driver.has_batches
+
+    def _copy(self, spans: Words) -> None:
+        destinations, sources, sizes = np.ascontiguousarray(spans[spans[:, 2] > 0].T)
+        self._driver.copy_batch(destinations, sources, sizes, self._stream.cuda_stream)
+
+    def _gather(self, slot: _Slot, work: Work, shape: Shape) -> None:
+        table, stream = slot.device_address, self._stream.cuda_stream
+        self._driver.upload(table, slot.host_address, work.table_size * slot.table.itemsize, stream)
+        # The first time, this loads the kernel into the current context.
+        kernel = self._kernels[shape.aligned][(shape.num_programs, 1, 1)]
+        kernel(table, work.num_spans, shape.aligned, self._settings.block_words, stream=stream)
+
+    def _compile(self, gather: Any, device: torch.device) -> None:
+        """Both forms of the kernel, now: later it would hold up a request, or fail it. A launch then goes to
+        the compiled kernel itself, as Triton's dispatcher costs more than all the rest.
+        """
         from triton.errors import TritonError
 
         scratch = self._torch.zeros(2 * WIDE_BYTES, dtype=self._torch.uint8, device=device)
         self._torch.cuda.current_stream(device).synchronize()
+        settings = self._settings
         try:
-            for length in (WIDE_BYTES, 1):
+            for aligned, length in ((True, WIDE_BYTES), (False, 1)):
+                with self._torch.cuda.device(device):
+                    self._kernels[aligned] = gather.warmup(
+                        self._slots[0].there,
+                        2,
+                        ALIGNED=aligned,
+                        BLOCK=settings.block_words,
+                        num_warps=settings.num_warps,
+                        grid=(1,),
+                    )
                 spans = np.array([(WIDE_BYTES, 0, length)], dtype=np.int64)
                 self.launch(Work([(spans, scratch.data_ptr(), scratch.data_ptr())])).wait()
-        except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        except (TritonError, CudaError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             self.close()
-            raise BackendUnavailable(f"cuda_ipc: Triton does not work here: {error}") from error
+            raise BackendUnavailable(f"cuda_ipc: its kernel does not work here: {error}") from error
 
 
 class CudaFlight:
-    """One launch on a GPU; see `Flight`. Its table goes back to the free ones when it has landed."""
+    """One launch on a GPU; see `Flight`. Its slot goes back to the free ones when it has landed."""
 
-    def __init__(self, done: torch.cuda.Event, table: _Table, free: deque[_Table]) -> None:
-        self._done = done
-        self._table: _Table | None = table
+    def __init__(self, slot: _Slot, free: deque[_Slot]) -> None:
+        self._slot: _Slot | None = slot
         self._free = free
 
     def landed(self) -> bool:
         # The host has seen the event, so whatever is launched from now on, an attention kernel above all,
         # sees the bytes: nothing on the GPU needs to wait for this stream.
-        if not self._done.query():  # type: ignore[no-untyped-call]
-            return False
-        self._free_table()
-        return True
+        if self._slot is not None and self._slot.done.query():
+            self._free_slot(self._slot)
+        return self._slot is None
 
     def wait(self) -> None:
-        self._done.synchronize()
-        self._free_table()
+        if self._slot is not None:
+            self._slot.done.synchronize()
+            self._free_slot(self._slot)
 
-    def _free_table(self) -> None:
-        if self._table is not None:
-            self._free.append(self._table)
-            self._table = None
+    def _free_slot(self, slot: _Slot) -> None:
+        self._slot = None
+        self._free.append(slot)
 
 
-class _Table:
-    """Room for one launch's table: pinned, so that its upload does not wait, and on the device."""
+class _Slot:
+    """What one launch needs, and the next may use again: room for its table, pinned, so that the upload does
+    not wait, and on the device; and the event of its end.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         self._device = device
+        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._grow(_TABLE_ENTRIES)
 
-    def room(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """At least `size` entries to be written."""
-        if size > len(self._host):
-            self._grow(1 << size.bit_length())
-        return self._view
-
-    def upload(self, size: int) -> torch.Tensor:
-        """What was written, on the device by the time that the current stream gets there."""
-        self._there[:size].copy_(self._host[:size], non_blocking=True)
-        return self._there
+    def make_room(self, entries: int) -> None:
+        """For a table of so many."""
+        if entries > len(self.table):
+            self._grow(1 << entries.bit_length())
 
     def _grow(self, entries: int) -> None:
         import torch
 
         self._host = torch.empty(entries, dtype=torch.int64, pin_memory=True)
-        self._there = torch.empty(entries, dtype=torch.int64, device=self._device)
-        self._view = self._host.numpy()
-
-
-class _Watcher:
-    """A thread that waits for one event after the other, so that the transfer thread can sleep meanwhile."""
-
-    def __init__(self, driver: Driver, on_landed: Callable[[], None]) -> None:
-        self._driver = driver
-        self._on_landed = on_landed
-        self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cuda-ipc-watcher", daemon=True)
-        self._thread.start()
-
-    def watch(self, event: torch.cuda.Event) -> None:
-        self._events.put(event)
-
-    def close(self) -> None:
-        self._events.put(None)
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        self._driver.relax_capture()
-        while (event := self._events.get()) is not None:
-            try:
-                event.synchronize()
-            finally:
-                self._on_landed()  # who asks then sees the same error
+        self.there = torch.empty(entries, dtype=torch.int64, device=self._device)
+        self.table = self._host.numpy()
+        self.host_address, self.device_address = self._host.data_ptr(), self.there.data_ptr()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few calls of the CUDA driver that lend a device's memory to another process (CUDA Driver API, §6.14).
+"""The few calls of the CUDA driver that lend a device's memory to another process (CUDA Driver API, §6.14),
+and those that copy at a fraction of what a tensor's copy costs the CPU.
 
 They go to `libcuda` itself: torch shares tensors too, but counts their readers in files, and gives no say in
 when a mapping ends.
@@ -13,9 +14,13 @@ from contextlib import contextmanager
 
 import msgspec
 
+from transfer.backends.cuda_ipc_work import Words
+
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _CAPTURE_MODE_RELAXED = 2
+_SOURCE_IN_STREAM_ORDER = 1
+_PREFER_OVERLAP_WITH_COMPUTE = 1
 
 
 class CudaError(Exception):
@@ -45,6 +50,23 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
+class _Location(ctypes.Structure):
+    """`CUmemLocation`; zeros are no hint."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """`CUmemcpyAttributes`"""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
 class Driver:
     """The driver, for one device. Its context is the primary one, which torch uses too."""
 
@@ -64,6 +86,14 @@ class Driver:
     def close(self) -> None:
         """Let go of the context."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+    def enter(self) -> None:
+        """Make the device's context the calling thread's, until `leave`."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+
+    def leave(self) -> None:
+        """What was the calling thread's context before `enter` is so again."""
+        self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def lend(self, address: int, nbytes: int) -> Lent:
         """Make memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
@@ -98,6 +128,26 @@ class Driver:
             self._call("cuMemcpyDtoH_v2", host, borrowed.address, borrowed.nbytes)
         return host.raw
 
+    def upload(self, there: int, here: int, nbytes: int, stream: int) -> None:
+        """Begin to copy pinned host memory to the device, in the order of a stream. Needs `enter`."""
+        self._call("cuMemcpyHtoDAsync_v2", there, here, nbytes, stream)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether `copy_batch` is there: from CUDA 12.8 on."""
+        return hasattr(self._library, "cuMemcpyBatchAsync")
+
+    def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
+        """Have the copy engines begin to copy between devices, in the order of a stream. Needs `enter`.
+
+        The three are contiguous and of one length.
+        """
+        attributes = _CopyAttributes(_SOURCE_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
+        columns = [each.ctypes.data for each in (destinations, sources, sizes)]
+        rest = (ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream)
+        self._call("cuMemcpyBatchAsync", *columns, len(sizes), *rest)
+
     def relax_capture(self) -> None:
         """Let this thread ask for events while another one captures a CUDA graph, without spoiling that."""
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
@@ -105,11 +155,11 @@ class Driver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        self._call("cuCtxPushCurrent_v2", self._context)
+        self.enter()
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.leave()
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -134,9 +184,13 @@ def _declare(library: ctypes.CDLL) -> None:
         "cuIpcOpenMemHandle_v2": (pointer, _IpcHandle, ctypes.c_uint),
         "cuIpcCloseMemHandle": (address,),
         "cuMemcpyDtoH_v2": (pointer, address, ctypes.c_size_t),
+        "cuMemcpyHtoDAsync_v2": (address, pointer, ctypes.c_size_t, pointer),
         "cuThreadExchangeStreamCaptureMode": (pointer,),
         "cuGetErrorName": (ctypes.c_int, pointer),
     }
+    if hasattr(library, "cuMemcpyBatchAsync"):
+        count = ctypes.c_size_t
+        signatures["cuMemcpyBatchAsync"] = (*[pointer] * 3, count, pointer, pointer, count, pointer, pointer)
     for name, types in signatures.items():
         function = getattr(library, name)
         function.argtypes = list(types)

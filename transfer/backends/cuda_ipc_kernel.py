@@ -11,30 +11,36 @@ import triton
 import triton.language as tl
 
 
-# The counts differ from launch to launch: compiled in, each would cost a compilation in the midst of a pull.
-@triton.jit(do_not_specialize=["num_spans", "num_programs"])
-def gather(table, num_spans, num_programs, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+# The count differs from launch to launch: compiled in, each would cost a compilation in the midst of a pull.
+@triton.jit(do_not_specialize=["num_spans"])
+def gather(table, num_spans, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Copy this program's run of the stream, span by span, BLOCK words at once. ALIGNED: words are 8 bytes,
     and go in pairs.
     """
-    sources = table + num_spans + 1
-    destinations = sources + num_spans
-    bounds = destinations + num_spans
-    firsts = bounds + num_programs + 1
-    program = tl.program_id(0)
-    position = tl.load(bounds + program)
-    stop = tl.load(bounds + program + 1)
-    span = tl.load(firsts + program)
+    WORD: tl.constexpr = 8 if ALIGNED else 1
+    starts = table + 1
+    spans = starts + num_spans + 1
+    share = tl.load(table)
+    position = tl.program_id(0) * share
+    stop = tl.minimum(position + share, tl.load(starts + num_spans) // WORD)
+    # The last span that begins at or before the run.
+    span = num_spans * 0
+    after = num_spans
+    while after - span > 1:
+        middle = (span + after) // 2
+        before = tl.load(starts + middle) // WORD <= position
+        span = tl.where(before, middle, span)
+        after = tl.where(before, after, middle)
     lanes = tl.arange(0, BLOCK)
     while position < stop:
-        start = tl.load(table + span)
-        end = tl.minimum(tl.load(table + span + 1), stop)
+        start = tl.load(starts + span) // WORD
+        end = tl.minimum(tl.load(starts + span + 1) // WORD, stop)
         if ALIGNED:
-            source = tl.load(sources + span).to(tl.pointer_type(tl.int64))
-            destination = tl.load(destinations + span).to(tl.pointer_type(tl.int64))
+            source = tl.load(spans + 3 * span + 1).to(tl.pointer_type(tl.int64))
+            destination = tl.load(spans + 3 * span).to(tl.pointer_type(tl.int64))
         else:
-            source = tl.load(sources + span).to(tl.pointer_type(tl.uint8))
-            destination = tl.load(destinations + span).to(tl.pointer_type(tl.uint8))
+            source = tl.load(spans + 3 * span + 1).to(tl.pointer_type(tl.uint8))
+            destination = tl.load(spans + 3 * span).to(tl.pointer_type(tl.uint8))
         at = position - start
         size = end - start
         while at + BLOCK <= size:

@@ -7,9 +7,13 @@ landed, which takes milliseconds. Reads that wait are launched together.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import dataclass
 
+from transfer.backends.base_transfer import BaseTransfer
 from transfer.backends.cuda_ipc_device import MAX_FLIGHTS, Device, Flight
+from transfer.backends.cuda_ipc_pace import Pace
 from transfer.backends.cuda_ipc_work import Work
 from transfer.engine import Status
 from transfer.layout import SpanTable
@@ -18,34 +22,20 @@ LAUNCH_BYTES = 1 << 30
 """A launch takes no further read beyond this, about 3 ms of an NVLink's time."""
 
 
-class CudaIpcTransfer:
+class CudaIpcTransfer(BaseTransfer):
     """One read; see `transfer.engine.Transfer`. `source` is where the peer's pool lies for our device."""
 
     def __init__(self, spans: SpanTable, source: int, deadline: float) -> None:
+        super().__init__(int(spans[:, 2].sum()), len(spans), deadline)
         self.spans = spans
         self.source = source
-        self.deadline = deadline
-        self.reason: str | None = None
-        self.nbytes = int(spans[:, 2].sum())
-        self.descriptors = len(spans)
         self._in_flight = False
-        self._status = Status.PENDING if self.nbytes else Status.DONE
+        if not self.nbytes:
+            self.succeed()
 
     @property
     def quiescent(self) -> bool:
         return self._status is not Status.PENDING and not self._in_flight
-
-    def poll(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self.fail("cancelled")
-
-    def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended."""
-        if self._status is Status.PENDING:
-            self._status = Status.FAILED
-            self.reason = reason
 
     def take_off(self) -> None:
         self._in_flight = True
@@ -53,8 +43,17 @@ class CudaIpcTransfer:
     def land(self) -> None:
         """Its bytes are in the pool."""
         self._in_flight = False
-        if self._status is Status.PENDING:
-            self._status = Status.DONE
+        self.succeed()
+
+
+@dataclass(slots=True)
+class _Launch:
+    """One launch under way. `looked` is when it was last seen not to have landed."""
+
+    flight: Flight
+    batch: list[CudaIpcTransfer]
+    nbytes: int
+    looked: float
 
 
 class Launches:
@@ -64,7 +63,10 @@ class Launches:
         self._device = device
         self._destination = destination
         self._waiting: deque[CudaIpcTransfer] = deque()
-        self._flights: deque[tuple[Flight, list[CudaIpcTransfer]]] = deque()
+        self._flights: deque[_Launch] = deque()
+        self._begun = 0.0
+        """When the GPU turned to the first of them."""
+        self._pace = Pace()
 
     def add(self, transfer: CudaIpcTransfer) -> None:
         """Queue a read for the next launch."""
@@ -73,16 +75,21 @@ class Launches:
 
     def progress(self, now: float) -> None:
         """End what has landed or run out of time, and launch what waits."""
-        while self._flights and self._flights[0][0].landed():
-            self._land()
+        while self._flights and self._flights[0].flight.landed():
+            self._land(time.monotonic())
+        if self._flights:
+            self._flights[0].looked = now
         for transfer in self._all():
             if transfer.deadline <= now:
                 transfer.fail("deadline")
         while len(self._flights) < MAX_FLIGHTS and (batch := self._next_batch()):
-            work = Work([(each.spans, self._destination, each.source) for each in batch])
-            self._flights.append((self._device.launch(work), batch))
-            for transfer in batch:
-                transfer.take_off()
+            self._launch(batch)
+
+    def next_look(self) -> float | None:
+        """When a launch may have landed that has not yet."""
+        if not self._flights:
+            return None
+        return self._pace.next_look(self._flights[0].nbytes, self._begun, time.monotonic())
 
     def next_deadline(self) -> float | None:
         pending = (each.deadline for each in self._all() if each.poll() is Status.PENDING)
@@ -94,12 +101,24 @@ class Launches:
             transfer.fail("peer_lost")
         self._waiting.clear()
         while self._flights:
-            self._flights[0][0].wait()
-            self._land()
+            self._flights[0].flight.wait()
+            self._land(time.monotonic())
 
-    def _land(self) -> None:
-        _, batch = self._flights.popleft()
+    def _launch(self, batch: list[CudaIpcTransfer]) -> None:
+        work = Work([(each.spans, self._destination, each.source) for each in batch])
+        flight = self._device.launch(work)
+        now = time.monotonic()
+        if not self._flights:
+            self._begun = now
+        self._flights.append(_Launch(flight, batch, sum(each.nbytes for each in batch), now))
         for transfer in batch:
+            transfer.take_off()
+
+    def _land(self, now: float) -> None:
+        launch = self._flights.popleft()
+        self._pace.learn(launch.nbytes, self._begun, launch.looked, now)
+        self._begun = now
+        for transfer in launch.batch:
             transfer.land()
 
     def _next_batch(self) -> list[CudaIpcTransfer]:
@@ -114,4 +133,4 @@ class Launches:
         return batch
 
     def _all(self) -> list[CudaIpcTransfer]:
-        return [*(each for _, batch in self._flights for each in batch), *self._waiting]
+        return [*(each for launch in self._flights for each in launch.batch), *self._waiting]

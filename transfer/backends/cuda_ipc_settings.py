@@ -18,13 +18,16 @@ class CudaIpcSettings:
         sm_share: Share of the reading GPU's multiprocessors that a pull may occupy while the model rests.
             More is faster, up to the link's speed.
         busy_sm_share: The same for a pull that begins while the model computes, which cannot have those then.
+        copy_engine_bytes: From so many bytes a span, on average, a pull that begins while the model computes
+            is left to the GPU's copy engines: they take no multiprocessor, but more of the CPU. 0 for never.
         block_words: Words of 8 bytes that a multiprocessor has in flight at once. Few multiprocessors have to
             hide all of the link's latency.
         num_warps: Warps of 32 threads that share those; 32 fill half a multiprocessor.
     """
 
-    sm_share: float = 0.25
-    busy_sm_share: float = 0.0625
+    sm_share: float = 0.125
+    busy_sm_share: float = 0.015625
+    copy_engine_bytes: int = 262144
     block_words: int = 16384
     num_warps: int = 32
 
@@ -32,6 +35,8 @@ class CudaIpcSettings:
         for name in ("sm_share", "busy_sm_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"cuda_ipc.{name} must be over 0 and at most 1, got {getattr(self, name)}")
+        if self.copy_engine_bytes < 0:
+            raise ValueError(f"cuda_ipc.copy_engine_bytes must not be negative, got {self.copy_engine_bytes}")
         for name, most in (("block_words", 1 << 17), ("num_warps", 32)):
             value = getattr(self, name)
             if not 0 < value <= most or value & (value - 1):

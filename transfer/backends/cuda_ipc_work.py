@@ -8,6 +8,7 @@ the spans' number and lengths, so one long span keeps every program as busy as a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,17 @@ ALIGNED_WORD_BYTES = 8
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a table is to be launched: so many programs, with wide accesses or byte by byte; and how much it
+    copies.
+    """
+
+    num_programs: int
+    aligned: bool
+    nbytes: int
+
+
 class Work:
     """What one launch copies.
 
@@ -29,43 +41,38 @@ class Work:
     """
 
     def __init__(self, parts: Sequence[tuple[SpanTable, int, int]]) -> None:
-        addresses = np.concatenate([table + np.array((local, remote, 0)) for table, local, remote in parts])
-        self.nbytes = int(addresses[:, 2].sum())
-        self.aligned = not int(np.bitwise_or.reduce(addresses, axis=None)) & (WIDE_BYTES - 1)
-        self.word_bytes = ALIGNED_WORD_BYTES if self.aligned else 1
-        self.num_spans = len(addresses)
-        self._addresses = addresses
+        self.num_spans = sum(len(spans) for spans, _, _ in parts)
+        self.table_size = 2 + 4 * self.num_spans
+        self._parts = parts
 
-    def num_programs(self, most: int, words_each: int) -> int:
-        """At most so many, and none with less than `words_each` words to copy unless it is the only one."""
-        words = self.nbytes // self.word_bytes
-        return max(1, min(most, words // words_each))
+    def spans(self, table: Words) -> Words:
+        """The table's last section: destination, source and length, [num_spans, 3]."""
+        return table[self.num_spans + 2 : self.table_size].reshape(self.num_spans, 3)
 
-    def table_size(self, num_programs: int) -> int:
-        """Entries of the table for so many programs."""
-        return 3 * self.num_spans + 1 + 2 * num_programs + 1
-
-    def write_table(self, table: Words, num_programs: int) -> None:
+    def write_table(self, table: Words, most_programs: int, words_each: int) -> Shape:
         """Write what the kernel reads, `table_size` entries, one section after the other.
 
-        starts [num_spans + 1]      each span's first word in the stream, and the stream's length
-        sources [num_spans]         addresses
-        destinations [num_spans]
-        bounds [num_programs + 1]   each program's first word, and the stream's length
-        firsts [num_programs]       the span that holds it
+        share [1]                   words that each program copies; the last of them fewer
+        starts [num_spans + 1]      each span's first byte in the stream, and the stream's length
+        spans [num_spans, 3]        destination, source (addresses) and length in bytes
+
+        At most `most_programs`, and none has less than `words_each` words to copy unless it is the only one.
+        A launch waits for this, on a CPU whose caches a sleep has emptied, so it makes few calls.
         """
         n = self.num_spans
-        starts, sources, destinations = table[: n + 1], table[n + 1 : 2 * n + 1], table[2 * n + 1 : 3 * n + 1]
-        bounds = table[3 * n + 1 : 3 * n + 2 + num_programs]
-        firsts = table[3 * n + 2 + num_programs : self.table_size(num_programs)]
+        starts, spans = table[1 : n + 2], self.spans(table)
+        first = 0
+        for part, destination, source in self._parts:
+            np.add(part, (destination, source, 0), out=spans[first : first + len(part)])
+            first += len(part)
         starts[0] = 0
-        np.cumsum(self._addresses[:, 2] // self.word_bytes, out=starts[1:])
-        sources[:] = self._addresses[:, 1]
-        destinations[:] = self._addresses[:, 0]
-        total = int(starts[n])
+        np.cumsum(spans[:, 2], out=starts[1:])
+        aligned = not int(np.bitwise_or.reduce(table[1 : self.table_size])) & (WIDE_BYTES - 1)
+        nbytes = int(starts[n])
+        word_bytes = ALIGNED_WORD_BYTES if aligned else 1
+        words = nbytes // word_bytes
+        num_programs = max(1, min(most_programs, words // words_each))
         # Runs begin at multiples of a wide word, or aligned accesses would not stay so.
-        step = WIDE_BYTES // self.word_bytes
-        share = -(-total // (num_programs * step)) * step
-        np.minimum(np.arange(num_programs + 1) * share, total, out=bounds)
-        firsts[:] = np.searchsorted(starts[1:], bounds[:-1], side="right")
-        np.minimum(firsts, n - 1, out=firsts)
+        step = WIDE_BYTES // word_bytes
+        table[0] = -(-words // (num_programs * step)) * step
+        return Shape(num_programs, aligned, nbytes)

@@ -19,11 +19,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from transfer.backends import sockets
 from transfer.backends.tcp_wire import GREETING, NONCE_BYTES, WELCOME
-from transfer.engine import PeerUnreachable
 
 _MAGIC = b"KVG1"
-_BACKLOG = 128
 _MAX_VISITORS = 1024
 _GREETING_S = 5.0
 """A connection that has not said who it is by then is closed."""
@@ -45,9 +44,7 @@ class Doorkeeper:
         self._admits = admits
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._visitors: list[_Visitor] = []
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
+        self._listener = sockets.listen(host)
         selector.register(self._listener, selectors.EVENT_READ, self)
 
     def address(self, host: str) -> GreetingAddress:
@@ -56,15 +53,13 @@ class Doorkeeper:
 
     def on_ready(self, events: int) -> None:
         """Somebody knocks."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # it left again, or we are out of descriptors; it will find out by its own deadline
+        connection = sockets.accept(self._listener)
+        if connection is None:
+            return
         self._visitors = [visitor for visitor in self._visitors if not visitor.closed]
         if len(self._visitors) >= _MAX_VISITORS:
             connection.close()
             return
-        connection.setblocking(False)
         self._visitors.append(_Visitor(connection, self._selector, self._expects))
 
     def expire(self, now: float) -> None:
@@ -155,14 +150,7 @@ class Visit:
         self._deadline = deadline
         self._outbox = GREETING.pack(_MAGIC, address.nonce, token)
         self._inbox = b""
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, where = found[0]
-            self._socket = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise PeerUnreachable(f"{address.host}:{address.port}: {error}") from error
-        self._socket.setblocking(False)
-        self._socket.connect_ex(where)  # its outcome shows as an event
+        self._socket = sockets.dial(address.host, address.port)
         selector.register(self._socket, selectors.EVENT_WRITE, self)
 
     def on_ready(self, events: int) -> None:

@@ -33,7 +33,7 @@ from transfer.backends.mooncake_library import PROOF_BYTES, Library, MooncakeAdd
 from transfer.backends.mooncake_peer import MooncakePeer, MooncakeTransfer, cut
 from transfer.backends.waker import Waker
 from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
-from transfer.layout import SpanTable
+from transfer.layout import SpanTable, check_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -103,10 +103,7 @@ class MooncakeEngine:
         """Raises ValueError for a span outside the peer's pool or ours."""
         client = cast(MooncakePeer, peer)
         ours = self._pool()
-        if len(spans) and int((spans[:, 1] + spans[:, 2]).max()) > client.pool.nbytes:
-            raise ValueError("a span lies outside the peer's pool")
-        if len(spans) and int((spans[:, 0] + spans[:, 2]).max()) > ours.nbytes:
-            raise ValueError("a span lies outside the pool")
+        check_bounds(spans, ours.nbytes, client.pool.nbytes)
         pieces = cut(spans, ours.address, client.pool.address)
         transfer = MooncakeTransfer(pieces, len(spans), time.monotonic() + timeout_s)
         client.read(transfer)

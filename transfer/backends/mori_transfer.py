@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from transfer.backends.base_transfer import BaseTransfer
 from transfer.engine import Status
 from transfer.layout import SpanTable
 
@@ -170,17 +171,13 @@ class MoriBatch:
             self._session = None  # sessions must be gone before their engine is
 
 
-class MoriTransfer:
+class MoriTransfer(BaseTransfer):
     """One read; see `transfer.engine.Transfer`. Any batch that fails fails all of it."""
 
     def __init__(self, batches: Sequence[MoriBatch], nbytes: int, deadline: float) -> None:
-        self.reason: str | None = None
+        super().__init__(nbytes, sum(len(batch) for batch in batches), deadline)
         self.quiescent = False
-        self.nbytes = nbytes
-        self.descriptors = sum(len(batch) for batch in batches)
         self.batches = batches
-        self._deadline = deadline
-        self._status = Status.PENDING
         self._settle()
 
     @property
@@ -192,19 +189,11 @@ class MoriTransfer:
     def broken(self) -> bool:
         return any(batch.broken for batch in self.batches)
 
-    def poll(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self.fail("cancelled")
-
     def fail(self, reason: str) -> None:
         """End without the bytes, unless it has ended; what is not posted yet never will be."""
-        if self._status is Status.PENDING:
-            self._status = Status.FAILED
-            self.reason = reason
-            for batch in self.batches:
-                batch.drop()
+        super().fail(reason)
+        for batch in self.batches:
+            batch.drop()
         self._settle()
 
     def progress(self, now: float) -> None:
@@ -214,7 +203,7 @@ class MoriTransfer:
             if batch.reason:
                 self.fail(batch.reason)
         self._settle()
-        if self._status is Status.PENDING and self._deadline <= now:
+        if self.deadline <= now:
             self.fail("deadline")
 
     def abandon(self) -> None:
@@ -224,7 +213,7 @@ class MoriTransfer:
 
     def _settle(self) -> None:
         states = {batch.state for batch in self.batches}
-        if self._status is Status.PENDING and states <= {BatchState.DONE}:
-            self._status = Status.DONE
+        if states <= {BatchState.DONE}:
+            self.succeed()
         if self._status is not Status.PENDING and states <= {BatchState.DONE, BatchState.SETTLED}:
             self.quiescent = True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import secrets
 import selectors
-import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transfer import tokens
+from transfer.backends import sockets
 from transfer.backends.nccl_client import NcclPeer, NcclTransfer
 from transfer.backends.nccl_server import ServedPair
 from transfer.backends.nccl_wire import ID_BYTES, NcclAddress
@@ -65,7 +65,7 @@ class NcclEngine:
         self._own_host = options.advertise_host if everywhere else options.bind_host
         self._waker = Waker()
         self._selector = selectors.EpollSelector()
-        self._listener = _listen(options.bind_host)
+        self._listener = sockets.listen(options.bind_host)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._waker, selectors.EVENT_READ, lambda events: self._waker.drain())
 
@@ -136,10 +136,9 @@ class NcclEngine:
 
     def _accept(self, events: int) -> None:
         """A peer knocks at the listener."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # it left again, or we are out of descriptors; it will find out by its own deadline
+        connection = sockets.accept(self._listener)
+        if connection is None:
+            return
         if len(self._served) >= _MAX_PAIRS:
             connection.close()
             return
@@ -195,10 +194,3 @@ def _fabric(pool: torch.Tensor, explicit: bool) -> str:
     if not dist.is_gloo_available():
         raise BackendUnavailable("nccl: this build of torch is without gloo, and the pool is in host memory")
     return "gloo"
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=128)
-    listener.setblocking(False)
-    return listener

@@ -11,7 +11,6 @@ import enum
 import queue
 import secrets
 import selectors
-import socket
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from transfer.backends import sockets
+from transfer.backends.base_transfer import BaseTransfer
 from transfer.backends.nccl_fabric import Communicator, PairBroken
 from transfer.backends.nccl_pair import GRACE_S, PairState, PairThread, reader_end
 from transfer.backends.nccl_socket import BadPeer, PairSocket
@@ -37,7 +38,7 @@ from transfer.backends.nccl_wire import (
 )
 from transfer.backends.waker import Waker
 from transfer.engine import PeerUnreachable, Status
-from transfer.layout import SpanTable
+from transfer.layout import SpanTable, check_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -46,35 +47,24 @@ _MESSAGES = 2
 """One is received while the other is copied out."""
 
 
-class NcclTransfer:
-    """One read; see `transfer.engine.Transfer`. `parts` are where the stream goes, message by message."""
+class NcclTransfer(BaseTransfer):
+    """One read; see `transfer.engine.Transfer`. `parts` are where the stream goes, message by message.
+
+    Parts that still come after it has failed are thrown away.
+    """
 
     def __init__(self, spans: SpanTable, deadline: float) -> None:
+        super().__init__(int(spans[:, 2].sum()), len(spans), deadline)
         self.read_id = secrets.token_bytes(ID_BYTES)
         self.parts = split(zip(spans[:, 0].tolist(), spans[:, 2].tolist(), strict=True))
-        self.deadline = deadline
-        self.reason: str | None = None
-        self.nbytes = int(spans[:, 2].sum())
-        self.descriptors = len(spans)
         self._left = len(self.parts)
         self._copying = 0
-        self._status = Status.PENDING if self.parts else Status.DONE
+        if not self.parts:
+            self.succeed()
 
     @property
     def quiescent(self) -> bool:
         return self._status is not Status.PENDING and not self._copying
-
-    def poll(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self.fail("cancelled")
-
-    def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended. Parts that still come are thrown away."""
-        if self._status is Status.PENDING:
-            self._status = Status.FAILED
-            self.reason = reason
 
     def begin_copy(self) -> None:
         self._copying += 1
@@ -83,8 +73,8 @@ class NcclTransfer:
         """The pool holds one more part."""
         self._copying -= 1
         self._left -= 1
-        if self._left == 0 and self._status is Status.PENDING:
-            self._status = Status.DONE
+        if self._left == 0:
+            self.succeed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +133,8 @@ class NcclPeer:
         self._arrived: deque[Arrival] = deque()
         self._copies: deque[tuple[Copy, Arrival]] = deque()
         self._transfers: list[NcclTransfer] = []
-        self._socket = PairSocket(_connect(address), selector, self._take, self._break)
+        connection = sockets.dial(address.host, address.port)
+        self._socket = PairSocket(connection, selector, self._take, self._break)
         self._socket.send(
             GREETING.pack(MAGIC, address.nonce, self._pair_id, max(1, int(timeout_s * 1000)), token)
         )
@@ -176,10 +167,7 @@ class NcclPeer:
 
     def read(self, spans: SpanTable, timeout_s: float) -> NcclTransfer:
         """Ask for a read. Raises ValueError for a span outside either pool, or for too many of them."""
-        if len(spans) and int((spans[:, 1] + spans[:, 2]).max()) > self._pool_bytes:
-            raise ValueError("a span lies outside the peer's pool")
-        if len(spans) and int((spans[:, 0] + spans[:, 2]).max()) > self._own_bytes:
-            raise ValueError("a span lies outside the pool")
+        check_bounds(spans, self._own_bytes, self._pool_bytes)
         if len(spans) > MAX_PIECES:
             raise ValueError(f"{len(spans)} spans in one read; at most {MAX_PIECES}")
         transfer = NcclTransfer(spans, time.monotonic() + timeout_s)
@@ -312,15 +300,3 @@ class NcclPeer:
         if to not in _TABLE[self.state]:
             raise AssertionError(f"{self!r} cannot become {to.value}")
         self.state = to
-
-
-def _connect(address: NcclAddress) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, where = found[0]
-        connection = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise PeerUnreachable(f"{address.host}:{address.port}: {error}") from error
-    connection.setblocking(False)
-    connection.connect_ex(where)  # its outcome shows when the greeting is sent
-    return connection

@@ -9,6 +9,7 @@ on the thread of the pair.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,10 @@ class Communicator(Protocol):
     def receive(self, message: torch.Tensor, tag: int) -> Any:
         """Begin to receive into the message, which must be as long as the one that comes."""
 
-    def wait(self, work: Any, deadline: float) -> None:
-        """Wait for the end of a send or receive: a received message may be read by anybody then."""
+    def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
+        """Wait for the end of a send or receive: a received message may be read by anybody then. Once
+        `closing` is set, whoever can stop waiting does.
+        """
 
     def close(self) -> None:
         """Tear it down; afterwards nothing is written into any message."""
@@ -65,7 +68,7 @@ class GlooPair:
         with broken_pair():
             return self._group.recv([message], self._other, tag)
 
-    def wait(self, work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
         """A wait that runs out of time closes the connection, so the peer learns of it too."""
         with broken_pair():
             work.wait(time_left(deadline))
@@ -94,8 +97,12 @@ class NcclPair:
         with broken_pair():
             return self._group.recv([message], self._other, 0)
 
-    def wait(self, work: Any, deadline: float) -> None:
-        """NCCL works on a stream of its own. Ours waits for that one first, then we for ours (L1)."""
+    def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
+        """NCCL works on a stream of its own. Ours waits for that one first, then we for ours (L1).
+
+        A kernel that waits for a dead peer holds up whatever CUDA or UCX does to the whole device, so it may
+        not outlive what it was for.
+        """
         import torch
 
         with broken_pair():
@@ -103,6 +110,8 @@ class NcclPair:
             done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
             while not done.query():
+                if closing.is_set():
+                    raise PairBroken("closed")
                 if time.monotonic() >= deadline:
                     raise PairBroken("a message passed its deadline")
                 time.sleep(_POLL_S)

@@ -74,7 +74,7 @@ class PairThread:
         self._jobs.put_nowait(job)
 
     def close(self) -> None:
-        """Ask the thread to end after the message that it is at."""
+        """Ask the thread to end; gloo does after the message that it is at, NCCL at once."""
         self._closing.set()
         try:
             self._jobs.put_nowait(None)  # in case it waits for a job
@@ -92,7 +92,7 @@ class PairThread:
 
     def wait(self, work: Any, deadline: float) -> None:
         """Wait for a message that was begun."""
-        self._open().wait(work, deadline)
+        self._open().wait(work, deadline, self._closing)
 
     def receive(
         self, message: torch.Tensor, read_id: bytes, number: int, nbytes: int, deadline: float

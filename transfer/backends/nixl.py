@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from transfer.backends.base_transfer import BaseTransfer
 from transfer.backends.nixl_lists import DescriptorLists, PoolAddress
 from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
 from transfer.layout import SpanTable
@@ -60,34 +61,31 @@ class NixlRegion:
         return msgspec.msgpack.encode(self.address)
 
 
-class NixlTransfer:
+class NixlTransfer(BaseTransfer):
     """One read; see `transfer.engine.Transfer`."""
 
     def __init__(self, api: _Api, nbytes: int, descriptors: int, deadline: float) -> None:
-        self.reason: str | None = None
+        super().__init__(nbytes, descriptors, deadline)
         self.quiescent = False
-        self.nbytes = nbytes
-        self.descriptors = descriptors
         self._api = api
-        self._deadline = deadline
-        self._status = Status.PENDING
         self._handle: Any = None
 
     def post(self, make: Callable[[], Any]) -> None:
-        """Begin what `make` returns a handle of. A failure to do so is a failed transfer like any other."""
+        """Begin what `make` returns a handle of. A failure to do so is a failed transfer like any other.
+
+        What is asked for was checked by the time there is a handle. So one that cannot be posted, whatever
+        NIXL says of it, means that the peer or its memory is gone: UCX opens a GPU's memory only now.
+        """
         try:
             self._handle = make()
-            state = self._api.agent.transfer(self._handle)
         except self._api.errors as error:
-            self._end(Status.FAILED, _reason(error))
+            self._failed(_reason(error))
             return
+        try:
+            state = self._api.agent.transfer(self._handle)
+        except self._api.errors:
+            state = "ERR"
         self._take(state)
-
-    def poll(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self._fail("cancelled")
 
     def progress(self, now: float) -> None:
         """Ask NIXL how far it is; after a failure of ours, until the bytes have stopped coming."""
@@ -96,42 +94,37 @@ class NixlTransfer:
         try:
             state = self._api.agent.check_xfer_state(self._handle)
         except self._api.errors as error:
-            self._end(Status.FAILED, _reason(error))
+            self._failed(_reason(error))
             return
         self._take(state)
-        if not self.quiescent and self._deadline <= now:
-            self._fail("deadline")
+        if not self.quiescent and self.deadline <= now:
+            self.fail("deadline")
 
     def abandon(self) -> None:
         """The agent is about to be destroyed, and nothing is written after that."""
-        self._fail("peer_lost")
+        self.fail("peer_lost")
         self.quiescent = True
         self._handle = None
 
     def _take(self, state: str) -> None:
         if state == "DONE":
-            self._end(Status.DONE, None)
-        elif state == "ERR":
-            self._end(Status.FAILED, "peer_lost")
-
-    def _fail(self, reason: str) -> None:
-        if self._status is Status.PENDING:
-            self._status = Status.FAILED
-            self.reason = reason
-
-    def _end(self, status: Status, reason: str | None) -> None:
-        """NIXL is through with the transfer; what we decided earlier stands."""
-        if status is Status.FAILED:
-            self._api.failed = True
-        if self._status is Status.PENDING:
-            self._status = status
-            self.reason = reason
-        self.quiescent = True
-        if self._handle is not None:
+            self.succeed()
             self._release()
+        elif state == "ERR":
+            self._failed("peer_lost")
+
+    def _failed(self, reason: str) -> None:
+        """NIXL says so; what we decided earlier stands."""
+        self._api.failed = True
+        self.fail(reason)
+        self._release()
 
     def _release(self) -> None:
+        """NIXL is through with it."""
+        self.quiescent = True
         handle, self._handle = self._handle, None
+        if handle is None:
+            return
         try:
             self._api.agent.release_xfer_handle(handle)
         except self._api.errors:

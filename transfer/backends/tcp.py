@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transfer import tokens
+from transfer.backends import sockets
 from transfer.backends.tcp_client import TcpPeer, TcpTransfer
 from transfer.backends.tcp_fault import FaultInjector, parse_fault
 from transfer.backends.tcp_server import ServedConnection
@@ -58,7 +59,7 @@ class TcpEngine:
         self._selector = selectors.EpollSelector()
         self._peers: list[TcpPeer] = []
         self._served: list[ServedConnection] = []
-        self._listener = _listen(options.bind_host)
+        self._listener = sockets.listen(options.bind_host)
         self._selector.register(self._listener, selectors.EVENT_READ, self)
 
     def admit(self, secret: bytes) -> None:
@@ -111,14 +112,12 @@ class TcpEngine:
 
     def on_ready(self, events: int) -> None:
         """A peer knocks at the listener."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # it left again, or we are out of descriptors; it will find out by its own deadline
+        connection = sockets.accept(self._listener)
+        if connection is None:
+            return
         if len(self._served) >= _MAX_CONNECTIONS:
             connection.close()
             return
-        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._served.append(
             ServedConnection(
@@ -150,10 +149,3 @@ def open_backend(options: EngineOptions) -> TcpEngine:
 def probe() -> str | None:
     """Sockets work everywhere."""
     return None
-
-
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=128)
-    listener.setblocking(False)
-    return listener

@@ -14,9 +14,11 @@ import socket
 import time
 from collections import deque
 
+from transfer.backends import sockets
+from transfer.backends.base_transfer import BaseTransfer
 from transfer.backends.tcp_wire import GREETING, MAGIC, PIECE, REQUEST, RESPONSE, WELCOME, TcpAddress
 from transfer.engine import PeerUnreachable, Status
-from transfer.layout import SpanTable
+from transfer.layout import SpanTable, check_bounds
 from transfer.memory import PoolMemory
 
 _VIEWS_PER_CALL = 64
@@ -25,18 +27,14 @@ _SLICE_BYTES = 8 << 20
 _SCRATCH_BYTES = 1 << 18
 
 
-class TcpTransfer:
+class TcpTransfer(BaseTransfer):
     """One read over one connection; see `transfer.engine.Transfer`."""
 
     def __init__(self, number: int, spans: SpanTable, memory: PoolMemory, deadline: float) -> None:
+        super().__init__(int(spans[:, 2].sum()), len(spans), deadline)
         self.number = number
-        self.deadline = deadline
-        self.reason: str | None = None
-        self.nbytes = int(spans[:, 2].sum())
-        self.descriptors = len(spans)
         self._spans = spans
         self._memory = memory
-        self._status = Status.PENDING
         self._buffers = memory.writable(spans)
         self.unfilled = deque(self._buffers)
 
@@ -44,24 +42,15 @@ class TcpTransfer:
     def quiescent(self) -> bool:
         return self._status is not Status.PENDING
 
-    def poll(self) -> Status:
-        return self._status
-
-    def cancel(self) -> None:
-        self.fail("cancelled")
-
     def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended."""
-        if self._status is Status.PENDING:
-            self._status = Status.FAILED
-            self.reason = reason
-            self.unfilled.clear()
+        super().fail(reason)
+        self.unfilled.clear()
 
     def finish(self) -> None:
         """Every byte is in the buffers."""
         if self._status is Status.PENDING:
             self._memory.commit(self._spans, self._buffers)
-            self._status = Status.DONE
+            self.succeed()
 
     def advance(self, nbytes: int) -> None:
         """The next `nbytes` bytes are in the buffers."""
@@ -97,7 +86,9 @@ class TcpPeer:
         self._connect_deadline = time.monotonic() + timeout_s
         self._error: str | None = None
         self._ready = False
-        self._socket = self._open(address)
+        self._socket = sockets.dial(address.host, address.port)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        selector.register(self._socket, selectors.EVENT_WRITE, self)
 
     @property
     def broken(self) -> bool:
@@ -114,10 +105,7 @@ class TcpPeer:
 
     def read(self, spans: SpanTable, timeout_s: float) -> TcpTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
-        if len(spans) and int((spans[:, 1] + spans[:, 2]).max()) > self._pool_bytes:
-            raise ValueError("a span lies outside the peer's pool")
-        if len(spans) and int((spans[:, 0] + spans[:, 2]).max()) > self._memory.nbytes:
-            raise ValueError("a span lies outside the pool")
+        check_bounds(spans, self._memory.nbytes, self._pool_bytes)
         transfer = TcpTransfer(next(self._numbers), spans, self._memory, time.monotonic() + timeout_s)
         if self._error is not None:
             transfer.fail("peer_lost")
@@ -155,19 +143,6 @@ class TcpPeer:
         if not self._ready and self._error is None:
             times.append(self._connect_deadline)
         return min(times, default=None)
-
-    def _open(self, address: TcpAddress) -> socket.socket:
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, where = found[0]
-            connection = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise PeerUnreachable(f"{address.host}:{address.port}: {error}") from error
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.connect_ex(where)  # its outcome shows as an event
-        self._selector.register(connection, selectors.EVENT_WRITE, self)
-        return connection
 
     def _check_connected(self) -> None:
         if not self._ready:

@@ -21,7 +21,6 @@ from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import poisoned_pool, scattered
 from tests.bench.transfer.reader import PeerProcess, Reader
 from tests.bench.transfer.report import Chart, Report
-from transfer.backends.cuda_ipc_settings import CudaIpcSettings
 from transfer.engine import usable
 from transfer.layout import KVGeometry, SpanTable
 
@@ -34,8 +33,8 @@ LAYER_PIECES = QWEN3_8B.num_layers * 2
 """Pieces of a block where every layer has pools of its own for K and V, as in most engines."""
 POOL_BLOCKS = 1024
 PLANE_POOL_BLOCKS = 4096
-SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-SHAPES = ((16384, 32), (8192, 16), (4096, 16))
+SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+SHAPES = ((16384, 32), (8192, 16))
 """Words in flight and warps per program."""
 GIB = 1 << 30
 ROUNDS = 15
@@ -160,42 +159,49 @@ async def _plane(report: Report, lender: LendingProcess, device: str, link: floa
 
 
 def _slowdown(report: Report, peer: PeerProcess, pool: torch.Tensor, device: str) -> None:
-    """How much longer a decode step takes while a pull runs, by the pull's share of the GPU and its shape.
+    """How much longer a decode step takes while pulls run without a pause: as agents do it, by the copy
+    engines, and by the kernel, by its share of the GPU and its shape.
 
-    The target is for what a pull takes by default while the model computes, beside a model on the default
-    stream, as agents run it.
+    The target is for the former, beside a model on the default stream, as agents run it.
     """
     spans = layouts()["block-major"]
     torch.cuda.set_device(device)
-    default = CudaIpcSettings()
     steps = {"default": DecodeStep(device, 0), "high": DecodeStep(device, -1)}
     alone = {name: step.milliseconds(STEPS) for name, step in steps.items()}
     report.add("decode-like step alone, batch 64, context 2048", alone["default"], "ms")
+
+    def beside(reader: Reader, how: str, bounds: dict[str, float]) -> tuple[float, dict[str, float]]:
+        """GB/s alone, and the percentages by the priority of the model's stream."""
+        reader.check(spans)
+        seconds = statistics.median(reader.seconds(spans) for _ in range(ROUNDS))
+        rate = BLOCKS * BLOCK_BYTES / seconds / 1e9
+        slower = {}
+        for name, step in steps.items():
+            with _pulling(reader, spans) as pulls:
+                slower[name] = (step.milliseconds(STEPS) / alone[name] - 1) * 100
+            report.add(
+                f"decode slower by, its priority {name}, pull by {how} "
+                f"({rate:.0f} GB/s alone, {pulls.rate():.0f} beside it)",
+                slower[name],
+                "%",
+                bounds.get(name),
+                at_least=False,
+            )
+        return rate, slower
+
+    with Reader(peer, pool, computing=True) as reader:
+        beside(reader, "the copy engines", {"default": 10.0})
     rates: dict[str, list[float]] = {}
     slower: dict[str, list[float]] = {}
     for block_words, num_warps in SHAPES:
         shape = f"{block_words >> 7} KiB, {num_warps} warps"
-        is_default = (block_words, num_warps) == (default.block_words, default.num_warps)
         for share in SHARES:
             options = {"sm_share": share, "block_words": block_words, "num_warps": num_warps}
             with Reader(peer, pool, {name: str(value) for name, value in options.items()}) as reader:
-                samples = [reader.seconds(spans) for _ in range(ROUNDS)]
-                rates.setdefault(shape, []).append(BLOCKS * BLOCK_BYTES / statistics.median(samples) / 1e9)
-                for name, step in steps.items():
-                    with _pulling(reader, spans) as pulls:
-                        percent = (step.milliseconds(STEPS) / alone[name] - 1) * 100
-                    slower.setdefault(f"{shape}, {name} priority", []).append(percent)
-                    bound = (
-                        10.0 if is_default and share == default.busy_sm_share and name == "default" else None
-                    )
-                    report.add(
-                        f"decode slower by, its priority {name}, pull on {share:.4g} of the SMs, {shape} "
-                        f"({rates[shape][-1]:.0f} GB/s alone, {pulls.rate():.0f} beside it)",
-                        percent,
-                        "%",
-                        bound,
-                        at_least=False,
-                    )
+                rate, percent = beside(reader, f"{share:.4g} of the SMs, {shape}", {})
+            rates.setdefault(shape, []).append(rate)
+            for name, value in percent.items():
+                slower.setdefault(f"{shape}, {name} priority", []).append(value)
     x = ("share of the multiprocessors", list(SHARES))
     report.charts += [
         Chart("pull-rate", x[0], "GB/s alone", x[1], rates, log_x=True),

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -72,7 +73,7 @@ class PlaneAgent:
             num_blocks=num_blocks,
             weights="bench",
             host_id="bench",
-            rank_address=f"ipc://{self._directory.name}/transfer",
+            rank_address=Path(self._directory.name, "transfer"),
         )
         self._config = config
         self._worker = WorkerConnector(

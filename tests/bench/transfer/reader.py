@@ -70,19 +70,27 @@ class PeerProcess:
 class Reader:
     """An engine of this process that reads a peer's pool into `pool`. Use as a context manager."""
 
-    def __init__(self, peer: PeerProcess, pool: torch.Tensor, options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        peer: PeerProcess,
+        pool: torch.Tensor,
+        backend_options: dict[str, str] | None = None,
+        *,
+        computing: bool = False,
+    ) -> None:
+        """`computing`: the engine is told that a model runs on the device."""
         self.pool = pool
         self._owner = peer
-        self.engine = open_engine(
-            peer.backend,
-            EngineOptions(
-                name=f"bench-reader-{peer.secret.hex()[:8]}",
-                bind_host="127.0.0.1",
-                advertise_host="127.0.0.1",
-                item_bytes=2,
-                backend_options=options or {},
-            ),
+        options = EngineOptions(
+            name=f"bench-reader-{peer.secret.hex()[:8]}",
+            bind_host="127.0.0.1",
+            advertise_host="127.0.0.1",
+            item_bytes=2,
+            backend_options=backend_options or {},
         )
+        if computing:
+            options.computing.set()
+        self.engine = open_engine(peer.backend, options)
         self.engine.register(pool)
         self._peer = self._connect()
 

@@ -24,7 +24,6 @@ def assembly(aligned: bool) -> str:
         signature={
             "table": "*i64",
             "num_spans": "i32",
-            "num_programs": "i32",
             "ALIGNED": "constexpr",
             "BLOCK": "constexpr",
         },

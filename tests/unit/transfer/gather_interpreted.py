@@ -49,10 +49,10 @@ def main() -> None:
             work = Work(
                 [(half, destination.ctypes.data, source.ctypes.data) for half in (spans[:7], spans[7:])]
             )
-            assert work.aligned == (unit == 16)
-            table = torch.zeros(work.table_size(num_programs), dtype=torch.int64)
-            work.write_table(table.numpy(), num_programs)
-            gather[(num_programs,)](table, work.num_spans, num_programs, ALIGNED=work.aligned, BLOCK=_BLOCK)
+            table = torch.zeros(work.table_size, dtype=torch.int64)
+            shape = work.write_table(table.numpy(), num_programs, words_each=1)
+            assert (shape.num_programs, shape.aligned) == (num_programs, unit == 16)
+            gather[(num_programs,)](table, work.num_spans, ALIGNED=shape.aligned, BLOCK=_BLOCK)
             wanted = np.zeros_like(destination)
             for local, remote, length in spans.tolist():
                 wanted[local : local + length] = source[remote : remote + length]

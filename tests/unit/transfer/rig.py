@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -51,7 +53,7 @@ class Agent:
             num_blocks=NUM_BLOCKS,
             weights="w",
             host_id="h",
-            rank_address=f"ipc://{self.directory.name}/transfer",
+            rank_address=Path(self.directory.name, "transfer"),
         )
         self.config = replace(config, **settings)
         self.pools = [self._pool(rank, seed).to(device) for rank in range(tp_size)]
@@ -132,6 +134,23 @@ class Agent:
 
     def _ranks(self) -> range:
         return range(self.config.tp_size)
+
+
+def thread_seconds() -> dict[int, float]:
+    """CPU time of every thread of this process so far, by its number."""
+    seconds = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended meanwhile
+            seconds[int(path.parent.name)] = int(path.read_text().split()[0]) / 1e9
+    return seconds
+
+
+async def idle_cost(others: Set[int]) -> float:
+    """CPU time over a second of all threads but `others`: those of other tests, which may still be ending."""
+    before = thread_seconds()
+    await asyncio.sleep(1.0)
+    after = thread_seconds()
+    return sum(spent - before.get(thread, 0.0) for thread, spent in after.items() if thread not in others)
 
 
 def assert_same_kv(producer: Agent, theirs: Sequence[int], consumer: Agent, ours: Sequence[int]) -> None:

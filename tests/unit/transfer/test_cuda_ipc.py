@@ -28,9 +28,7 @@ class Side:
     """An engine with a pool of its own."""
 
     def __init__(self, fill: int) -> None:
-        self.engine = CudaIpcEngine(
-            OPTIONS, lambda pool, settings, computing, on_landed: HostDevice(on_landed)
-        )
+        self.engine = CudaIpcEngine(OPTIONS, lambda pool, settings, computing: HostDevice())
         self.pool = torch.full((POOL_BYTES,), fill, dtype=torch.uint8)
         self.region = self.engine.register(self.pool)
 
@@ -201,17 +199,23 @@ def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
     assert all(read.poll() is Status.FAILED and read.quiescent for read in reads)
 
 
-def test_a_landing_wakes_whoever_sleeps_on_the_descriptor(rig: Rig) -> None:
-    """R24: nobody has to poll for the end of a kernel."""
+def test_whoever_sleeps_on_the_descriptor_is_woken_until_it_has_seen_the_landing(rig: Rig) -> None:
+    """R24: nobody has to poll for the end of a kernel; how often it is looked for, `Pace` says."""
     peer = rig.connect()
+    engine = rig.reader.engine
     rig.reader.device.hold = True
-    rig.read(peer, 0)
-    rig.reader.engine.progress()
-    descriptor = rig.reader.engine.fileno()
+    transfer = rig.read(peer, 0)
+    engine.progress()
+    descriptor = engine.fileno()
     assert descriptor is not None
-    assert not select.select([descriptor], [], [], 0)[0]
+    assert select.select([descriptor], [], [], 5.0)[0]
+    engine.progress()
+    assert transfer.poll() is Status.PENDING
     rig.reader.device.flights[0].land()
     assert select.select([descriptor], [], [], 5.0)[0]
+    engine.progress()
+    assert transfer.poll() is Status.DONE
+    assert not select.select([descriptor], [], [], 0.1)[0]
 
 
 def test_a_device_that_cannot_reach_the_other_makes_the_peer_unreachable_and_says_why(rig: Rig) -> None:

@@ -23,8 +23,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
     """Every device that an engine has opened, in order."""
     opened: list[HostDevice] = []
 
-    def open_device(pool: object, settings: object, computing: object, on_landed: object) -> HostDevice:
-        opened.append(HostDevice(on_landed))  # type: ignore[arg-type]
+    def open_device(pool: object, settings: object, computing: object) -> HostDevice:
+        opened.append(HostDevice())
         return opened[-1]
 
     def open_backend(options: EngineOptions) -> backend.CudaIpcEngine:

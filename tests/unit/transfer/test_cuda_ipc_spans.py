@@ -12,25 +12,26 @@ import numpy as np
 import pytest
 
 from tests.unit.transfer.gather_interpreted import ROOT, case
-from transfer.backends.cuda_ipc_work import Work
+from transfer.backends.cuda_ipc_work import ALIGNED_WORD_BYTES, Shape, Work
 
 
-def copies(work: Work, num_programs: int) -> list[tuple[int, int, int]]:
+def copies(work: Work, most_programs: int) -> list[tuple[int, int, int]]:
     """What the kernel's programs copy, one after the other: (source, destination, bytes)."""
-    table = np.full(work.table_size(num_programs) + 3, -1, dtype=np.int64)
-    work.write_table(table, num_programs)
+    table = np.full(work.table_size + 3, -1, dtype=np.int64)
+    shape = work.write_table(table, most_programs, words_each=1)
     assert (table[-3:] == -1).all(), "written past the table"
+    word_bytes = ALIGNED_WORD_BYTES if shape.aligned else 1
     n = work.num_spans
-    starts, sources, destinations = table[: n + 1], table[n + 1 : 2 * n + 1], table[2 * n + 1 : 3 * n + 1]
-    bounds, firsts = table[3 * n + 1 : 3 * n + 2 + num_programs], table[3 * n + 2 + num_programs : -3]
+    share, starts, spans = int(table[0]), table[1 : n + 2] // word_bytes, work.spans(table)
     copied = []
-    for program in range(num_programs):
-        position, span = bounds[program], firsts[program]
-        while position < bounds[program + 1]:
-            assert starts[span] <= position, "a program begins before its span"
-            end = min(starts[span + 1], bounds[program + 1])
-            at = (position - starts[span]) * work.word_bytes
-            copied.append((sources[span] + at, destinations[span] + at, (end - position) * work.word_bytes))
+    for program in range(shape.num_programs):
+        position = program * share
+        stop = min(position + share, starts[n])
+        span = np.searchsorted(starts[1:n], position, side="right")
+        while position < stop:
+            end = min(starts[span + 1], stop)
+            destination, source, _ = spans[span] + (position - starts[span]) * word_bytes
+            copied.append((source, destination, (end - position) * word_bytes))
             position, span = end, span + 1
     return [(int(a), int(b), int(c)) for a, b, c in copied if c]
 
@@ -51,26 +52,34 @@ def test_the_programs_share_every_byte_of_every_span_and_no_other(num_programs: 
         for source, destination, n in copies(work, num_programs)
         for byte in range(n)
     ]
-    assert len(got) == len(set(got)) == work.nbytes
+    assert len(got) == len(set(got)) == spans[:, 2].sum()
     assert set(got) == wanted
+
+
+def laid_out(
+    *parts: tuple[list[tuple[int, int, int]], int, int], most_programs: int = 33
+) -> tuple[int, Shape]:
+    """The share of each program in words, and the shape."""
+    work = Work([(np.array(spans, dtype=np.int64), *bases) for spans, *bases in parts])
+    table = np.zeros(work.table_size, dtype=np.int64)
+    shape = work.write_table(table, most_programs, words_each=8192)
+    return int(table[0]), shape
 
 
 def test_one_long_span_and_many_short_ones_keep_all_programs_equally_busy() -> None:
     for spans in ([(0, 0, 1 << 26)], [(place << 16, place << 16, 1 << 16) for place in range(1024)]):
-        work = Work([(np.array(spans, dtype=np.int64), 0, 1 << 32)])
-        table = np.zeros(work.table_size(32), dtype=np.int64)
-        work.write_table(table, 32)
-        bounds = table[3 * work.num_spans + 1 :][:33]
-        assert (np.diff(bounds) == (1 << 26) // 8 // 32).all()
+        share, shape = laid_out((spans, 0, 1 << 32), most_programs=32)
+        assert (share, shape) == ((1 << 26) // 8 // 32, Shape(32, True, 1 << 26))
 
 
 def test_wide_accesses_are_for_what_is_aligned_throughout() -> None:
     """A misaligned access ends the process's CUDA context."""
-    row = np.array([(32, 64, 48)], dtype=np.int64)
-    assert Work([(row, 0, 16)]).aligned
+    row = [(32, 64, 48)]
+    assert laid_out((row, 0, 16))[1].aligned
     for spoilt in ([(32, 64, 40)], [(32, 72, 48)], [(40, 64, 48)]):
-        assert not Work([(np.array(spoilt, dtype=np.int64), 0, 16)]).aligned
-    assert not Work([(row, 0, 16), (row, 0, 8)]).aligned
+        assert not laid_out((spoilt, 0, 16))[1].aligned
+    assert not laid_out((row, 0, 16), (row, 0, 8))[1].aligned
+    assert not laid_out((row, 0, 16), ([(32, 64, 8), (96, 128, 8)], 0, 16))[1].aligned
 
 
 def test_runs_begin_where_wide_accesses_stay_aligned() -> None:
@@ -79,8 +88,8 @@ def test_runs_begin_where_wide_accesses_stay_aligned() -> None:
 
 
 def test_little_work_takes_few_programs() -> None:
-    small, large = (Work([(np.array([(0, 0, n)], dtype=np.int64), 0, 0)]) for n in (4096, 1 << 26))
-    assert (small.num_programs(33, 8192), large.num_programs(33, 8192)) == (1, 33)
+    small, large = (laid_out(([(0, 0, n)], 0, 0))[1] for n in (4096, 1 << 26))
+    assert (small.num_programs, large.num_programs) == (1, 33)
 
 
 def run_module(name: str, **environment: str) -> list[str]:

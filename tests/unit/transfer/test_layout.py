@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from transfer.layout import KVGeometry, SpanTable, differences, merge_spans, plan_spans
+from transfer.layout import KVGeometry, SpanTable, check_bounds, differences, merge_spans, plan_spans
 
 GQA = KVGeometry(num_layers=3, num_kv_heads=4, head_dim=2, dtype="float32", block_size=2, rope="default")
 MLA = KVGeometry(
@@ -126,6 +126,20 @@ def test_a_split_that_does_not_come_out_even_is_an_error(tp_size: int, rank: int
 def test_merging_needs_both_sides_adjacent() -> None:
     table = np.array([[0, 0, 8], [8, 8, 8], [16, 32, 8], [24, 40, 8], [64, 48, 8]], dtype=np.int64)
     assert merge_spans(table).tolist() == [[0, 0, 16], [16, 32, 16], [64, 48, 8]]
+
+
+def test_spans_may_touch_the_ends_of_the_pools_and_there_may_be_none() -> None:
+    check_bounds(np.array([[0, 192, 8], [56, 0, 8]], dtype=np.int64), 64, 200)
+    check_bounds(np.empty((0, 3), dtype=np.int64), 0, 0)
+
+
+@pytest.mark.parametrize(
+    "span", [(57, 0, 8), (0, 193, 8), (0, 0, 65), (-1, 0, 8), (0, -1, 8), (32, 32, -8)], ids=str
+)
+def test_a_span_outside_either_pool_is_refused(span: tuple[int, int, int]) -> None:
+    table = np.array([[0, 0, 8], span, [8, 8, 8]], dtype=np.int64)
+    with pytest.raises(ValueError, match="outside"):
+        check_bounds(table, 64, 200)
 
 
 def test_the_fingerprint_depends_on_every_field() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -60,10 +61,14 @@ def test_posting_to_a_stopped_peer_and_asking_for_the_status_do_not_wait(peer: S
     reading = Reading(peer)
     assert reading.finish(reading.post(0)) is Status.DONE
     peer.stop()
-    begun = time.monotonic()
-    batches = [reading.post(at) for at in range(0, POOL_BYTES, PIECE)]
-    assert all(reading.library.check(batch) is Status.PENDING for batch in batches)
-    assert time.monotonic() - begun < 0.5
+    took, batches = [], []
+    for at in range(0, POOL_BYTES, PIECE):
+        begun = time.monotonic()
+        batches.append(reading.post(at))
+        assert reading.library.check(batches[-1]) is Status.PENDING
+        took.append(time.monotonic() - begun)
+    # A busy machine may hold up some, but neither most nor any for as long as the peer stands still.
+    assert median(took) < 0.5 / len(took) and sum(took) < 5.0
     peer.resume()
     assert {reading.finish(batch) for batch in batches} == {Status.DONE}
     reading.library.close()

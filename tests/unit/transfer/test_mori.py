@@ -109,11 +109,11 @@ def test_a_status_that_has_not_even_begun_is_not_done(pair: MakePair) -> None:
 
 def test_the_deadline_is_ours_and_the_destination_is_held_until_the_read_ends(pair: MakePair) -> None:
     """MORI has neither a deadline nor a cancel."""
-    two = pair("stall:seconds=0.6,after=0,lane=0", qp_per_transfer="1")
+    two = pair("stall:seconds=3,after=0,lane=0", qp_per_transfer="1")
     begun = time.monotonic()
     transfer = two.read(two.meet(), scattered(8), timeout_s=0.1)
     assert two.finish(transfer) is Status.FAILED
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 2.5
     assert transfer.reason == "deadline"
     assert not transfer.quiescent
     two.settle(transfer)
@@ -210,14 +210,14 @@ def test_an_owner_that_closed_is_noticed_without_a_read(pair: MakePair) -> None:
 def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) -> None:
     """R7, I3: with reads in flight, and while somebody still holds them and their peer."""
     threads = set(threading.enumerate())
-    two = pair("stall:seconds=5,after=0")
+    two = pair("stall:seconds=30,after=0")
     peer = two.meet()
     transfers = [two.read(peer, scattered(64)) for _ in range(2)]
     two.reader.progress()
     sessions = [weakref.ref(session) for session in peer._sessions.values()]
     begun = time.monotonic()
     two.close(two.reader, two.owner)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 6.0
     assert {each.poll() for each in transfers} == {Status.FAILED}
     assert all(each.quiescent for each in transfers)
     assert set(threading.enumerate()) <= threads

@@ -17,7 +17,7 @@ import torch
 import transfer.backends.nccl_client as client
 import transfer.backends.nccl_server as server
 from transfer.backends.nccl import NcclEngine, open_backend
-from transfer.backends.nccl_fabric import PairBroken
+from transfer.backends.nccl_fabric import NcclPair, PairBroken
 from transfer.backends.nccl_pair import PairThread, Rendezvous, reader_end, server_end
 from transfer.backends.nccl_staging import staging
 from transfer.backends.nccl_wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
@@ -168,7 +168,7 @@ class SilentEnd:
     def send(self, message: torch.Tensor, tag: int) -> None:
         """Nobody hears it."""
 
-    def wait(self, work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
         """It is over."""
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class UnfinishedReceive:
     def receive(self, message: torch.Tensor, tag: int) -> torch.Tensor:
         return message
 
-    def wait(self, work: torch.Tensor, deadline: float) -> None:
+    def wait(self, work: torch.Tensor, deadline: float, closing: threading.Event) -> None:
         if len(self.heads) < 2:
             assert self.may_come.wait(20)
         head = self.heads.pop(0)
@@ -215,6 +215,41 @@ def test_nothing_is_copied_out_before_the_receive_has_been_waited_for(
     fabric.may_come.set()
     rig.until(lambda: transfer.poll() is Status.DONE)
     assert rig.reader.pool[:64].eq(5).all()
+
+
+class UnfinishedWork:
+    """A receive whose stream waits."""
+
+    def wait(self) -> None:
+        """The host does not."""
+
+
+class UnfinishedKernel:
+    """A CUDA event after a kernel that waits for a dead peer."""
+
+    def record(self) -> None:
+        """It is in the stream."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_pair_that_is_closed_does_not_wait_for_the_deadline_of_a_dead_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What NCCL waits for then holds up the whole GPU, and with it the next backend to be opened."""
+    monkeypatch.setattr(torch.cuda, "Event", UnfinishedKernel)
+    pair, closing = object.__new__(NcclPair), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(PairBroken, match="closed"):
+            pair.wait(UnfinishedWork(), time.monotonic() + 3600, closing)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    closing.set()
+    waiting.join(10.0)
+    assert not waiting.is_alive()
 
 
 class Ends:

@@ -3,66 +3,30 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
+from tests.forked import Forked
+from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, consume, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import BACKENDS
-from transfer.connector import LeaseEnded, PullDone, PullFailed, PullQuiescent, Remote
+from transfer.connector import LeaseEnded, PullDone, PullFailed, PullQuiescent
 
-ROOT = Path(__file__).resolve().parents[3]
+# Long enough that no renewal comes too late on a busy machine.
+LEASE_S = 2.0
 
 
-class OtherAgent:
-    """A plane in another process."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.transfer.agent_process", *arguments],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the other agent ended before it was ready"
-        self.said: Any = json.loads(line)
-
-    def remote(self) -> Remote:
-        return msgspec.convert(self.said["remote"], Remote)
-
-    def tell(self, order: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+StartAgent = Callable[..., Forked]
 
 
 @pytest.fixture
-def start_agent() -> Iterator[Callable[..., OtherAgent]]:
-    started: list[OtherAgent] = []
+def start_agent() -> Iterator[StartAgent]:
+    started: list[Forked] = []
 
-    def start(*arguments: str) -> OtherAgent:
-        started.append(OtherAgent(*arguments))
+    def start(main: Callable[..., None], *arguments: object) -> Forked:
+        started.append(Forked(main, *arguments))
         return started[-1]
 
     yield start
@@ -72,17 +36,17 @@ def start_agent() -> Iterator[Callable[..., OtherAgent]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_producer_that_was_killed_fails_its_readers_at_once(
-    start_agent: Callable[..., OtherAgent], backend: str
+    start_agent: StartAgent, backend: str
 ) -> None:
     """I5: from the broken connection, not from a timeout."""
-    other = start_agent("produce", backend)
+    other = start_agent(produce, backend)
+    remote, ids = other.said
     async with Agent(transfer=backend, seed=2) as decode:
-        decode.plane.pull(other.said["ids"][0], other.remote(), OURS, 0, 20.0)
+        decode.plane.pull(ids[0], remote, OURS, 0, 20.0)
         await decode.event(PullDone)
-        other.signal(signal.SIGKILL)
-        other.process.wait()
+        other.kill_now()
         begun = time.monotonic()
-        decode.plane.pull(other.said["ids"][1], other.remote(), OURS, 0, 20.0)
+        decode.plane.pull(ids[1], remote, OURS, 0, 20.0)
         failed = await decode.event(PullFailed)
         assert failed.reason in ("unreachable", "read_failed")
         assert time.monotonic() - begun < 2.0
@@ -92,39 +56,40 @@ async def test_a_producer_that_was_killed_fails_its_readers_at_once(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_stopped_producer_costs_the_deadline_and_serves_again_when_it_goes_on(
-    start_agent: Callable[..., OtherAgent], backend: str
+    start_agent: StartAgent, backend: str
 ) -> None:
-    other = start_agent("produce", backend)
+    other = start_agent(produce, backend)
+    remote, ids = other.said
     async with Agent(transfer=backend, seed=2) as decode:
-        decode.plane.pull(other.said["ids"][0], other.remote(), OURS, 0, 20.0)
+        decode.plane.pull(ids[0], remote, OURS, 0, 20.0)
         await decode.event(PullDone)
-        other.signal(signal.SIGSTOP)
+        other.stop()
         begun = time.monotonic()
-        decode.plane.pull(other.said["ids"][1], other.remote(), OURS, 0, 0.7)
+        decode.plane.pull(ids[1], remote, OURS, 0, 0.7)
         failed = await decode.event(PullFailed)
         assert failed.reason == "deadline"
         assert time.monotonic() - begun < 2.0
-        other.signal(signal.SIGCONT)
+        other.resume()
         if not failed.quiescent:
             await decode.event(PullQuiescent)
-        decode.plane.pull(other.said["ids"][2], other.remote(), OURS, 0, 20.0)
+        decode.plane.pull(ids[2], remote, OURS, 0, 20.0)
         await decode.event(PullDone)
         async with Agent(seed=1) as same:
             assert_same_kv(same, THEIRS, decode, OURS)
 
 
 async def test_a_consumer_that_was_killed_costs_one_lease_period(
-    start_agent: Callable[..., OtherAgent],
+    start_agent: StartAgent,
 ) -> None:
     """I2. The stream is stalled, so that the reader is surely in the middle of it."""
-    other = start_agent("consume")
-    async with Agent(seed=1, lease_s=1.0, tcp_fault="stall:after=64") as prefill:
+    other = start_agent(consume, LEASE_S)
+    async with Agent(seed=1, lease_s=LEASE_S, tcp_fault="stall:after=64") as prefill:
         renewed, unread = prefill.lend(THEIRS, TOKENS), prefill.lend([11], 4)
-        other.tell({"remote": msgspec.to_builtins(prefill.remote(TOKENS)), "id": renewed})
+        other.tell((prefill.remote(TOKENS), renewed))
         assert (await prefill.event(LeaseEnded)).transfer_id == unread
         with pytest.raises(TimeoutError):
-            await prefill.event(LeaseEnded, timeout_s=1.5)
-        other.signal(signal.SIGKILL)
-        ended = await prefill.event(LeaseEnded, timeout_s=2.0)
+            await prefill.event(LeaseEnded, timeout_s=1.5 * LEASE_S)
+        other.kill_now()
+        ended = await prefill.event(LeaseEnded, timeout_s=LEASE_S + 1)
         assert (ended.transfer_id, ended.cause) == (renewed, "expired")
         assert prefill.plane.stats().leased == 0

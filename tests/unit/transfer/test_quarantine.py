@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
+from tests.forked import Forked
+from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import needs_nixl
-from tests.unit.transfer.test_plane_deaths import OtherAgent
+from transfer.backends.nixl import NixlEngine, NixlTransfer
 from transfer.connector import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
 from transfer.quarantine import Quarantine
@@ -59,7 +60,7 @@ def test_what_became_quiescent_asks_for_nothing() -> None:
 class Stopped:
     """A decode agent whose producer was stopped as it began to read into `OURS`, and gave up."""
 
-    def __init__(self, decode: Agent, producer: OtherAgent, failed: PullFailed) -> None:
+    def __init__(self, decode: Agent, producer: Forked, failed: PullFailed) -> None:
         self.decode = decode
         self.producer = producer
         self.failed = failed
@@ -69,24 +70,28 @@ class Stopped:
 async def stopped(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Stopped]:
     # Over shared memory UCX reads the stopped process all the same; over sockets that process takes part.
     monkeypatch.setenv("UCX_TLS", "tcp")
-    producer = OtherAgent("produce", "nixl")
+    producer = Forked(produce, "nixl")
     try:
         async with Agent(transfer="nixl", seed=2, **settings) as decode:
-            remote, ids = producer.remote(), producer.said["ids"]
+            remote, ids = producer.said
             decode.plane.pull(ids[0], remote, ELSEWHERE, 0, 20.0)
             await decode.event(PullDone)
-            ranks = decode.plane._ranks
-            read = ranks.read
+            read, reading, loop = NixlEngine.read, asyncio.Event(), asyncio.get_running_loop()
 
-            def stop_and_read(*arguments: Any) -> None:
-                producer.signal(signal.SIGSTOP)
-                read(*arguments)
+            def stop_and_read(*arguments: Any) -> NixlTransfer:
+                producer.stop()
+                posted = read(*arguments)
+                loop.call_soon_threadsafe(reading.set)
+                return posted
 
-            monkeypatch.setattr(ranks, "read", stop_and_read)
-            # Its deadline has to come after the read has begun, on a busy machine too.
-            decode.plane.pull(ids[1], remote, OURS, 0, 2.0)
+            monkeypatch.setattr(NixlEngine, "read", stop_and_read)
+            decode.plane.pull(ids[1], remote, OURS, 0, 20.0)
+            async with asyncio.timeout(20.0):
+                await reading.wait()
+            # Not a deadline: on a busy machine it could come before the read.
+            decode.plane.cancel(ids[1])
             failed = await decode.event(PullFailed)
-            monkeypatch.setattr(ranks, "read", read)
+            monkeypatch.setattr(NixlEngine, "read", read)
             yield Stopped(decode, producer, failed)
     finally:
         producer.close()
@@ -127,7 +132,7 @@ async def test_a_rebuilt_engine_writes_nothing_into_blocks_that_are_used_again(
         assert decode.plane.stats().rebuilds == 1
         pattern = torch.full_like(decode.pools[0][OURS], 7.0)
         decode.pools[0][OURS] = pattern
-        producer.signal(signal.SIGCONT)
+        producer.resume()
         await asyncio.sleep(0.5)
         async with Agent(seed=3, transfer="nixl") as other:  # the stopped one's UCX may not survive our end
             transfer_id = other.lend(THEIRS, TOKENS)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the transfer thread looks whether a launch has landed."""
+
+from __future__ import annotations
+
+import select
+import time
+
+import pytest
+
+from transfer.backends.cuda_ipc_pace import FIRST_LOOK, Pace
+from transfer.backends.timer import Timer
+
+GIB = 1 << 30
+
+
+def test_looks_begin_shortly_before_a_launch_can_have_landed() -> None:
+    pace = Pace()
+    assert pace.next_look(GIB, begun=1.0, now=1.0) < 1.0001
+    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
+    assert pace.next_look(2 * GIB, begun=5.0, now=5.0) == pytest.approx(5.0 + FIRST_LOOK * 0.006)
+
+
+def test_a_launch_that_is_late_is_looked_at_ever_less_often() -> None:
+    pace = Pace()
+    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
+    now, looks = 5.0, 0
+    while now < 15.0:
+        now, looks = pace.next_look(GIB, begun=5.0, now=now), looks + 1
+    assert looks < 1000
+    assert now < 15.2
+
+
+def test_neither_a_small_launch_nor_one_beside_the_model_makes_it_look_late() -> None:
+    pace = Pace()
+    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
+    for _ in range(10):
+        pace.learn(4096, begun=1.0, looked=1.0009, landed=1.001)
+        pace.learn(GIB, begun=1.0, looked=1.0089, landed=1.009)
+    assert pace.next_look(GIB, begun=5.0, now=5.0) < 5.0033
+
+
+def test_who_came_late_looks_earlier_next_time() -> None:
+    pace = Pace()
+    pace.learn(GIB, begun=1.0, looked=1.0089, landed=1.009)
+    late = pace.next_look(GIB, begun=5.0, now=5.0)
+    pace.learn(GIB, begun=5.0, looked=5.0, landed=late)
+    assert pace.next_look(GIB, begun=5.0, now=5.0) < late
+
+
+def test_a_timer_is_silent_until_its_time_and_after_it_was_set_to_none() -> None:
+    timer = Timer()
+    try:
+        assert not select.select([timer], [], [], 0)[0]
+        timer.set(time.monotonic() + 3600)
+        assert not select.select([timer], [], [], 0)[0]
+        at = time.monotonic() + 0.02
+        timer.set(at)
+        assert select.select([timer], [], [], 10.0)[0]
+        assert time.monotonic() >= at
+        timer.set(None)
+        assert not select.select([timer], [], [], 0)[0]
+    finally:
+        timer.close()

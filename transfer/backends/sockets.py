@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets between ranks. None of them blocks."""
+
+from __future__ import annotations
+
+import socket
+
+from transfer.engine import PeerUnreachable
+
+_BACKLOG = 128
+
+
+def dial(host: str, port: int) -> socket.socket:
+    """Begin to connect; the outcome shows when the socket turns writable.
+
+    Raises `PeerUnreachable` for an address that makes no sense.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
+        connection = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PeerUnreachable(f"{host}:{port}: {error}") from error
+    connection.setblocking(False)
+    connection.connect_ex(where)
+    return connection
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at a port of the OS's choice. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """The connection of whoever knocks; None if there is none to be had."""
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        return None  # it left again, or we are out of descriptors; it will find out by its own deadline
+    connection.setblocking(False)
+    return connection

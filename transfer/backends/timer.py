@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a backend has the transfer thread woken at a time that milliseconds are too coarse for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+_TFD_TIMER_ABSTIME = 1
+_NANOSECONDS = 1_000_000_000
+
+
+class _Setting(ctypes.Structure):
+    """`struct itimerspec`: the time between repetitions, none here, and the first time."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("s", ctypes.c_long),
+        ("ns", ctypes.c_long),
+    )
+
+
+class Timer:
+    """A descriptor that turns readable at a time (timerfd_create(2); Python has it from 3.13 on)."""
+
+    def __init__(self) -> None:
+        """Raises OSError when there are no descriptors left."""
+        self._library = ctypes.CDLL(None, use_errno=True)
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor: int = self._library.timerfd_create(time.CLOCK_MONOTONIC, flags)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._at: float | None = None
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def set(self, at: float | None) -> None:
+        """Be silent until then (`time.monotonic`), or until it is set again."""
+        if at is None and self._at is None:
+            return
+        self._at = at
+        s, ns = divmod(round(at * _NANOSECONDS), _NANOSECONDS) if at is not None else (0, 0)
+        setting = _Setting(0, 0, s, ns)
+        self._library.timerfd_settime(self._descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
