@@ -17,6 +17,7 @@ import zmq
 
 from agent.config import AgentConfig
 from agent.model import Model, ModelSpec, eos_ids
+from agent.rank_exchange import RankExchange
 from agent.runner import StepRunner
 from agent.step import (
     Boot,
@@ -42,8 +43,8 @@ class Rank:
 
     def __init__(self, boot: Boot, run_dir: Path, rank: int) -> None:
         config = self._config = boot.config
-        self._group = Group(rank, config.tp)
-        device = _open_device(config, self._group, run_dir)
+        device = _open_device(config, rank)
+        self._group = _join_group(config, rank, device, run_dir)
         self._model = Model(
             ModelSpec(
                 directory=Path(config.model),
@@ -89,6 +90,8 @@ class Rank:
         self._connector.close()
         self._socket.close()
         self._context.term()
+        if self._group.exchange is not None:
+            self._group.exchange.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -131,19 +134,26 @@ class Rank:
         return int(fits)
 
 
-def _open_device(config: AgentConfig, group: Group, run_dir: Path) -> torch.device:
-    """Choose the rank's device and join the process group, through a file in the agent's own directory."""
+def _open_device(config: AgentConfig, rank: int) -> torch.device:
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
-    device = torch.device("cpu")
-    if config.first_gpu is not None:
-        device = torch.device("cuda", config.first_gpu + group.rank)
-        torch.cuda.set_device(device)
-    if group.size > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{run_dir}/process-group",
-            rank=group.rank,
-            world_size=group.size,
-            timeout=_COLLECTIVE_TIMEOUT,
-        )
+    if config.first_gpu is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", config.first_gpu + rank)
+    torch.cuda.set_device(device)
     return device
+
+
+def _join_group(config: AgentConfig, rank: int, device: torch.device, run_dir: Path) -> Group:
+    """Meet the other ranks, in the agent's own directory."""
+    if config.tp == 1:
+        return Group(rank, 1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{run_dir}/process-group",
+        rank=rank,
+        world_size=config.tp,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    if device.type == "cuda":
+        return Group(rank, config.tp)
+    return Group(rank, config.tp, RankExchange(run_dir, rank, config.tp, _COLLECTIVE_TIMEOUT.total_seconds()))

@@ -2,20 +2,22 @@
 """Splits a model's linear layers over tensor-parallel ranks, by the plan that transformers gives for it.
 
 A column-wise layer holds some of the outputs, a row-wise one some of the inputs; what a row-wise layer
-computes is summed over the ranks. On CPU the sum is an all-gather and an addition in rank order: a ring's
+computes is summed over the ranks. On CPU every rank sees every part and adds them in rank order: a ring's
 order depends on where a row lies in the batch, and so would the bits (design I4).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from agent.rank_exchange import SLOT_BYTES, RankExchange
 
 Split = Literal["colwise", "rowwise"]
 
@@ -31,10 +33,13 @@ _SPLITS: Mapping[str, Split | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank's place among the ranks that share a model."""
+    """This rank's place among the ranks that share a model, and how they talk: on CPU through `exchange`,
+    on GPUs through torch.distributed.
+    """
 
     rank: int
     size: int
+    exchange: RankExchange | None = None
 
     def share(self, length: int, what: str) -> slice:
         """This rank's part of a dimension. Raises ValueError when it does not divide evenly."""
@@ -44,27 +49,52 @@ class Group:
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum one tensor per rank, to the same bits on every rank and for every row."""
+        """Sum one tensor per rank, to the same bits on every rank and for every row.
+
+        Raises RankLost when a rank has left.
+        """
         if self.size == 1:
             return partial
-        if partial.is_cuda:
+        if self.exchange is None:
             dist.all_reduce(partial)
             return partial
-        parts = self._gather(partial)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        total = torch.empty_like(partial, memory_format=torch.contiguous_format)
+        for rows in _slots(partial):
+            parts = self.exchange.gather(_rows(partial)[rows])
+            into = _rows(total)[rows].view(-1)
+            torch.add(parts[0], parts[1], out=into)
+            for part in parts[2:]:
+                into += part
         return total
 
     def concat(self, part: torch.Tensor) -> torch.Tensor:
-        """Join one tensor per rank along the last dimension, in rank order."""
-        return part if self.size == 1 else torch.cat(self._gather(part), dim=-1)
+        """Join one tensor per rank along the last dimension, in rank order.
 
-    def _gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part)
-        return parts
+        Raises RankLost when a rank has left.
+        """
+        if self.size == 1:
+            return part
+        if self.exchange is None:
+            parts = [torch.empty_like(part) for _ in range(self.size)]
+            dist.all_gather(parts, part.contiguous())
+            return torch.cat(parts, dim=-1)
+        width = part.shape[-1]
+        joined = part.new_empty((*part.shape[:-1], self.size * width))
+        for rows in _slots(part):
+            for rank, each in enumerate(self.exchange.gather(_rows(part)[rows])):
+                _rows(joined)[rows, rank * width : (rank + 1) * width] = each.view(-1, width)
+        return joined
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1, tensor.shape[-1])
+
+
+def _slots(tensor: torch.Tensor) -> Iterator[slice]:
+    """Which rows go through the exchange at a time."""
+    count = tensor.numel() // tensor.shape[-1]
+    at_once = SLOT_BYTES // (tensor.shape[-1] * tensor.element_size())
+    return (slice(start, min(start + at_once, count)) for start in range(0, count, at_once))
 
 
 class RowwiseLinear(nn.Module):

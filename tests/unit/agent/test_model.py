@@ -21,6 +21,7 @@ from agent.model import (
     check_supported,
     eos_ids,
 )
+from agent.rank_exchange import RankExchange
 from agent.tensor_parallel import Group, splits_of
 from agent.weights import CheckpointWeights
 from tests.unit.agent.tiny_models import (
@@ -70,11 +71,13 @@ def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> Ran
     """One of two ranks, in a process of its own: greedy tokens, weights hash and layout of every model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    group, answers = Group(rank, 2), {}
-    for name, path in paths.items():
-        model = load_model(path, group)
-        tokens = greedy_tokens(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
-        answers[name] = (tokens, model.weights_hash, model.geometry(16).fingerprint())
+    answers = {}
+    with RankExchange(rendezvous.parent, rank, 2, timeout_s=60.0) as exchange:
+        group = Group(rank, 2, exchange)
+        for name, path in paths.items():
+            model = load_model(path, group)
+            tokens = greedy_tokens(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
+            answers[name] = (tokens, model.weights_hash, model.geometry(16).fingerprint())
     dist.destroy_process_group()
     return answers
 
