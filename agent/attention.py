@@ -2,10 +2,11 @@
 """Attention over a paged KV pool, plugged into transformers' models by name.
 
 The pool is `[block, kv_head, layer, K|V, token, head_dim]` (design §7): good for moving blocks, so attention
-gathers a sequence's blocks of one layer into contiguous K and V first. Sequences of one length are attended
-in one call, as all choices of a prompt can be; that no sequence's bits depend on what else is in the batch
-(design I4) is what a test holds torch's kernel to. They do depend on the number of compute threads: for a
-single query torch's CPU kernel divides the keys among them.
+gathers a sequence's blocks of one layer into contiguous K and V first. Decoding sequences of about one length
+are attended in one call: on CPU their contexts are padded to a multiple of `CONTEXT_MULTIPLE` and masked, on
+GPUs, whose fast kernels take no mask, they must be equal. That no sequence's bits depend on what else is in
+the batch (design I4) is what a test holds torch's kernel to. They do depend on the number of compute threads:
+for a single query torch's CPU kernel divides the keys among them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ ROW_MULTIPLE = 16
 same bits whatever goes with it (measured; design I4)."""
 
 
+CONTEXT_MULTIPLE = 64
+"""To what a decoding sequence's context is padded on CPU: fewer calls, for keys that cost next to nothing."""
+
 GROUP_TOKENS = 4096
 """Context that is gathered for one call, over all its sequences, unless one alone has more. So the K and V of
 a layer take little memory, and stay in the cache."""
@@ -35,18 +39,20 @@ a layer take little memory, and stay in the cache."""
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Queries that are attended in one call: one chunk's, or one each of several sequences of one length."""
+    """Queries that are attended in one call: one chunk's, or one each of several sequences."""
 
     size: int
     """Sequences."""
     rows: torch.Tensor
     """int64, shape [size * queries]: where they lie in the batch, sequence by sequence."""
     context_len: int
+    """Keys that each query is shown."""
     kv_rows: torch.Tensor
     """int64, shape [size * 2 * kv_heads * blocks]: for each sequence, the pool rows of layer 0 with its K,
     then those with its V."""
     mask: torch.Tensor | None
-    """bool, shape [queries, context_len], True where a query sees a key; None where it sees all of them."""
+    """bool, shape [queries, context_len] or [size, 1, 1, context_len], True where a query sees a key; None
+    where it sees all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,9 @@ class PagedBatch:
     """int64, shape [real rows]: the block that each row's KV is written to."""
     slot_offsets: torch.Tensor
     """int64, shape [real rows]: the place within that block."""
+    begun_blocks: torch.Tensor | None
+    """int64: blocks that this step begins and does not fill. The rest of them must be finite: a key that is
+    masked counts for nothing, but nothing times infinity is not a number."""
     groups: tuple[QueryGroup, ...]
     pool: torch.Tensor
     """Shape [block, kv_head, layer, K|V, token, head_dim], contiguous."""
@@ -75,8 +84,11 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
     token_ids: list[int] = []
     positions: list[int] = []
     slot_blocks: list[int] = []
+    begun_blocks: list[int] = []
     for chunk in chunks:
         end = chunk.start + len(chunk.token_ids)
+        if end % block_size and chunk.start <= end // block_size * block_size:
+            begun_blocks.append(chunk.blocks[end // block_size])
         token_ids += chunk.token_ids
         positions += range(chunk.start, end)
         slot_blocks += [chunk.blocks[position // block_size] for position in range(chunk.start, end)]
@@ -87,6 +99,7 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
         positions=places,
         slot_blocks=torch.tensor(slot_blocks, device=device),
         slot_offsets=places[: len(positions)] % block_size,
+        begun_blocks=torch.tensor(begun_blocks, device=device) if begun_blocks else None,
         groups=tuple(_groups(chunks, pool)),
         pool=pool,
         pool_rows=pool.view(-1, block_size * pool.shape[5]),
@@ -94,46 +107,62 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
 
 
 def _groups(chunks: Sequence[Chunk], pool: torch.Tensor) -> Iterator[QueryGroup]:
+    multiple = 1 if pool.is_cuda else CONTEXT_MULTIPLE
     singles: dict[int, list[tuple[int, Chunk]]] = {}
     row = 0
     for chunk in chunks:
         if len(chunk.token_ids) == 1:
-            singles.setdefault(chunk.start + 1, []).append((row, chunk))
+            singles.setdefault(-(-(chunk.start + 1) // multiple) * multiple, []).append((row, chunk))
         else:
-            yield _group([(row, chunk)], pool)
+            yield _chunk_group(row, chunk, pool)
         row += len(chunk.token_ids)
     for context_len, members in singles.items():
         most = max(1, GROUP_TOKENS // context_len)
         if not pool.is_cuda and torch.get_num_threads() > 1:
             most = 1  # the keys of one query are divided among the threads, those of several are not
         for first in range(0, len(members), most):
-            yield _group(members[first : first + most], pool)
+            yield _decode_group(members[first : first + most], context_len, pool)
 
 
-def _group(members: Sequence[tuple[int, Chunk]], pool: torch.Tensor) -> QueryGroup:
-    """Chunks of one length, with the rows where they begin."""
-    _, heads, layers, parts, block_size, _ = pool.shape
-    count = len(members[0][1].token_ids)
-    context_len = members[0][1].start + count
-    num_blocks = -(-context_len // block_size)
-    blocks = torch.tensor([chunk.blocks[:num_blocks] for _, chunk in members], device=pool.device)
-    head = torch.arange(heads, device=pool.device).view(heads, 1)
-    part = torch.arange(parts, device=pool.device).view(parts, 1, 1)
-    kv_rows = (blocks[:, None, None] * heads + head) * layers * parts + part
+def _chunk_group(row: int, chunk: Chunk, pool: torch.Tensor) -> QueryGroup:
+    """The chunk that begins at this row, by itself."""
+    count = len(chunk.token_ids)
+    context_len = chunk.start + count
+    ones = torch.ones(count, context_len, dtype=torch.bool, device=pool.device)
     return QueryGroup(
-        size=len(members),
-        rows=torch.tensor([first + row for first, _ in members for row in range(count)], device=pool.device),
+        size=1,
+        rows=torch.arange(row, row + count, device=pool.device),
         context_len=context_len,
-        kv_rows=kv_rows.reshape(-1),
-        mask=_causal_mask(count, context_len, pool.device),
+        kv_rows=_kv_rows([chunk.blocks], pool),
+        mask=ones.tril(diagonal=context_len - count),
     )
 
 
-def _causal_mask(count: int, context_len: int, device: torch.device) -> torch.Tensor | None:
-    if count == 1:
-        return None
-    ones = torch.ones(count, context_len, dtype=torch.bool, device=device)
-    return ones.tril(diagonal=context_len - count)
+def _decode_group(members: Sequence[tuple[int, Chunk]], context_len: int, pool: torch.Tensor) -> QueryGroup:
+    """Chunks of one token, with their rows. Whoever needs fewer blocks than there are is shown its first one
+    again.
+    """
+    rows, chunks = zip(*members, strict=True)
+    num_blocks = -(-context_len // pool.shape[4])
+    tables = [chunk.blocks + (num_blocks - len(chunk.blocks)) * chunk.blocks[:1] for chunk in chunks]
+    lengths = torch.tensor([chunk.start + 1 for chunk in chunks], device=pool.device)
+    seen = torch.arange(context_len, device=pool.device) < lengths[:, None]
+    return QueryGroup(
+        size=len(members),
+        rows=torch.tensor(rows, device=pool.device),
+        context_len=context_len,
+        kv_rows=_kv_rows(tables, pool),
+        mask=None if pool.is_cuda else seen[:, None, None],
+    )
+
+
+def _kv_rows(tables: Sequence[tuple[int, ...]], pool: torch.Tensor) -> torch.Tensor:
+    """See `QueryGroup.kv_rows`. Block tables are of one length."""
+    _, heads, layers, parts, _, _ = pool.shape
+    head = torch.arange(heads, device=pool.device).view(heads, 1)
+    part = torch.arange(parts, device=pool.device).view(parts, 1, 1)
+    blocks = torch.tensor(tables, device=pool.device)[:, None, None]
+    return ((blocks * heads + head) * layers * parts + part).reshape(-1)
 
 
 def paged_attention(

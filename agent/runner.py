@@ -38,6 +38,8 @@ class StepRunner:
         for source, destination in step.copies:
             self._pool[destination].copy_(self._pool[source])
         batch = make_batch(step.chunks, self._pool)
+        if batch.begun_blocks is not None:
+            self._pool[batch.begun_blocks] = 0
         hidden = self._model.hidden_states(batch)
         ends = itertools.accumulate(len(chunk.token_ids) for chunk in step.chunks)
         sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]

@@ -2,13 +2,13 @@
 """Draws tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
 
 A token is the argmax of logits ÷ temperature + Gumbel noise in float32, and the noise is a pure function of
-(seed, choice index, output position). The Gumbel-max trick makes that argmax a draw from the softmax. Every
-row is treated by itself, so what else is in the batch cannot matter.
+(seed, choice index, output position). The Gumbel-max trick makes that argmax a draw from the softmax. No
+operation mixes rows, so what else is in the batch cannot matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -45,36 +45,51 @@ def draw(logits: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]
         rows = logits[torch.tensor(plain, device=logits.device)]
         for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
             drawn[index] = Drawn(token_id=token_id)
-    for index, sample in enumerate(samples):
-        if drawn[index] is None:
-            drawn[index] = _draw_one(logits[index].cpu(), sample, eos_ids)
+    others = [index for index, token in enumerate(drawn) if token is None]
+    if others:
+        raw = logits[torch.tensor(others, device=logits.device)].cpu()
+        for index, token in zip(others, _draw(raw, [samples[i] for i in others], eos_ids), strict=True):
+            drawn[index] = token
     return [token for token in drawn if token is not None]
+
+
+def _changes_logits(sample: Sample) -> bool:
+    """Whether penalties, bias or bans apply."""
+    sampling = sample.sampling
+    return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
 
 
 def _is_plain_greedy(sample: Sample) -> bool:
     sampling = sample.sampling
-    return (
-        sampling.temperature == 0.0
-        and sampling.logprobs is None
-        and sample.position >= sampling.min_tokens
-        and not sampling.logit_bias
-        and not uses_earlier_ids(sampling)
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(sample)
+
+
+def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
+    """One token per row of `raw`. What is the same for every row is done for all of them at once."""
+    scores = torch.stack(
+        [decision_scores(row, sample, eos_ids) for row, sample in zip(raw, samples, strict=True)]
     )
-
-
-def _draw_one(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> Drawn:
-    score = decision_scores(raw, sample, eos_ids)
-    token_id = int(score.argmax())
-    wanted = sample.sampling.logprobs
-    if wanted is None:
-        return Drawn(token_id=token_id)
-    return Drawn(token_id=token_id, logprob=_report(raw, score, token_id, wanted))
+    token_ids = scores.argmax(dim=-1)
+    reports: list[TokenLogprob | None] = [None] * len(samples)
+    wanted: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.sampling.logprobs is not None:
+            wanted.setdefault(sample.sampling.logprobs, []).append(index)
+    for count, indices in wanted.items():
+        rows = torch.tensor(indices)
+        made = _reports(raw[rows], scores[rows], token_ids[rows], count)
+        for index, report in zip(indices, made, strict=True):
+            reports[index] = report
+    return [
+        Drawn(token_id=token_id, logprob=report)
+        for token_id, report in zip(token_ids.tolist(), reports, strict=True)
+    ]
 
 
 def decision_scores(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
     """The scores whose argmax is the drawn token, float32, shape [vocabulary]; excluded tokens are -inf."""
     sampling = sample.sampling
-    score = _adjusted(raw, sample, eos_ids)
+    score = _adjusted(raw, sample, eos_ids) if _changes_logits(sample) else raw
     if sampling.temperature == 0.0:
         return score
     score = _keep_likely(score / sampling.temperature, sampling)
@@ -82,23 +97,35 @@ def decision_scores(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -
     return score + noise
 
 
-def margin(score: torch.Tensor, token_id: int) -> float:
-    """How far the drawn token's score lies above the best of the others (inf where there is no other)."""
-    if score.shape[-1] < 2:
-        return float("inf")
-    first, second = (float(value) for value in score.topk(2).values)
-    drawn = float(score[token_id])
-    return drawn - (second if drawn == first else first)
+def margins(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """How far each drawn token's score lies above the best of the others (inf where there is no other).
+
+    Args:
+        scores: float32, shape [rows, vocabulary].
+        token_ids: int64, shape [rows].
+    """
+    if scores.shape[-1] < 2:
+        return torch.full(token_ids.shape, torch.inf)
+    first, second = scores.topk(2).values.unbind(dim=-1)
+    drawn = scores.gather(1, token_ids[:, None])[:, 0]
+    return drawn - torch.where(drawn == first, second, first)
 
 
-def _report(raw: torch.Tensor, score: torch.Tensor, token_id: int, wanted: int) -> TokenLogprob:
+def _reports(
+    raw: torch.Tensor, scores: torch.Tensor, token_ids: torch.Tensor, count: int
+) -> Iterator[TokenLogprob]:
+    """What a client may know of each row's drawn token, with the `count` likeliest of its row."""
     logprobs = torch.log_softmax(raw, dim=-1)
-    top = logprobs.topk(min(wanted, logprobs.shape[-1]))
-    return TokenLogprob(
-        logprob=float(logprobs[token_id]),
-        margin=margin(score, token_id),
-        top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
-    )
+    top = logprobs.topk(min(count, logprobs.shape[-1]))
+    drawn = logprobs.gather(1, token_ids[:, None])[:, 0]
+    for logprob, margin, ids, values in zip(
+        drawn.tolist(),
+        margins(scores, token_ids).tolist(),
+        top.indices.tolist(),
+        top.values.tolist(),
+        strict=True,
+    ):
+        yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
 
 
 def _adjusted(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:

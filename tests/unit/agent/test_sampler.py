@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agent.messages import SamplingParams
-from agent.sampler import decision_scores, draw, gumbel_noise, margin
+from agent.sampler import decision_scores, draw, gumbel_noise, margins
 from agent.step import Drawn, Sample
 
 VOCABULARY = 40
@@ -70,7 +70,7 @@ def test_a_row_s_draw_does_not_depend_on_the_other_rows() -> None:
         make_sample(choice=1),
         make_sample(temperature=0.7, top_p=0.8, logprobs=3),
         make_sample(temperature=0.0, logprobs=2),
-        make_sample(temperature=2.0, min_p=0.1),
+        make_sample(temperature=2.0, min_p=0.1, logprobs=2),
         make_sample(frequency_penalty=0.4, output_ids=(1, 1, 2)),
     ]
     together = draw(rows, samples, EOS)
@@ -145,11 +145,9 @@ def test_zero_alternatives_still_report_the_drawn_token() -> None:
 
 
 def test_the_margin_is_the_lead_over_the_second_best() -> None:
-    score = torch.tensor([1.0, 4.0, 3.5, -torch.inf])
-    assert margin(score, 1) == 0.5
-    assert margin(torch.tensor([2.0, 2.0]), 0) == 0.0
-    assert margin(torch.tensor([2.0, -torch.inf]), 0) == torch.inf
-    assert margin(torch.tensor([2.0]), 0) == torch.inf
+    scores = torch.tensor([[1.0, 4.0, 3.5, -torch.inf], [2.0, 2.0, 1.0, 0.0], [2.0, *[-torch.inf] * 3]])
+    assert margins(scores, torch.tensor([1, 0, 0])).tolist() == [0.5, 0.0, torch.inf]
+    assert margins(torch.tensor([[2.0]]), torch.tensor([0])).tolist() == [torch.inf]
 
 
 def test_the_given_logits_are_not_changed() -> None:
