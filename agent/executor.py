@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from agent.processes import ChildProcess
 from agent.step import (
@@ -21,11 +20,11 @@ from agent.step import (
     StepDone,
     Stop,
     ToRank,
-    rank_identity,
     step_address,
 )
+from transfer.rank_channel import RankConnection, RankGone, RankListener
 
-_QUEUED_STEPS = 4
+_log = logging.getLogger(__name__)
 
 
 class BrokenRank(RuntimeError):
@@ -44,8 +43,12 @@ class Executor:
         self._run_dir = run_dir
         self._size = boot.config.tp
         self._children: list[ChildProcess] = []
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # Two frames a rank at most: when it is ready, and when its step is done.
+        self._received: asyncio.Queue[tuple[RankConnection, bytes]] = asyncio.Queue()
+        self._listener = RankListener(
+            lambda connection, frame: self._received.put_nowait((connection, frame))
+        )
+        self._ranks: dict[int, RankConnection] = {}
         self._decoder = msgspec.msgpack.Decoder(FromRank)
 
     async def start(self, timeout_s: float) -> RankReady:
@@ -54,10 +57,7 @@ class Executor:
         Raises:
             BrokenRank: a rank ended, or was not ready within `timeout_s`; the caller must `close`.
         """
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_STEPS)
-        self._socket.bind(step_address(self._run_dir))
+        await self._listener.start(step_address(self._run_dir))
         stdin = msgspec.json.encode(msgspec.structs.replace(self._boot, curve_secret=None))
         for rank in range(self._size):
             argv = ["-m", "agent.worker", "--run-dir", str(self._run_dir), "--rank", str(rank)]
@@ -82,10 +82,10 @@ class Executor:
         The step's writes to the pool are complete on every rank when this returns. A rank's death does not
         show here but in `watch`.
         """
-        await self._broadcast(step)
+        self._broadcast(step)
         drawn: Sequence[Sequence[Drawn]] | None = None
         for _ in range(self._size):
-            reply = await self._receive()
+            _, reply = await self._receive()
             if not isinstance(reply, StepDone) or reply.number != step.number:
                 raise BrokenRank(f"a rank answered step {step.number} with {reply}")
             drawn = reply.drawn if reply.rank == 0 else drawn
@@ -112,33 +112,36 @@ class Executor:
                 await self._stop_politely(grace_s)
         finally:
             await asyncio.gather(*(child.stop(grace_s=0.0) for child in self._children))
-            self._socket.close()
-            self._context.term()
+            self._listener.close()
 
     async def _stop_politely(self, grace_s: float) -> None:
         try:
             async with asyncio.timeout(grace_s):
-                await self._broadcast(Stop())
+                self._broadcast(Stop())
                 for child in self._children:
                     await child.wait()
-        except (TimeoutError, zmq.ZMQError):  # a rank that hangs, or one that never connected
+        except TimeoutError:  # a rank that hangs, or one that never connected
             return
 
     async def _all_ready(self) -> RankReady:
         reports: dict[int, RankReady] = {}
         while len(reports) < self._size:
-            report = await self._receive()
+            connection, report = await self._receive()
             if not isinstance(report, RankReady):
                 raise BrokenRank(f"a rank began with {report}")
             reports[report.rank] = report
+            self._ranks[report.rank] = connection
         return reports[0]
 
-    async def _broadcast(self, message: ToRank) -> None:
+    def _broadcast(self, message: ToRank) -> None:
         frame = msgspec.msgpack.encode(message)
-        for rank in range(self._size):
-            await self._socket.send_multipart((rank_identity(rank), frame))
+        for rank, connection in self._ranks.items():
+            try:
+                connection.send(frame)
+            except RankGone as error:  # `watch` sees it too
+                _log.debug("rank %d did not take a message: %s", rank, error)
 
-    async def _receive(self) -> FromRank:
-        _, frame = await self._socket.recv_multipart()
+    async def _receive(self) -> tuple[RankConnection, FromRank]:
+        connection, frame = await self._received.get()
         message: FromRank = self._decoder.decode(frame)
-        return message
+        return connection, message

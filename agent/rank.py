@@ -13,7 +13,6 @@ from typing import Self
 import msgspec
 import torch
 import torch.distributed as dist
-import zmq
 
 from agent.config import AgentConfig
 from agent.model import Model, ModelSpec, eos_ids
@@ -25,13 +24,13 @@ from agent.step import (
     StepDone,
     Stop,
     ToRank,
-    rank_identity,
     step_address,
     transfer_address,
 )
 from agent.tensor_parallel import Group
 from transfer.connector import WorkerConnector
 from transfer.pool import allocate_pool
+from transfer.rank_channel import connect_at_once
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16
@@ -75,11 +74,7 @@ class Rank:
             computing=self._computing,
         )
         self._connector.start()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
-        self._socket.connect(step_address(run_dir))
+        self._engine = connect_at_once(step_address(run_dir))
 
     def __enter__(self) -> Self:
         return self
@@ -88,23 +83,24 @@ class Rank:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connector.close()
-        self._socket.close()
-        self._context.term()
+        self._engine.close()
         if self._group.exchange is not None:
             self._group.exchange.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def serve(self) -> None:
-        """Report readiness, then run steps until told to stop."""
-        self._socket.send(msgspec.msgpack.encode(self._ready()))
+        """Report readiness, then run steps until told to stop, or until the engine process has gone."""
+        self._engine.send(msgspec.msgpack.encode(self._ready()))
         decoder = msgspec.msgpack.Decoder(ToRank)
-        while not isinstance(message := decoder.decode(self._socket.recv()), Stop):
+        for message in map(decoder.decode, self._engine.frames()):
+            if isinstance(message, Stop):
+                return
             self._computing.set()
             drawn = self._runner.run(message)
             self._computing.clear()
             done = StepDone(rank=self._group.rank, number=message.number, drawn=drawn)
-            self._socket.send(msgspec.msgpack.encode(done))
+            self._engine.send(msgspec.msgpack.encode(done))
 
     def _ready(self) -> RankReady:
         return RankReady(

@@ -2,8 +2,8 @@
 """What the engine process and its rank processes say to each other (TP ranks, one step at a time).
 
 The engine sends every rank the same `Step`; each rank answers once its device has completed it. A rank that
-cannot go on exits, which the engine sees. msgspec's
-msgpack over one ipc ROUTER/DEALER pair, typed unions, no pickle.
+cannot go on exits, which the engine sees. msgspec's msgpack over `transfer.rank_channel`, typed unions, no
+pickle.
 """
 
 from __future__ import annotations
@@ -105,16 +105,11 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     curve_secret: str | None = None
 
 
-def step_address(run_dir: Path) -> str:
-    """Where the engine hands out steps."""
-    return f"ipc://{run_dir}/steps"
+def step_address(run_dir: Path) -> Path:
+    """The Unix socket on which the engine hands out steps."""
+    return run_dir / "steps"
 
 
 def transfer_address(run_dir: Path) -> Path:
     """The Unix socket on which ranks report transfers, apart from steps."""
     return run_dir / "transfer"
-
-
-def rank_identity(rank: int) -> bytes:
-    """By what name a rank connects."""
-    return f"rank-{rank}".encode()

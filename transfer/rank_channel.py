@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames between an engine process and the transfer threads of its ranks, over a Unix socket.
+"""Frames between an engine process and its ranks, over a Unix socket.
 
 Both ends are on one host and of one incarnation, so nothing has to be queued for a peer that comes back. ZMQ
 hands every frame to a thread of its own on either side, which took 0.2 to 0.4 ms where it was measured, twice
-in every read; here a frame wakes the other end and nobody else.
+in every step and every read; here a frame wakes the other end and nobody else.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class RankListener:
 
 
 class RankEnd:
-    """A rank's end, for its transfer thread.
+    """A rank's end, for one thread.
 
     Once the engine process has gone it is silent: then the agent ends, and the thread with it (I8).
     """
@@ -149,6 +149,14 @@ class RankEnd:
         except ConnectionError:
             self.gone = True
 
+    def frames(self) -> Iterator[bytes]:
+        """Each frame as it comes, until the engine process has gone. Raises `BadFrame`."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        while not self.gone:
+            poller.poll()
+            yield from self.receive()
+
     def receive(self) -> Iterator[bytes]:
         """The frames that have come. Never waits. Raises `BadFrame`."""
         try:
@@ -162,6 +170,17 @@ class RankEnd:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def connect_at_once(path: Path) -> RankEnd:
+    """Connect a rank to an engine process that listens. Raises OSError if it does not."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        end.connect(str(path))
+    except OSError:
+        end.close()
+        raise
+    return RankEnd(end)
 
 
 def connect(path: Path, stopped: socket.socket) -> RankEnd | None:
