@@ -152,4 +152,6 @@ def _join_group(config: AgentConfig, rank: int, device: torch.device, run_dir: P
     )
     if device.type == "cuda":
         return Group(rank, config.tp)
-    return Group(rank, config.tp, RankExchange(run_dir, rank, config.tp, _COLLECTIVE_TIMEOUT.total_seconds()))
+    limit_s = _COLLECTIVE_TIMEOUT.total_seconds()
+    exchange = RankExchange(run_dir, rank, config.tp, barrier=dist.barrier, timeout_s=limit_s)
+    return Group(rank, config.tp, exchange)

@@ -7,16 +7,17 @@ nearly all of them in waking threads of its own; this takes about 15 (`python -m
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
 SLOT_BYTES = 4 << 20
 _LOOK = b"!"
@@ -37,13 +38,16 @@ class RankExchange:
     Args:
         run_dir: The agent's private directory, in which the ranks find each other.
         rank: This rank, of `size`.
+        barrier: Returns once every rank has called it.
         timeout_s: How long to wait for a rank.
 
     Raises:
         RankLost: a rank did not come.
     """
 
-    def __init__(self, run_dir: Path, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, rank: int, size: int, *, barrier: Callable[[], object], timeout_s: float
+    ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._calls = 0
@@ -53,7 +57,7 @@ class RankExchange:
         try:
             os.ftruncate(own, 2 * SLOT_BYTES)
             self._memory[rank] = mmap.mmap(own, 2 * SLOT_BYTES)
-            self._meet(run_dir, size, own)
+            self._meet(run_dir, size, own, barrier)
         except OSError as error:
             self.close()
             raise RankLost(f"the ranks did not meet: {error}") from error
@@ -92,7 +96,7 @@ class RankExchange:
                 if peer.recv(1) != _LOOK:
                     raise RankLost(f"rank {rank} has left")
         except BlockingIOError:
-            raise RankLost(f"a rank was silent for {self._timeout_s:.0f} s") from None
+            raise RankLost(f"a rank was silent for {self._timeout_s:g} s") from None
         except OSError as error:
             raise RankLost(f"a rank has left: {error}") from error
         return parts
@@ -103,13 +107,13 @@ class RankExchange:
             peer.close()
         self._peers.clear()
 
-    def _meet(self, run_dir: Path, size: int, own: int) -> None:
+    def _meet(self, run_dir: Path, size: int, own: int, barrier: Callable[[], object]) -> None:
         """Connect to every lower rank and let every higher one in; swap memory files with each."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(_address(run_dir, self._rank)))
             listener.listen(size)
             listener.settimeout(self._timeout_s)
-            dist.barrier()  # everyone listens
+            barrier()  # everyone listens
             for rank in range(self._rank):
                 self._peers[rank] = peer = socket.socket(socket.AF_UNIX)
                 self._set_timeout(peer)
@@ -137,7 +141,8 @@ class RankExchange:
 
     def _set_timeout(self, peer: socket.socket) -> None:
         # The kernel's timeouts, not Python's, which cost another system call each time.
-        limit = struct.pack("@ll", int(self._timeout_s), 0)
+        fraction, seconds = math.modf(self._timeout_s)
+        limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

@@ -72,7 +72,7 @@ def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> Ran
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     answers = {}
-    with RankExchange(rendezvous.parent, rank, 2, timeout_s=60.0) as exchange:
+    with RankExchange(rendezvous.parent, rank, 2, barrier=dist.barrier, timeout_s=60.0) as exchange:
         group = Group(rank, 2, exchange)
         for name, path in paths.items():
             model = load_model(path, group)
