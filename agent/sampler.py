@@ -11,12 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.random.bit_generator import ISeedSequence
 
 from agent.messages import SamplingParams, TokenLogprob
 from agent.step import Drawn, Sample, uses_earlier_ids
 
 _UINT64 = 2**64 - 1
+
+
+class _Key(ISeedSequence):
+    """A key as it is. Philox takes one directly too, but draws on the system's entropy first, for nothing."""
+
+    def __init__(self, key: npt.NDArray[np.uint64]) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: type = np.uint64) -> npt.NDArray[np.uint64]:
+        return self._key
 
 
 def gumbel_noise(seed: int, choice: int, position: int, size: int) -> torch.Tensor:
@@ -26,8 +38,8 @@ def gumbel_noise(seed: int, choice: int, position: int, size: int) -> torch.Tens
     Uniforms and logarithms are taken in float64 so that rounding to float32 hides differences in `log`.
     """
     key = np.array([seed & _UINT64, (choice << 32) | position], dtype=np.uint64)
-    uniform = np.random.Generator(np.random.Philox(key=key)).random(size)
-    np.clip(uniform, np.finfo(np.float64).tiny, None, out=uniform)
+    uniform = np.random.Generator(np.random.Philox(_Key(key))).random(size)
+    np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
