@@ -279,8 +279,11 @@ async def counters(pair: Pair) -> dict[str, float]:
 
 async def check_cell(pair: Pair, references: References, cell: Cell, count: int) -> None:
     before = await counters(pair)
-    ours = expect_answers(await complete_all(pair.proxy.url, bodies(*cell, count), CONCURRENCY))
-    theirs = await references.get(pair.decode_tp if pair.prefill_tp == pair.decode_tp else 1, cell, count)
+    results, theirs = await asyncio.gather(
+        complete_all(pair.proxy.url, bodies(*cell, count), CONCURRENCY),
+        references.get(pair.decode_tp if pair.prefill_tp == pair.decode_tp else 1, cell, count),
+    )
+    ours = expect_answers(results)
     if pair.prefill_tp == pair.decode_tp:
         different = [index for index in range(count) if ours[index].same() != theirs[index].same()]
         assert not different, (ours[different[0]], theirs[different[0]])
