@@ -28,7 +28,6 @@ ROW_MULTIPLE = 16
 """Token rows are padded to a multiple of this: from 12 rows up a float32 `linear` on CPU gives each row the
 same bits whatever goes with it (measured; design I4)."""
 
-
 CONTEXT_MULTIPLE = 64
 """To what a decoding sequence's context is padded on CPU: fewer calls, for keys that cost next to nothing."""
 
@@ -68,8 +67,9 @@ class PagedBatch:
     slot_offsets: torch.Tensor
     """int64, shape [real rows]: the place within that block."""
     begun_blocks: torch.Tensor | None
-    """int64: blocks that this step begins and does not fill. The rest of them must be finite: a key that is
-    masked counts for nothing, but nothing times infinity is not a number."""
+    """int64: blocks that this step begins and does not fill; None where there are none, or no context is
+    padded. The rest of them must be finite: a key that is masked counts for nothing, but nothing times
+    infinity is not a number."""
     groups: tuple[QueryGroup, ...]
     pool: torch.Tensor
     """Shape [block, kv_head, layer, K|V, token, head_dim], contiguous."""
@@ -87,7 +87,7 @@ def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
     begun_blocks: list[int] = []
     for chunk in chunks:
         end = chunk.start + len(chunk.token_ids)
-        if end % block_size and chunk.start <= end // block_size * block_size:
+        if not pool.is_cuda and end % block_size and chunk.start <= end // block_size * block_size:
             begun_blocks.append(chunk.blocks[end // block_size])
         token_ids += chunk.token_ids
         positions += range(chunk.start, end)
@@ -145,14 +145,16 @@ def _decode_group(members: Sequence[tuple[int, Chunk]], context_len: int, pool: 
     rows, chunks = zip(*members, strict=True)
     num_blocks = -(-context_len // pool.shape[4])
     tables = [chunk.blocks + (num_blocks - len(chunk.blocks)) * chunk.blocks[:1] for chunk in chunks]
-    lengths = torch.tensor([chunk.start + 1 for chunk in chunks], device=pool.device)
-    seen = torch.arange(context_len, device=pool.device) < lengths[:, None]
+    mask = None
+    if not pool.is_cuda:
+        lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
+        mask = (torch.arange(context_len) < lengths[:, None])[:, None, None]
     return QueryGroup(
         size=len(members),
         rows=torch.tensor(rows, device=pool.device),
         context_len=context_len,
         kv_rows=_kv_rows(tables, pool),
-        mask=None if pool.is_cuda else seen[:, None, None],
+        mask=mask,
     )
 
 

@@ -58,14 +58,15 @@ class Group:
         if self.exchange is None:
             dist.all_reduce(partial)
             return partial
-        total = torch.empty_like(partial, memory_format=torch.contiguous_format)
-        for rows in _slots(partial):
-            parts = self.exchange.gather(_rows(partial)[rows])
-            into = _rows(total)[rows].view(-1)
+        own = _rows(partial)
+        total = torch.empty_like(own)
+        for rows in _slots(own):
+            parts = self.exchange.gather(own[rows])
+            into = total[rows].view(-1)
             torch.add(parts[0], parts[1], out=into)
             for part in parts[2:]:
                 into += part
-        return total
+        return total.view(partial.shape)
 
     def concat(self, part: torch.Tensor) -> torch.Tensor:
         """Join one tensor per rank along the last dimension, in rank order.
@@ -78,22 +79,22 @@ class Group:
             parts = [torch.empty_like(part) for _ in range(self.size)]
             dist.all_gather(parts, part.contiguous())
             return torch.cat(parts, dim=-1)
-        width = part.shape[-1]
-        joined = part.new_empty((*part.shape[:-1], self.size * width))
-        for rows in _slots(part):
-            for rank, each in enumerate(self.exchange.gather(_rows(part)[rows])):
-                _rows(joined)[rows, rank * width : (rank + 1) * width] = each.view(-1, width)
-        return joined
+        own = _rows(part)
+        joined = own.new_empty((own.shape[0], self.size, own.shape[1]))
+        for rows in _slots(own):
+            for rank, each in enumerate(self.exchange.gather(own[rows])):
+                joined[rows, rank] = each.view(-1, own.shape[1])
+        return joined.view(*part.shape[:-1], -1)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
-def _slots(tensor: torch.Tensor) -> Iterator[slice]:
+def _slots(rows: torch.Tensor) -> Iterator[slice]:
     """Which rows go through the exchange at a time."""
-    count = tensor.numel() // tensor.shape[-1]
-    at_once = SLOT_BYTES // (tensor.shape[-1] * tensor.element_size())
+    count, width = rows.shape
+    at_once = SLOT_BYTES // (width * rows.element_size())
     return (slice(start, min(start + at_once, count)) for start in range(0, count, at_once))
 
 
