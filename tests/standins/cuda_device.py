@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import time
 
 import numpy as np
 
@@ -25,18 +26,21 @@ class HostFlight:
         self._device = device
         self._over = False
         self.work = work
+        self.begun, self.seconds = time.monotonic(), 0.0
 
     def land(self) -> None:
         """Copy. Idempotent."""
         if self._over:
             return
         self._over = True
-        table = np.zeros(self.work.table_size, dtype=np.int64)
-        self.work.write_table(table, 1, 1)
-        for destination, source, length in self.work.spans(table).tolist():
+        num_spans = self.work.num_spans
+        table = np.zeros(self.work.table_size(num_spans), dtype=np.int64)
+        self.work.write_table(table, num_spans, 1, 1)
+        for destination, source, length in self.work.spans(table, num_spans).tolist():
             self._device.check_mapped(source)
             ctypes.memmove(destination, source, length)
         self._device.flights.remove(self)
+        self.seconds = time.monotonic() - self.begun
 
     def landed(self) -> bool:
         return self._over

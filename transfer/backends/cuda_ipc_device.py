@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reading GPU: it lends and borrows memory, and copies on a stream of its own."""
+"""The reading GPU: it lends and borrows memory, and copies on streams of its own."""
 
 from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,7 +26,14 @@ _TABLE_ENTRIES = 1 << 16
 
 
 class Flight(Protocol):
-    """One launch."""
+    """One launch.
+
+    `begun` is when the device was told (`time.monotonic`), `seconds` how long it took once it has landed, by
+    the device's own clock.
+    """
+
+    begun: float
+    seconds: float
 
     def landed(self) -> bool:
         """Whether everything is in our pool. Never waits."""
@@ -49,7 +58,7 @@ class Device(Protocol):
         """Its bytes, for a few of them."""
 
     def launch(self, work: Work) -> Flight:
-        """Begin to copy, after the launches before it. At most `MAX_FLIGHTS` may be under way."""
+        """Begin to copy. At most `MAX_FLIGHTS` may be under way."""
 
     def close(self) -> None:
         """Let go of the GPU. No launch may be under way."""
@@ -79,7 +88,8 @@ class CudaDevice:
         self._computing = computing
         # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
         # priority goes first wherever both could start.
-        self._stream = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+        self._gathers = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
         self._slots = deque(_Slot(pool.device) for _ in range(MAX_FLIGHTS))
         self._driver.relax_capture()
         self._kernels: dict[bool, Any] = {}
@@ -98,40 +108,47 @@ class CudaDevice:
         return self._driver.peek(borrowed)
 
     def launch(self, work: Work) -> Flight:
-        computing = self._computing.is_set()
-        most = self._settings.num_programs(self._multiprocessors, computing)
+        computing, num_gathered = self._computing.is_set(), work.num_spans
+        if self._driver.has_batches:
+            num_gathered = self._settings.num_gathered(work.num_spans, work.nbytes, computing)
         slot = self._slots.popleft()
-        slot.make_room(work.table_size)
-        shape = work.write_table(slot.table, most, self._settings.block_words)
+        slot.make_room(work.table_size(num_gathered))
+        most = self._settings.num_programs(self._multiprocessors, computing)
+        shape = work.write_table(slot.table, num_gathered, most, self._settings.block_words)
+        begun = time.monotonic()
+        stretches = []
         self._driver.enter()
         try:
-            if computing and self._suits_copy_engines(shape.nbytes, work.num_spans):
-                self._copy(work.spans(slot.table))
-            else:
-                self._gather(slot, work, shape)
+            # The kernel first: it is told in one call, and copies while the engines are told.
+            if num_gathered:
+                stretches.append(slot.gathering)
+                slot.gathering.begin(self._gathers)
+                self._gather(slot, num_gathered, shape)
+                slot.gathering.end(self._gathers)
+            if num_gathered < work.num_spans:
+                stretches.append(slot.copying)
+                slot.copying.begin(self._copies)
+                self._copy(work.spans(slot.table, num_gathered)[num_gathered:])
+                slot.copying.end(self._copies)
         finally:
             self._driver.leave()
-        slot.done.record(self._stream)
-        return CudaFlight(slot, self._slots)
+        return CudaFlight(slot, self._slots, begun, stretches)
 
     def close(self) -> None:
         self._slots.clear()
         self._driver.close()
 
-    def _suits_copy_engines(self, nbytes: int, num_spans: int) -> bool:
-        least = self._settings.copy_engine_bytes
-        return bool(least) and nbytes >= least * num_spans and self._driver.has_batches
-
     def _copy(self, spans: Words) -> None:
         destinations, sources, sizes = np.ascontiguousarray(spans[spans[:, 2] > 0].T)
-        self._driver.copy_batch(destinations, sources, sizes, self._stream.cuda_stream)
+        if len(sizes):
+            self._driver.copy_batch(destinations, sources, sizes, self._copies.cuda_stream)
 
-    def _gather(self, slot: _Slot, work: Work, shape: Shape) -> None:
-        table, stream = slot.device_address, self._stream.cuda_stream
-        self._driver.upload(table, slot.host_address, work.table_size * slot.table.itemsize, stream)
+    def _gather(self, slot: _Slot, num_spans: int, shape: Shape) -> None:
+        table, stream = slot.device_address, self._gathers.cuda_stream
+        self._driver.upload(table, slot.host_address, (2 + 4 * num_spans) * slot.table.itemsize, stream)
         # The first time, this loads the kernel into the current context.
         kernel = self._kernels[shape.aligned][(shape.num_programs, 1, 1)]
-        kernel(table, work.num_spans, shape.aligned, self._settings.block_words, stream=stream)
+        kernel(table, num_spans, shape.aligned, self._settings.block_words, stream=stream)
 
     def _compile(self, gather: Any, device: torch.device) -> None:
         """Both forms of the kernel, now: later it would hold up a request, or fail it. A launch then goes to
@@ -163,37 +180,66 @@ class CudaDevice:
 class CudaFlight:
     """One launch on a GPU; see `Flight`. Its slot goes back to the free ones when it has landed."""
 
-    def __init__(self, slot: _Slot, free: deque[_Slot]) -> None:
+    def __init__(self, slot: _Slot, free: deque[_Slot], begun: float, stretches: Sequence[_Stretch]) -> None:
         self._slot: _Slot | None = slot
         self._free = free
+        self._stretches = stretches
+        self.begun = begun
+        self.seconds = 0.0
 
     def landed(self) -> bool:
-        # The host has seen the event, so whatever is launched from now on, an attention kernel above all,
-        # sees the bytes: nothing on the GPU needs to wait for this stream.
-        if self._slot is not None and self._slot.done.query():
+        # The host has seen the events, so whatever is launched from now on, an attention kernel above all,
+        # sees the bytes: nothing on the GPU needs to wait for these streams.
+        if self._slot is not None and all(each.over() for each in self._stretches):
             self._free_slot(self._slot)
         return self._slot is None
 
     def wait(self) -> None:
+        for each in self._stretches:
+            each.wait()
         if self._slot is not None:
-            self._slot.done.synchronize()
             self._free_slot(self._slot)
 
     def _free_slot(self, slot: _Slot) -> None:
+        self.seconds = max(each.seconds() for each in self._stretches)
         self._slot = None
         self._free.append(slot)
 
 
+class _Stretch:
+    """What lies between two events of one stream."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        self._begin.record(stream)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        self._end.record(stream)
+
+    def over(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def seconds(self) -> float:
+        """How long it took. It must be over."""
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
 class _Slot:
     """What one launch needs, and the next may use again: room for its table, pinned, so that the upload does
-    not wait, and on the device; and the event of its end.
+    not wait, and on the device; and the events of its two parts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self._device = device
-        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.gathering, self.copying = _Stretch(), _Stretch()
         self._grow(_TABLE_ENTRIES)
 
     def make_room(self, entries: int) -> None:

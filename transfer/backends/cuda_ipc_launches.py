@@ -48,12 +48,11 @@ class CudaIpcTransfer(BaseTransfer):
 
 @dataclass(slots=True)
 class _Launch:
-    """One launch under way. `looked` is when it was last seen not to have landed."""
+    """One launch under way."""
 
     flight: Flight
     batch: list[CudaIpcTransfer]
     nbytes: int
-    looked: float
 
 
 class Launches:
@@ -76,9 +75,7 @@ class Launches:
     def progress(self, now: float) -> None:
         """End what has landed or run out of time, and launch what waits."""
         while self._flights and self._flights[0].flight.landed():
-            self._land(time.monotonic())
-        if self._flights:
-            self._flights[0].looked = now
+            self._land()
         for transfer in self._all():
             if transfer.deadline <= now:
                 transfer.fail("deadline")
@@ -102,22 +99,21 @@ class Launches:
         self._waiting.clear()
         while self._flights:
             self._flights[0].flight.wait()
-            self._land(time.monotonic())
+            self._land()
 
     def _launch(self, batch: list[CudaIpcTransfer]) -> None:
         work = Work([(each.spans, self._destination, each.source) for each in batch])
         flight = self._device.launch(work)
-        now = time.monotonic()
         if not self._flights:
-            self._begun = now
-        self._flights.append(_Launch(flight, batch, sum(each.nbytes for each in batch), now))
+            self._begun = flight.begun
+        self._flights.append(_Launch(flight, batch, work.nbytes))
         for transfer in batch:
             transfer.take_off()
 
-    def _land(self, now: float) -> None:
+    def _land(self) -> None:
         launch = self._flights.popleft()
-        self._pace.learn(launch.nbytes, self._begun, launch.looked, now)
-        self._begun = now
+        self._pace.learn(launch.nbytes, launch.flight.seconds)
+        self._begun = time.monotonic()
         for transfer in launch.batch:
             transfer.land()
 

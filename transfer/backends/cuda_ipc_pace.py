@@ -2,20 +2,17 @@
 """When to look whether a launch has landed.
 
 CUDA can put a thread to sleep until an event, but its waking took 0.3 to 0.5 ms on the machine where this was
-measured, of the 3 ms that a gigabyte takes. So the transfer thread sleeps by the clock, for most of the time
-that the link needs at its best, and then looks at short intervals.
+measured, of the 3 ms that a gigabyte takes. So the transfer thread sleeps by the clock, for the time that the
+link needs at its best, and then looks at short intervals.
 """
 
 from __future__ import annotations
 
-FIRST_LOOK = 0.97
-"""Of the time that a launch takes at best."""
-_LOOK_S, _LOOK_SHARE = 20e-6, 0.01
-"""Between two looks: at least so long, and so much of the time that has passed."""
+_LOOK_S, _LATE_SHARE = 20e-6, 0.1
+"""Between two looks: at least so long, and so much of the time by which a launch is late."""
 _TELLING_BYTES = 64 << 20
 """Less tells more about the launch than about the link."""
-_IN_TIME = 0.05
-_FORGET, _HURRY = 0.995, 1.05
+_FORGET = 0.995
 
 
 class Pace:
@@ -29,14 +26,10 @@ class Pace:
 
     def next_look(self, nbytes: int, begun: float, now: float) -> float:
         """When to look next at a launch that has not landed."""
-        first = begun + FIRST_LOOK * nbytes / self._best if self._best else now
-        return max(first, now + max(_LOOK_S, _LOOK_SHARE * (now - begun)))
+        first = begun + (nbytes / self._best if self._best else 0.0)
+        return max(first, now + max(_LOOK_S, _LATE_SHARE * (now - first)))
 
-    def learn(self, nbytes: int, begun: float, looked: float, landed: float) -> None:
-        """A launch was seen to have landed, and not to have at the look before that."""
-        if nbytes < _TELLING_BYTES:
-            return
-        if landed - looked < _IN_TIME * (landed - begun):
-            self._best = max(_FORGET * self._best, nbytes / (landed - begun))
-        else:  # we came late, so the true time is less
-            self._best *= _HURRY
+    def learn(self, nbytes: int, seconds: float) -> None:
+        """A launch took so long, by the device's own clock."""
+        if nbytes >= _TELLING_BYTES and seconds > 0:
+            self._best = max(_FORGET * self._best, nbytes / seconds)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of several reads as one piece of work that the programs of a single kernel share evenly.
+"""Spans of several reads as one piece of work, for a kernel whose programs share it evenly, for the copy
+engines, or for both.
 
-All spans laid end to end are one stream of words. Each program copies an equal run of that stream, whatever
-the spans' number and lengths, so one long span keeps every program as busy as a thousand short ones.
+The kernel's spans laid end to end are one stream of words. Each program copies an equal run of that stream,
+whatever the spans' number and lengths, so one long span keeps every program as busy as a thousand short ones.
 """
 
 from __future__ import annotations
@@ -24,13 +25,10 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a table is to be launched: so many programs, with wide accesses or byte by byte; and how much it
-    copies.
-    """
+    """How a table is to be launched: so many programs, with wide accesses or byte by byte."""
 
     num_programs: int
     aligned: bool
-    nbytes: int
 
 
 class Work:
@@ -42,37 +40,41 @@ class Work:
 
     def __init__(self, parts: Sequence[tuple[SpanTable, int, int]]) -> None:
         self.num_spans = sum(len(spans) for spans, _, _ in parts)
-        self.table_size = 2 + 4 * self.num_spans
+        self.nbytes = sum(int(spans[:, 2].sum()) for spans, _, _ in parts)
         self._parts = parts
 
-    def spans(self, table: Words) -> Words:
-        """The table's last section: destination, source and length, [num_spans, 3]."""
-        return table[self.num_spans + 2 : self.table_size].reshape(self.num_spans, 3)
+    def table_size(self, num_gathered: int) -> int:
+        """Entries of a table whose first spans, so many, are the kernel's."""
+        return 2 + num_gathered + 3 * self.num_spans
 
-    def write_table(self, table: Words, most_programs: int, words_each: int) -> Shape:
-        """Write what the kernel reads, `table_size` entries, one section after the other.
+    def spans(self, table: Words, num_gathered: int) -> Words:
+        """The table's last section: destination, source and length, [num_spans, 3]."""
+        return table[num_gathered + 2 : self.table_size(num_gathered)].reshape(self.num_spans, 3)
+
+    def write_table(self, table: Words, num_gathered: int, most_programs: int, words_each: int) -> Shape:
+        """Write what the kernel reads to copy the first `num_gathered` spans, and all spans: `table_size`
+        entries, one section after the other.
 
         share [1]                   words that each program copies; the last of them fewer
-        starts [num_spans + 1]      each span's first byte in the stream, and the stream's length
+        starts [num_gathered + 1]   each span's first byte in the stream, and the stream's length
         spans [num_spans, 3]        destination, source (addresses) and length in bytes
 
         At most `most_programs`, and none has less than `words_each` words to copy unless it is the only one.
         A launch waits for this, on a CPU whose caches a sleep has emptied, so it makes few calls.
         """
-        n = self.num_spans
-        starts, spans = table[1 : n + 2], self.spans(table)
+        n = num_gathered
+        starts, spans = table[1 : n + 2], self.spans(table, n)
         first = 0
         for part, destination, source in self._parts:
             np.add(part, (destination, source, 0), out=spans[first : first + len(part)])
             first += len(part)
         starts[0] = 0
-        np.cumsum(spans[:, 2], out=starts[1:])
-        aligned = not int(np.bitwise_or.reduce(table[1 : self.table_size])) & (WIDE_BYTES - 1)
-        nbytes = int(starts[n])
+        np.cumsum(spans[:n, 2], out=starts[1:])
+        aligned = not int(np.bitwise_or.reduce(table[1 : 2 + 4 * n])) & (WIDE_BYTES - 1)
         word_bytes = ALIGNED_WORD_BYTES if aligned else 1
-        words = nbytes // word_bytes
+        words = int(starts[n]) // word_bytes
         num_programs = max(1, min(most_programs, words // words_each))
         # Runs begin at multiples of a wide word, or aligned accesses would not stay so.
         step = WIDE_BYTES // word_bytes
         table[0] = -(-words // (num_programs * step)) * step
-        return Shape(num_programs, aligned, nbytes)
+        return Shape(num_programs, aligned)

@@ -111,13 +111,25 @@ def _by_layout(report: Report, peer: PeerProcess, pool: torch.Tensor, link: floa
             rate = BLOCKS * BLOCK_BYTES / seconds[name] / 1e9
             bound = 0.9 if name == "block-major" else None
             report.add(f"cuda_ipc ÷ plain copy, {name} ({rate:.1f} GB/s)", rate / link, "×", bound)
-        spans = layouts()["block-major"]
-        begun = time.process_time()
-        for _ in range(ROUNDS):
-            reader.seconds(spans)
-        cpu = (time.process_time() - begun) / ROUNDS / BLOCKS * 1e6
+        cpu = _cpu_per_block(reader)
         report.add("cuda_ipc: CPU per block in the reading rank", cpu, "µs", 0.2, at_least=False)
+    with Reader(peer, pool, {"mixed_bytes": "0"}) as reader:
+        spans = layouts()["block-major"]
+        reader.check(spans)
+        ours = statistics.median(reader.seconds(spans) for _ in range(ROUNDS))
+        rate = BLOCKS * BLOCK_BYTES / ours / 1e9
+        report.add(f"by the kernel alone ÷ plain copy, block-major ({rate:.1f} GB/s)", rate / link, "×")
+        report.add("by the kernel alone: CPU per block", _cpu_per_block(reader), "µs")
     return seconds
+
+
+def _cpu_per_block(reader: Reader) -> float:
+    """Microseconds of this process."""
+    spans = layouts()["block-major"]
+    begun = time.process_time()
+    for _ in range(ROUNDS):
+        reader.seconds(spans)
+    return (time.process_time() - begun) / ROUNDS / BLOCKS * 1e6
 
 
 def _beside_nixl(
@@ -160,7 +172,7 @@ async def _plane(report: Report, lender: LendingProcess, device: str, link: floa
 
 def _slowdown(report: Report, peer: PeerProcess, pool: torch.Tensor, device: str) -> None:
     """How much longer a decode step takes while pulls run without a pause: as agents do it, by the copy
-    engines, and by the kernel, by its share of the GPU and its shape.
+    engines; as they do at rest; and by the kernel alone, by its share of the GPU and its shape.
 
     The target is for the former, beside a model on the default stream, as agents run it.
     """
@@ -191,12 +203,19 @@ def _slowdown(report: Report, peer: PeerProcess, pool: torch.Tensor, device: str
 
     with Reader(peer, pool, computing=True) as reader:
         beside(reader, "the copy engines", {"default": 10.0})
+    with Reader(peer, pool) as reader:
+        beside(reader, "both, as at rest", {})
     rates: dict[str, list[float]] = {}
     slower: dict[str, list[float]] = {}
     for block_words, num_warps in SHAPES:
         shape = f"{block_words >> 7} KiB, {num_warps} warps"
         for share in SHARES:
-            options = {"sm_share": share, "block_words": block_words, "num_warps": num_warps}
+            options = {
+                "sm_share": share,
+                "block_words": block_words,
+                "num_warps": num_warps,
+                "mixed_bytes": 0,
+            }
             with Reader(peer, pool, {name: str(value) for name, value in options.items()}) as reader:
                 rate, percent = beside(reader, f"{share:.4g} of the SMs, {shape}", {})
             rates.setdefault(shape, []).append(rate)

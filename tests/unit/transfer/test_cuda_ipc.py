@@ -268,6 +268,20 @@ def test_settings_bound_the_share_of_the_gpu() -> None:
         parse_settings({"share": "1"})
 
 
+def test_settings_say_what_is_the_kernels() -> None:
+    """Long spans go by the copy engines: all of them while the model computes, else all but an eighth."""
+    settings = CudaIpcSettings(copy_engine_bytes=1000, mixed_bytes=4000)
+    assert settings.num_gathered(100, 100 * 4000, computing=False) == 13
+    assert settings.num_gathered(1, 4000, computing=False) == 1
+    assert settings.num_gathered(100, 100 * 3999, computing=False) == 100
+    assert settings.num_gathered(100, 100 * 1000, computing=True) == 0
+    assert settings.num_gathered(100, 100 * 999, computing=True) == 100
+    never = CudaIpcSettings(copy_engine_bytes=0, mixed_bytes=0)
+    assert {never.num_gathered(3, 1 << 30, computing) for computing in (False, True)} == {3}
+    with pytest.raises(ValueError, match="mixed_bytes"):
+        parse_settings({"mixed_bytes": "-1"})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_told() -> None:
     reason = probe()

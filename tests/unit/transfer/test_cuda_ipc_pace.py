@@ -8,44 +8,60 @@ import time
 
 import pytest
 
-from transfer.backends.cuda_ipc_pace import FIRST_LOOK, Pace
+from transfer.backends.cuda_ipc_pace import Pace
 from transfer.backends.timer import Timer
 
 GIB = 1 << 30
 
 
-def test_looks_begin_shortly_before_a_launch_can_have_landed() -> None:
+def test_looks_begin_when_a_launch_can_have_landed() -> None:
     pace = Pace()
     assert pace.next_look(GIB, begun=1.0, now=1.0) < 1.0001
-    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
-    assert pace.next_look(2 * GIB, begun=5.0, now=5.0) == pytest.approx(5.0 + FIRST_LOOK * 0.006)
+    pace.learn(GIB, 0.003)
+    assert pace.next_look(2 * GIB, begun=5.0, now=5.0) == pytest.approx(5.006)
 
 
 def test_a_launch_that_is_late_is_looked_at_ever_less_often() -> None:
     pace = Pace()
-    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
+    pace.learn(GIB, 0.003)
     now, looks = 5.0, 0
     while now < 15.0:
         now, looks = pace.next_look(GIB, begun=5.0, now=now), looks + 1
-    assert looks < 1000
-    assert now < 15.2
+    assert looks < 200
+    assert now < 16.1
+
+
+def test_a_launch_is_seen_to_have_landed_soon_after_however_long_it_took() -> None:
+    pace = Pace()
+    pace.learn(GIB, 0.003)
+    landed = 5.0 + 8 * 0.00302
+    now = 5.0
+    while now < landed:
+        now = pace.next_look(8 * GIB, begun=5.0, now=now)
+    assert now - landed < 0.00004
 
 
 def test_neither_a_small_launch_nor_one_beside_the_model_makes_it_look_late() -> None:
     pace = Pace()
-    pace.learn(GIB, begun=1.0, looked=1.00299, landed=1.003)
+    pace.learn(GIB, 0.003)
     for _ in range(10):
-        pace.learn(4096, begun=1.0, looked=1.0009, landed=1.001)
-        pace.learn(GIB, begun=1.0, looked=1.0089, landed=1.009)
+        pace.learn(4096, 0.001)
+        pace.learn(GIB, 0.009)
     assert pace.next_look(GIB, begun=5.0, now=5.0) < 5.0033
 
 
-def test_who_came_late_looks_earlier_next_time() -> None:
+def test_a_link_that_has_become_slower_is_looked_at_later_in_time() -> None:
     pace = Pace()
-    pace.learn(GIB, begun=1.0, looked=1.0089, landed=1.009)
-    late = pace.next_look(GIB, begun=5.0, now=5.0)
-    pace.learn(GIB, begun=5.0, looked=5.0, landed=late)
-    assert pace.next_look(GIB, begun=5.0, now=5.0) < late
+    pace.learn(GIB, 0.003)
+    for _ in range(1000):
+        pace.learn(GIB, 0.009)
+    assert pace.next_look(GIB, begun=5.0, now=5.0) == pytest.approx(5.009)
+
+
+def test_what_no_clock_saw_teaches_nothing() -> None:
+    pace = Pace()
+    pace.learn(GIB, 0.0)
+    assert pace.next_look(GIB, begun=5.0, now=5.0) < 5.0001
 
 
 def test_a_timer_is_silent_until_its_time_and_after_it_was_set_to_none() -> None:

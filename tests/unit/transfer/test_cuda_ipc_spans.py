@@ -15,15 +15,17 @@ from tests.unit.transfer.gather_interpreted import ROOT, case
 from transfer.backends.cuda_ipc_work import ALIGNED_WORD_BYTES, Shape, Work
 
 
-def copies(work: Work, most_programs: int) -> list[tuple[int, int, int]]:
-    """What the kernel's programs copy, one after the other: (source, destination, bytes)."""
-    table = np.full(work.table_size + 3, -1, dtype=np.int64)
-    shape = work.write_table(table, most_programs, words_each=1)
+def copies(work: Work, most_programs: int, num_copied: int = 0) -> list[tuple[int, int, int]]:
+    """What is copied, one after the other, (source, destination, bytes): by the kernel's programs, and then
+    the last spans, so many, by the copy engines.
+    """
+    n = work.num_spans - num_copied
+    table = np.full(work.table_size(n) + 3, -1, dtype=np.int64)
+    shape = work.write_table(table, n, most_programs, words_each=1)
     assert (table[-3:] == -1).all(), "written past the table"
     word_bytes = ALIGNED_WORD_BYTES if shape.aligned else 1
-    n = work.num_spans
-    share, starts, spans = int(table[0]), table[1 : n + 2] // word_bytes, work.spans(table)
-    copied = []
+    share, starts, spans = int(table[0]), table[1 : n + 2] // word_bytes, work.spans(table, n)
+    copied = [(source, destination, length) for destination, source, length in spans[n:].tolist()]
     for program in range(shape.num_programs):
         position = program * share
         stop = min(position + share, starts[n])
@@ -38,7 +40,10 @@ def copies(work: Work, most_programs: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 33])
 @pytest.mark.parametrize("unit", [16, 2])
-def test_the_programs_share_every_byte_of_every_span_and_no_other(num_programs: int, unit: int) -> None:
+@pytest.mark.parametrize("num_copied", [0, 1, 11])
+def test_the_programs_share_every_byte_of_every_span_and_no_other(
+    num_programs: int, unit: int, num_copied: int
+) -> None:
     spans, _ = case(unit, seed=num_programs)
     work = Work([(spans[:9], 1 << 20, 1 << 30), (spans[9:], 1 << 20, 1 << 40)])
     bases = [1 << 30] * 9 + [1 << 40] * (len(spans) - 9)
@@ -49,7 +54,7 @@ def test_the_programs_share_every_byte_of_every_span_and_no_other(num_programs: 
     }
     got = [
         (source + byte, destination + byte)
-        for source, destination, n in copies(work, num_programs)
+        for source, destination, n in copies(work, num_programs, num_copied)
         for byte in range(n)
     ]
     assert len(got) == len(set(got)) == spans[:, 2].sum()
@@ -61,15 +66,16 @@ def laid_out(
 ) -> tuple[int, Shape]:
     """The share of each program in words, and the shape."""
     work = Work([(np.array(spans, dtype=np.int64), *bases) for spans, *bases in parts])
-    table = np.zeros(work.table_size, dtype=np.int64)
-    shape = work.write_table(table, most_programs, words_each=8192)
+    n = work.num_spans
+    table = np.zeros(work.table_size(n), dtype=np.int64)
+    shape = work.write_table(table, n, most_programs, words_each=8192)
     return int(table[0]), shape
 
 
 def test_one_long_span_and_many_short_ones_keep_all_programs_equally_busy() -> None:
     for spans in ([(0, 0, 1 << 26)], [(place << 16, place << 16, 1 << 16) for place in range(1024)]):
         share, shape = laid_out((spans, 0, 1 << 32), most_programs=32)
-        assert (share, shape) == ((1 << 26) // 8 // 32, Shape(32, True, 1 << 26))
+        assert (share, shape) == ((1 << 26) // 8 // 32, Shape(32, True))
 
 
 def test_wide_accesses_are_for_what_is_aligned_throughout() -> None:
