@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -107,15 +109,14 @@ def plan_spans(
     """
     if len(local_blocks) != len(remote_blocks):
         raise ValueError(f"{len(local_blocks)} local blocks for {len(remote_blocks)} remote ones")
-    mine = geometry.local_heads(tp_size, rank)
+    local, remote = (np.asarray(blocks, dtype=np.int64) for blocks in (local_blocks, remote_blocks))
     plan: dict[int, SpanTable] = {}
-    for remote_rank, heads in _sources(geometry, mine, rank, remote_tp_size).items():
-        theirs = geometry.local_heads(remote_tp_size, remote_rank)
-        table = np.empty((len(local_blocks), 3), dtype=np.int64)
-        table[:, 0] = np.asarray(local_blocks, dtype=np.int64) * len(mine) + (heads.start - mine.start)
-        table[:, 1] = np.asarray(remote_blocks, dtype=np.int64) * len(theirs) + (heads.start - theirs.start)
-        table[:, 2] = len(heads)
-        plan[remote_rank] = merge_spans(table * geometry.head_block_bytes)
+    for source in _sources(geometry, tp_size, rank, remote_tp_size):
+        table = np.empty((len(local), 3), dtype=np.int64)
+        table[:, 0] = local * source.local_step + source.local_start
+        table[:, 1] = remote * source.remote_step + source.remote_start
+        table[:, 2] = source.length
+        plan[source.remote_rank] = merge_spans(table)
     return plan
 
 
@@ -124,9 +125,10 @@ def merge_spans(table: SpanTable) -> SpanTable:
     if len(table) < 2:
         return table
     local, remote, length = table.T
-    apart = (local[:-1] + length[:-1] != local[1:]) | (remote[:-1] + length[:-1] != remote[1:])
+    apart = local[:-1] + length[:-1] != local[1:]
     if apart.all():
         return table
+    apart |= remote[:-1] + length[:-1] != remote[1:]
     starts = np.flatnonzero(np.r_[True, apart])
     merged = table[starts]
     merged[:, 2] = np.add.reduceat(table[:, 2], starts)
@@ -163,22 +165,55 @@ def source_columns(geometry: KVGeometry, *, tp_size: int, remote_tp_size: int) -
         total += len(geometry.local_heads(remote_tp_size, remote_rank))
     columns: list[int] = []
     for rank in range(tp_size):
-        mine = geometry.local_heads(tp_size, rank)
         column_of = {
-            head: starts[remote_rank] + head - geometry.local_heads(remote_tp_size, remote_rank).start
-            for remote_rank, heads in _sources(geometry, mine, rank, remote_tp_size).items()
-            for head in heads
+            head: starts[source.remote_rank] + source.remote_start // geometry.head_block_bytes + place
+            for source in _sources(geometry, tp_size, rank, remote_tp_size)
+            for place, head in enumerate(source.heads)
         }
-        columns += [column_of[head] for head in mine]
+        columns += [column_of[head] for head in geometry.local_heads(tp_size, rank)]
     return columns
 
 
-def _sources(geometry: KVGeometry, mine: range, rank: int, remote_tp_size: int) -> dict[int, range]:
-    """Which run of my heads comes from which producer rank; each head from exactly one."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A producer rank that a consumer rank reads a run of heads from.
+
+    Of block b that run begins, in bytes, at `start + b * step` of a pool.
+    """
+
+    remote_rank: int
+    heads: range
+    local_start: int
+    local_step: int
+    remote_start: int
+    remote_step: int
+    length: int
+
+
+@lru_cache(maxsize=256)  # every read waits for this, and between two agents it is always the same
+def _sources(geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int) -> tuple[_Source, ...]:
+    """Where a rank's heads come from; each head from exactly one producer rank."""
+    mine = geometry.local_heads(tp_size, rank)
     holders: dict[range, list[int]] = {}
     for remote_rank in range(remote_tp_size):
         theirs = geometry.local_heads(remote_tp_size, remote_rank)
         shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
         if shared:
             holders.setdefault(shared, []).append(remote_rank)
-    return {ranks[rank % len(ranks)]: heads for heads, ranks in holders.items()}
+    head_bytes = geometry.head_block_bytes
+    sources = []
+    for heads, ranks in holders.items():
+        remote_rank = ranks[rank % len(ranks)]
+        theirs = geometry.local_heads(remote_tp_size, remote_rank)
+        sources.append(
+            _Source(
+                remote_rank=remote_rank,
+                heads=heads,
+                local_start=(heads.start - mine.start) * head_bytes,
+                local_step=len(mine) * head_bytes,
+                remote_start=(heads.start - theirs.start) * head_bytes,
+                remote_step=len(theirs) * head_bytes,
+                length=len(heads) * head_bytes,
+            )
+        )
+    return tuple(sources)
