@@ -187,8 +187,10 @@ class Engine:
             return
 
     def _audit(self) -> None:
-        """Recount all blocks whenever the agent has fallen idle."""
-        if self._audited or not self._scheduler.is_idle:
+        """Recount all blocks whenever the agent has fallen idle. That takes milliseconds, so not while
+        somebody reads here, who would have to wait.
+        """
+        if self._audited or not self._scheduler.is_idle or self._allocator.counts().leased:
             return
         self._audited = True
         try:

@@ -197,8 +197,9 @@ class Producer:
         valid, effects = self._table.release(
             time.monotonic(), TransferId(request.transfer_id), Incarnation(request.consumer), request.read_ok
         )
-        self._perform(effects)
+        # The answer first: a request waits for it to be decoded, and what else there is to do can wait.
         self._answer(caller, wire.Released, transfer_id=request.transfer_id, valid=valid)
+        self._perform(effects)
 
     def _refuse(self, caller: Caller, field: str, ours: str, theirs: str) -> None:
         self._answer(caller, wire.Refused, field=field, ours=ours[:256], theirs=theirs[:256])

@@ -222,7 +222,7 @@ class WorkerConnector:
                     links.handle(command)
             for engine in engines.values():
                 engine.progress()
-            links.collect()
+                links.collect()  # what one has brought is not kept back by the others
             sums.advance()
 
     def _rebuild(self, name: str, links: RankLinks, engines: dict[str, TransferEngine]) -> EngineDescription:
