@@ -43,7 +43,10 @@ Cell = tuple[str, int, str]
 """Sampling, n, task."""
 PairKey = tuple[tuple[int, int], str]
 """TP of prefill and of decode, backend."""
-TOPOLOGIES = [(1, 1), (2, 2), (1, 2), (2, 1)]
+AgentKey = tuple[str, int, str]
+"""Role, TP, `--transfer`."""
+TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+"""In this order no more than nine ranks live at once; see `Fleet`."""
 BACKENDS = ["tcp", "nixl"]
 SAMPLINGS = {"greedy": 0.0, "t1": 1.0, "t2": 2.0}
 CELLS = [
@@ -150,8 +153,14 @@ def pair_name(key: PairKey) -> str:
     return f"tp{key[0][0]}-{key[0][1]}-{key[1]}"
 
 
+def agents_of(key: PairKey) -> tuple[AgentKey, AgentKey]:
+    """The prefill and the decode agent of a pair."""
+    (prefill_tp, decode_tp), backend = key
+    return ("prefill", prefill_tp, "auto"), ("decode", decode_tp, backend)
+
+
 class Fleet:
-    """Every pair from six agents, each started when first needed.
+    """Every pair from six agents, each started when first needed, and stopped when no later pair needs it.
 
     An agent announces itself to the proxy of each pair it is in, so that one prefill agent serves four pairs:
     starting each pair by itself would import torch two to four times for every one of the eight.
@@ -161,7 +170,7 @@ class Fleet:
         self._log_dir = log_dir
         self._stack = stack
         self._proxies: dict[PairKey, Process] = {}
-        self._agents: dict[tuple[str, int, str], Process] = {}
+        self._agents: dict[AgentKey, Process] = {}
 
     async def start_proxies(self) -> None:
         for key in PAIRS:
@@ -170,22 +179,22 @@ class Fleet:
 
     async def pair(self, key: PairKey) -> Pair:
         (prefill_tp, decode_tp), backend = key
-        served = [each for each in PAIRS if each[0][0] == prefill_tp]
-        prefill = await self._agent("prefill", prefill_tp, "auto", served)
-        served = [each for each in PAIRS if (each[0][1], each[1]) == (decode_tp, backend)]
-        decode = await self._agent("decode", decode_tp, backend, served)
+        still = {agent for later in PAIRS[PAIRS.index(key) :] for agent in agents_of(later)}
+        for agent in self._agents.keys() - still:
+            await self._agents.pop(agent).stop()
+        prefill, decode = [await self._agent(agent) for agent in agents_of(key)]
         await wait_ready(self._proxies[key])
         return Pair(prefill_tp, decode_tp, backend, self._proxies[key], prefill, decode)
 
-    async def _agent(self, role: str, tp: int, transfer: str, served: list[PairKey]) -> Process:
-        if (role, tp, transfer) not in self._agents:
-            discovery = (self._proxies[key].listening["discovery_port"] for key in served)
+    async def _agent(self, key: AgentKey) -> Process:
+        if key not in self._agents:
+            role, tp, transfer = key
+            served = [self._proxies[pair] for pair in PAIRS if key in agents_of(pair)]
             argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
             flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS)
-            announce = (f"--proxy=127.0.0.1:{port}" for port in discovery)
-            agent = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)
-            self._agents[role, tp, transfer] = agent
-        return self._agents[role, tp, transfer]
+            announce = (f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in served)
+            self._agents[key] = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)
+        return self._agents[key]
 
     async def _start(self, name: str, *argv: str) -> Process:
         process = await start_process(name, argv, self._log_dir)
