@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 DType = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_Text = Annotated[str, Meta(max_length=4096)]
+"""Peers send it."""
 
 SpanTable = npt.NDArray[np.int64]
 """Shape [n, 3]; columns are local offset, remote offset and length, in bytes from the start of each pool."""
@@ -35,8 +38,8 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: int
     dtype: DType
     block_size: int
-    rope: str
-    order: str = "block,head,layer,kv,token,dim"
+    rope: _Text
+    order: _Text = "block,head,layer,kv,token,dim"
     mla: bool = False
 
     def __post_init__(self) -> None:
@@ -110,13 +113,15 @@ def plan_spans(
     if len(local_blocks) != len(remote_blocks):
         raise ValueError(f"{len(local_blocks)} local blocks for {len(remote_blocks)} remote ones")
     local, remote = (np.asarray(blocks, dtype=np.int64) for blocks in (local_blocks, remote_blocks))
+    mine = geometry.local_heads(tp_size, rank)
     plan: dict[int, SpanTable] = {}
-    for source in _sources(geometry, tp_size, rank, remote_tp_size):
+    for remote_rank, heads in _sources(geometry, tp_size, rank, remote_tp_size):
+        theirs = geometry.local_heads(remote_tp_size, remote_rank)
         table = np.empty((len(local), 3), dtype=np.int64)
-        table[:, 0] = local * source.local_step + source.local_start
-        table[:, 1] = remote * source.remote_step + source.remote_start
-        table[:, 2] = source.length
-        plan[source.remote_rank] = merge_spans(table)
+        table[:, 0] = local * len(mine) + (heads.start - mine.start)
+        table[:, 1] = remote * len(theirs) + (heads.start - theirs.start)
+        table[:, 2] = len(heads)
+        plan[remote_rank] = merge_spans(table * geometry.head_block_bytes)
     return plan
 
 
@@ -165,34 +170,21 @@ def source_columns(geometry: KVGeometry, *, tp_size: int, remote_tp_size: int) -
         total += len(geometry.local_heads(remote_tp_size, remote_rank))
     columns: list[int] = []
     for rank in range(tp_size):
+        mine = geometry.local_heads(tp_size, rank)
         column_of = {
-            head: starts[source.remote_rank] + source.remote_start // geometry.head_block_bytes + place
-            for source in _sources(geometry, tp_size, rank, remote_tp_size)
-            for place, head in enumerate(source.heads)
+            head: starts[remote_rank] + head - geometry.local_heads(remote_tp_size, remote_rank).start
+            for remote_rank, heads in _sources(geometry, tp_size, rank, remote_tp_size)
+            for head in heads
         }
-        columns += [column_of[head] for head in geometry.local_heads(tp_size, rank)]
+        columns += [column_of[head] for head in mine]
     return columns
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A producer rank that a consumer rank reads a run of heads from.
-
-    Of block b that run begins, in bytes, at `start + b * step` of a pool.
-    """
-
-    remote_rank: int
-    heads: range
-    local_start: int
-    local_step: int
-    remote_start: int
-    remote_step: int
-    length: int
-
-
 @lru_cache(maxsize=256)  # every read waits for this, and between two agents it is always the same
-def _sources(geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int) -> tuple[_Source, ...]:
-    """Where a rank's heads come from; each head from exactly one producer rank."""
+def _sources(
+    geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int
+) -> tuple[tuple[int, range], ...]:
+    """Which run of a rank's heads comes from which producer rank; each head from exactly one."""
     mine = geometry.local_heads(tp_size, rank)
     holders: dict[range, list[int]] = {}
     for remote_rank in range(remote_tp_size):
@@ -200,20 +192,4 @@ def _sources(geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int)
         shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
         if shared:
             holders.setdefault(shared, []).append(remote_rank)
-    head_bytes = geometry.head_block_bytes
-    sources = []
-    for heads, ranks in holders.items():
-        remote_rank = ranks[rank % len(ranks)]
-        theirs = geometry.local_heads(remote_tp_size, remote_rank)
-        sources.append(
-            _Source(
-                remote_rank=remote_rank,
-                heads=heads,
-                local_start=(heads.start - mine.start) * head_bytes,
-                local_step=len(mine) * head_bytes,
-                remote_start=(heads.start - theirs.start) * head_bytes,
-                remote_step=len(theirs) * head_bytes,
-                length=len(heads) * head_bytes,
-            )
-        )
-    return tuple(sources)
+    return tuple((ranks[rank % len(ranks)], heads) for heads, ranks in holders.items())

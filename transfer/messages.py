@@ -55,6 +55,10 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     regions: Annotated[tuple[_Blob, ...], Meta(max_length=64)]
 
 
+_Engines = Annotated[dict[_Word, EngineDescription], Meta(max_length=64)]
+"""One rank's, by backend."""
+
+
 class Hello(_Frame, frozen=True, tag="hello"):
     """First contact of two agents. `transfers` are those to choose from, the consumer's best first.
 
@@ -68,7 +72,7 @@ class Hello(_Frame, frozen=True, tag="hello"):
     transfers: Annotated[tuple[_Word, ...], Meta(max_length=16)]
     host_id: _Word
     verify_kv: bool
-    ranks: Annotated[tuple[dict[_Word, EngineDescription], ...], Meta(max_length=1024)]
+    ranks: Annotated[tuple[_Engines, ...], Meta(max_length=1024)]
 
 
 class HelloOk(_Frame, frozen=True, tag="hello_ok"):
@@ -199,8 +203,7 @@ def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
     return [TransferId(each) for each in ids]
 
 
-# Typed as it is unpacked: both sides of a pull wait for this, and a long prompt's `opened` went through as a
-# list of objects before it took four times as long.
+# In one pass, without objects in between: both sides of a pull wait for it.
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -127,6 +128,12 @@ def test_a_field_out_of_its_range_is_a_bad_frame(field: str, value: object) -> N
 
 def test_lists_and_frames_are_limited() -> None:
     refused({**plain(REQUESTS[2]), "transfer_ids": ["t"] * (wire.MAX_IDS + 1)})
+    hello = plain(REQUESTS[0])
+    geometry = msgspec.structs.asdict(GEOMETRY)
+    refused({**hello, "geometry": {**geometry, "rope": "x" * 5000}})
+    refused({**hello, "geometry": {**geometry, "order": "x" * 5000}})
+    engine = {"engine": b"e", "regions": [b"r"]}
+    refused({**hello, "ranks": [{f"backend {number}": engine for number in range(70)}]})
     with pytest.raises(BadFrame):
         wire.decode_request(b"\xc4" + bytes(wire.MAX_FRAME_BYTES))
     with pytest.raises(BadFrame):
