@@ -35,6 +35,7 @@ def long_body(prompt: str, index: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.timeout(120)  # a cluster of four to start, a lease to end: 45 s on two slow cores
 async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: StartCluster) -> None:
     """Its streams go on at the other agent; the prefill agent holds nothing after lease + 1 s."""
     bodies = [long_body(prompt.prompt, index) for index, prompt in enumerate(heldout(STREAMS))]

@@ -46,7 +46,7 @@ PairKey = tuple[tuple[int, int], str]
 AgentKey = tuple[str, int, str]
 """Role, TP, `--transfer`."""
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
-"""In this order no more than nine ranks live at once; see `Fleet`."""
+"""In this order no more than eight ranks live at once; see `Fleet`."""
 BACKENDS = ["tcp", "nixl"]
 SAMPLINGS = {"greedy": 0.0, "t1": 1.0, "t2": 2.0}
 CELLS = [

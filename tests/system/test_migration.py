@@ -63,7 +63,7 @@ def kill_rank(agent: Process) -> None:
     next(member for member in family if "agent.worker" in member.cmdline()).kill()
 
 
-@pytest.mark.timeout(240)  # two runs, and five processes to start on two cores
+@pytest.mark.timeout(120)  # two runs, and five processes to start on two cores
 @pytest.mark.parametrize(
     ("prefill", "kill", "workers"),
     [
