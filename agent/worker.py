@@ -29,13 +29,14 @@ def main() -> int:
     # Agents often share a host's cores; threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Not at the top: torch takes seconds to import, and reads the environment when it is. It makes a million
-    # objects and no garbage meanwhile; looking for some takes a tenth of the time.
+    # Not at the top: torch takes seconds to import, and reads the environment when it is. Starting makes a
+    # million objects and no garbage; looking for some, then or at any later collection, takes a second.
     gc.disable()
     from agent.rank import Rank
 
-    gc.enable()
     with Rank(boot, options.run_dir, options.rank) as rank:
+        gc.freeze()
+        gc.enable()
         logging.getLogger(__name__).info("ready")
         rank.serve()
     return 0

@@ -299,6 +299,9 @@ class _Api:
     def __init__(self, name: str) -> None:
         self.failed = False  # NIXL has reported a failed transfer, so an endpoint may be broken
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        # To learn of memory that goes, UCX would rewrite libc's mmap and its like while other threads may be
+        # in them: a pause of 50 ms for each, and a race (openucx/ucx#11112). We deregister before we free.
+        os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
         try:
             import nixl._bindings as bindings
             from nixl._api import nixl_agent, nixl_agent_config
