@@ -31,14 +31,18 @@ class _Key(ISeedSequence):
         return self._key
 
 
-def gumbel_noise(seed: int, choice: int, position: int, size: int) -> torch.Tensor:
-    """Standard Gumbel noise, float32, shape [size].
+def gumbel_noise(samples: Sequence[Sample], size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32, shape [len(samples), size].
 
-    Philox is counter based (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine.
-    Uniforms and logarithms are taken in float64 so that rounding to float32 hides differences in `log`.
+    A row depends on its sample's seed, choice and position, and on nothing else. Philox is counter based
+    (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine. Uniforms and logarithms
+    are taken in float64 so that rounding to float32 hides differences in `log`.
     """
-    key = np.array([seed & _UINT64, (choice << 32) | position], dtype=np.uint64)
-    uniform = np.random.Generator(np.random.Philox(_Key(key))).random(size)
+    uniform = np.empty((len(samples), size))
+    for row, sample in zip(uniform, samples, strict=True):
+        seed = sample.sampling.seed & _UINT64
+        key = np.array([seed, (sample.choice << 32) | sample.position], dtype=np.uint64)
+        np.random.Generator(np.random.Philox(_Key(key))).random(out=row)
     np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
@@ -78,9 +82,7 @@ def _is_plain_greedy(sample: Sample) -> bool:
 
 def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
     """One token per row of `raw`. What is the same for every row is done for all of them at once."""
-    scores = torch.stack(
-        [decision_scores(row, sample, eos_ids) for row, sample in zip(raw, samples, strict=True)]
-    )
+    scores = decision_scores(raw, samples, eos_ids)
     token_ids = scores.argmax(dim=-1)
     reports: list[TokenLogprob | None] = [None] * len(samples)
     wanted: dict[int, list[int]] = {}
@@ -98,15 +100,29 @@ def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) 
     ]
 
 
-def decision_scores(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
-    """The scores whose argmax is the drawn token, float32, shape [vocabulary]; excluded tokens are -inf."""
-    sampling = sample.sampling
-    score = _adjusted(raw, sample, eos_ids) if _changes_logits(sample) else raw
-    if sampling.temperature == 0.0:
-        return score
-    score = _keep_likely(score / sampling.temperature, sampling)
-    noise = gumbel_noise(sampling.seed, sample.choice, sample.position, score.shape[-1])
-    return score + noise
+def decision_scores(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> torch.Tensor:
+    """The scores whose argmax is the drawn token, one row a sample; excluded tokens are -inf.
+
+    Args:
+        raw: float32, shape [len(samples), vocabulary], in host memory; it is not changed.
+
+    Returns:
+        float32, of the same shape.
+    """
+    scores = raw.clone()
+    for row, sample in enumerate(samples):
+        if _changes_logits(sample):
+            scores[row] = _adjusted(raw[row], sample, eos_ids)
+    drawing = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
+    if not drawing:
+        return scores
+    drawers, rows = [samples[row] for row in drawing], torch.tensor(drawing)
+    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in drawers])[:, None]
+    for row, sample in enumerate(drawers):
+        if _excludes(sample.sampling, raw.shape[-1]):
+            likely[row] = _keep_likely(likely[row], sample.sampling)
+    scores[rows] = likely + gumbel_noise(drawers, raw.shape[-1])
+    return scores
 
 
 def margins(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -166,14 +182,17 @@ def _adjusted(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torc
     return score
 
 
+def _excludes(sampling: SamplingParams, vocabulary: int) -> bool:
+    """Whether top_k, min_p or top_p apply."""
+    return 0 < sampling.top_k < vocabulary or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
 def _keep_likely(score: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Exclude what top_k, min_p and top_p exclude; the likeliest token always stays.
 
     Ties keep the lower ids, so that the kept set does not depend on how a sort breaks them.
     """
     vocabulary = score.shape[-1]
-    if not (0 < sampling.top_k < vocabulary or sampling.top_p < 1.0 or sampling.min_p > 0.0):
-        return score
     ordered, order = score.sort(descending=True, stable=True)
     probability = torch.softmax(ordered, dim=-1)
     keep = torch.ones(vocabulary, dtype=torch.bool)
