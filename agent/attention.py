@@ -28,7 +28,7 @@ ROW_MULTIPLE = 16
 """Token rows are padded to a multiple of this: from 12 rows up a float32 `linear` on CPU gives each row the
 same bits whatever goes with it (measured; design I4)."""
 
-CONTEXT_MULTIPLE = 64
+CONTEXT_MULTIPLE = 32
 """To what a decoding sequence's context is padded on CPU: fewer calls, for keys that cost next to nothing."""
 
 GROUP_TOKENS = 4096
