@@ -29,7 +29,8 @@ ROW_MULTIPLE = 16
 same bits whatever goes with it (measured; design I4)."""
 
 CONTEXT_MULTIPLE = 32
-"""To what a decoding sequence's context is padded on CPU: fewer calls, for keys that cost next to nothing."""
+"""To what a decoding sequence's context is padded on CPU: fewer calls, for few more keys. With 16 a step of
+64 short sequences takes no less, with 64 a tenth more."""
 
 GROUP_TOKENS = 4096
 """Context that is gathered for one call, over all its sequences, unless one alone has more. So the K and V of
