@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from uuid import uuid4
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -129,6 +130,7 @@ class ControlClient:
         self._key = key
         self._seq = itertools.count(1)
         self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
+        self._socket: zmq.Socket[bytes] | None = None
         self._channel: Channel | None = None
         self._monitor: Channel | None = None
         self.bad_frames = 0
@@ -141,7 +143,10 @@ class ControlClient:
         if self._key is not None:
             self._key.secure_client(socket)
         self._channel = Channel(socket, self._received)
-        monitor = socket.get_monitor_socket(_BROKEN | zmq.EVENT_CLOSED)
+        # pyzmq would name the monitor after the socket's descriptor. A client closed a moment ago may have
+        # had the same, and its name is freed later than its descriptor.
+        monitor = socket.get_monitor_socket(_BROKEN | zmq.EVENT_CLOSED, f"inproc://{uuid4().hex}")
+        self._socket = socket
         self._monitor = Channel(monitor, self._monitored)
         socket.connect(self._endpoint)
         self._channel.start()
@@ -171,8 +176,11 @@ class ControlClient:
 
     def close(self) -> None:
         """Close; requests that wait are told that no answer comes."""
-        channel, monitor = self._channel, self._monitor
-        self._channel = self._monitor = None
+        socket, channel, monitor = self._socket, self._channel, self._monitor
+        self._socket = self._channel = self._monitor = None
+        if socket is not None:
+            # ZMQ's I/O thread waits without end to tell of an event that nobody takes any more.
+            socket.disable_monitor()
         if monitor is not None:
             monitor.close()
         if channel is not None:

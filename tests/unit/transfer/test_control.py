@@ -154,3 +154,20 @@ async def test_closing_tells_those_who_wait(server: Server, connect: Connect) ->
     async with asyncio.timeout(1.0):
         assert await waiting is None
     assert await ask(client) is None
+
+
+async def test_closing_while_connecting_leaves_the_next_alone(server: Server, connect: Connect) -> None:
+    """ZMQ's I/O thread, which all clients share, must not be left telling a monitor that is gone."""
+    for _ in range(100):
+        connect(server.port).close()
+    assert await ask(connect(server.port)) is not None
+
+
+async def test_a_client_takes_a_descriptor_whose_name_is_still_in_use() -> None:
+    """ZMQ frees the name of a monitor, as pyzmq would name it, after the descriptor it is named after."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as closed_just_now:
+        for descriptor in range(1000):
+            closed_just_now.bind(f"inproc://monitor.s-{descriptor}")
+        client = ControlClient("127.0.0.1", 9, lambda: None)
+        client.start(context)
+        client.close()
