@@ -116,7 +116,10 @@ class TransferEngine(Protocol):
         """
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:
-        """Begin to copy from the peer's pool into ours. The peer must have polled true."""
+        """Begin to copy from the peer's pool into ours. The peer must have polled true.
+
+        Raises ValueError, and has begun nothing then, for a span outside the peer's pool or ours.
+        """
 
     def progress(self) -> None:
         """Move everything on as far as it goes without waiting."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from transfer import rank_messages as wire
 from transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
 
+_NONSENSE = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
+"""What libraries raise for arguments that make no sense to them."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -110,6 +113,10 @@ class RankLinks:
                 link.peers.append(engine.connect(rank.engine, rank.regions, command.token, command.timeout_s))
         except PeerUnreachable as error:
             self._connected(command.link, str(error), broken=isinstance(error, PeerBroken))
+        except _NONSENSE as error:
+            # These are a peer's own words. Whatever a library makes of them, they cost this link only.
+            _log.warning("a peer is described in a way that makes no sense", exc_info=True)
+            self._connected(command.link, f"a description that makes no sense: {error!r}")
 
     def _collect_link(self, number: int, link: _Link) -> None:
         try:
@@ -141,17 +148,22 @@ class RankLinks:
         if link is None:
             self._ended(command.transfer_id, command.seq, ok=False, reason="peer_lost")
             return
-        transfers = [
-            link.engine.read(link.peers[rank], wire.unpack_spans(spans), command.timeout_s)
-            for rank, spans in command.spans.items()
-        ]
-        self._reads[command.transfer_id, command.seq] = _Read(link.engine, transfers)
+        key = (command.transfer_id, command.seq)
+        self._reads[key] = read = _Read(link.engine, [])
+        try:
+            for rank, spans in command.spans.items():
+                read.transfers.append(
+                    link.engine.read(link.peers[rank], wire.unpack_spans(spans), command.timeout_s)
+                )
+        except ValueError as error:
+            _log.warning("read %s/%d: %s", *key, error)
+            self._fail(key, read, "refused")
 
     def _collect_read(self, key: tuple[str, int], read: _Read) -> None:
         statuses = [transfer.poll() for transfer in read.transfers]
         if not read.reported:
             if Status.FAILED in statuses:
-                self._report_failure(key, read)
+                self._fail(key, read, read.transfers[statuses.index(Status.FAILED)].reason or "failed")
             elif Status.PENDING not in statuses:
                 del self._reads[key]
                 self._report_success(key, read)
@@ -164,8 +176,7 @@ class RankLinks:
         descriptors = sum(transfer.descriptors for transfer in read.transfers)
         self._ended(*key, ok=True, nbytes=nbytes, descriptors=descriptors)
 
-    def _report_failure(self, key: tuple[str, int], read: _Read) -> None:
-        reason = next(transfer.reason for transfer in read.transfers if transfer.poll() is Status.FAILED)
+    def _fail(self, key: tuple[str, int], read: _Read, reason: str) -> None:
         for transfer in read.transfers:
             transfer.cancel()
         quiescent = all(transfer.quiescent for transfer in read.transfers)
@@ -173,7 +184,7 @@ class RankLinks:
         if quiescent:
             del self._reads[key]
         read.reported = True
-        self._ended(*key, ok=False, reason=reason or "failed", quiescent=quiescent)
+        self._ended(*key, ok=False, reason=reason, quiescent=quiescent)
 
     def _ended(
         self,

@@ -71,11 +71,16 @@ class CudaIpcPeer(GreetedPeer[CudaIpcTransfer]):
 
     def _meet(self) -> None:
         """Try it rather than trust that we share a host: a handle of another might mean something here."""
+        theirs = self._address
+        if theirs.proof_memory.nbytes != len(theirs.proof):
+            raise PeerUnreachable("its proof is not as long as it says")
         try:
-            proof = self._device.borrow(self._address.proof_memory)
-            seen = self._device.peek(proof)
-            self._device.give_back(proof)
-            if seen != self._address.proof:
+            proof = self._device.borrow(theirs.proof_memory)
+            try:
+                seen = self._device.peek(proof)
+            finally:
+                self._device.give_back(proof)
+            if seen != theirs.proof:
                 raise PeerUnreachable("its handles lead to other memory")
             self._borrowed = self._device.borrow(self._pool)
         except CudaError as error:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from transfer.backends import sockets
+from transfer.backends.address import Port
 from transfer.backends.tcp_wire import GREETING, NONCE_BYTES, WELCOME
 
 _MAGIC = b"KVG1"
@@ -32,7 +33,7 @@ class GreetingAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank takes greetings, and which engine it is."""
 
     host: str
-    port: int
+    port: Port
     nonce: bytes
 
 

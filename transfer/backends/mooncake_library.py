@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from transfer.backends.address import MemoryAddress, NumBytes
 from transfer.engine import BackendUnavailable, PeerUnreachable, Status
 
 PROOF_BYTES = 32
@@ -24,14 +25,14 @@ class MooncakeAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     segment: str
     proof: bytes
-    proof_address: int
+    proof_address: MemoryAddress
 
 
 class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pool lies in its owner's address space."""
 
-    address: int
-    nbytes: int
+    address: MemoryAddress
+    nbytes: NumBytes
 
 
 class Piece(NamedTuple):

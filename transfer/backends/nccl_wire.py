@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from transfer.backends.address import Port
 from transfer.tokens import TOKEN_BYTES
 
 MAGIC = b"KVN1"
@@ -47,7 +48,7 @@ class NcclAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank's engine listens, which engine it is, and what moves its bytes: gloo or nccl."""
 
     host: str
-    port: int
+    port: Port
     nonce: bytes
     fabric: str
 

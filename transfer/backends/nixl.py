@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from transfer.backends.address import MemoryAddress
 from transfer.backends.base_transfer import BaseTransfer
 from transfer.backends.nixl_lists import DescriptorLists, PoolAddress
 from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
@@ -42,7 +43,7 @@ class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: bytes
     proof: bytes
-    proof_address: int
+    proof_address: MemoryAddress
 
 
 class NixlRegion:

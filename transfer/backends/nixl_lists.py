@@ -9,12 +9,13 @@ memory). NIXL merges neighbouring units itself, so nothing is lost on spans that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from transfer.layout import SpanTable
+from transfer.backends.address import MemoryAddress, NumBytes
+from transfer.layout import SpanTable, check_bounds
 
 _Indices = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -22,10 +23,10 @@ _Indices = np.ndarray[Any, np.dtype[np.int32]]
 class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pool lies in its owner's address space. `kind` is NIXL's memory type."""
 
-    address: int
-    nbytes: int
+    address: MemoryAddress
+    nbytes: NumBytes
     device: int
-    kind: str
+    kind: Literal["DRAM", "VRAM"]
 
 
 class DescriptorLists:
@@ -44,7 +45,10 @@ class DescriptorLists:
         self._prepared: list[tuple[Any, Any]] = []
 
     def make_read(self, spans: SpanTable) -> Any:
-        """A handle of a read of one span at least. Raises what NIXL raises."""
+        """A handle of a read of one span at least. Raises ValueError for a span outside the peer's pool or
+        ours, and what NIXL raises.
+        """
+        check_bounds(spans, self._ours.nbytes, self._theirs.nbytes)
         unit = int(np.gcd(self._unit, np.gcd.reduce(spans, axis=None)))
         if unit != self._unit:
             self._prepared.append(

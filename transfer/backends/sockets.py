@@ -19,7 +19,7 @@ def dial(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
         connection = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         raise PeerUnreachable(f"{host}:{port}: {error}") from error
     connection.setblocking(False)
     connection.connect_ex(where)

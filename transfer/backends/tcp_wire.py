@@ -11,6 +11,7 @@ import struct
 
 import msgspec
 
+from transfer.backends.address import Port
 from transfer.tokens import TOKEN_BYTES
 
 MAGIC = b"KVF1"
@@ -37,5 +38,5 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank's tcp engine listens, and which engine it is."""
 
     host: str
-    port: int
+    port: Port
     nonce: bytes
