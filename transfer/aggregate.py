@@ -84,6 +84,12 @@ class Aggregator(Generic[K]):
             self._forget(key)
         return outcome
 
+    def discard(self, key: K) -> None:
+        """Nobody waits for this key any more; a key that is complete stays as it is."""
+        group = self._groups.get(key)
+        if group is not None and not group.settled:
+            self._forget(key)
+
     def quiescent(self, key: K, rank: int) -> bool:
         """One rank is no longer written to. Returns true once: when that makes a failed whole quiescent."""
         group = self._groups.get(key)

@@ -66,15 +66,23 @@ class Channel:
         if self._again is not None:
             self._again.cancel()
             self._again = None
+        more = True
+        try:
+            more = self._take_burst()
+        finally:  # a handler that raises must not leave what came after its frame
+            if more and not self._socket.closed:
+                self._schedule()
+
+    def _take_burst(self) -> bool:
+        """Whether there may be more."""
         for _ in range(_BURST):
             if self._socket.closed:  # a frame's handler may close us
-                return
+                return False
             # To ask is cheaper than to be told by an exception, which every burst would end with.
             if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
+                return False
             self._on_frames(self._socket.recv_multipart(zmq.NOBLOCK))
-        if not self._socket.closed:
-            self._schedule()
+        return True
 
 
 def tcp_endpoint(host: str, port: int | str) -> str:

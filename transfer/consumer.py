@@ -101,6 +101,7 @@ class Consumer:
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
+        self._next_seq = 0
         self._renewal: asyncio.TimerHandle | None = None
         self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
         self._quarantine_timer: asyncio.TimerHandle | None = None
@@ -149,6 +150,7 @@ class Consumer:
         used = {entry.link.number for entry in self._entries.values() if entry.link is not None}
         usable = {link.number for link in self._links.values()}
         assert self._by_number.keys() <= used | usable, "a retired link that nothing uses"
+        assert self._ranks.connecting <= len(self._by_number), "ranks connect a link that is closed"
 
     # The scheduler's calls; see `SchedulerConnector`.
 
@@ -282,7 +284,8 @@ class Consumer:
 
     def _add(self, transfer_id: TransferId, remote: Remote, timeout_s: float) -> _Entry:
         timer = asyncio.get_running_loop().call_later(timeout_s, self._over_time, transfer_id)
-        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv)
+        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv, first_seq=self._next_seq)
+        self._next_seq += self._config.num_blocks
         entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry

@@ -20,7 +20,7 @@ from transfer.aggregate import Outcome
 from transfer.control import ControlClient
 from transfer.control_fault import ControlFaults
 from transfer.plane import PlaneConfig, Remote
-from transfer.rank_messages import CloseLink, Connect
+from transfer.rank_messages import Connect
 from transfer.ranks import RankGroup
 
 HANDSHAKE_S = 5.0
@@ -101,7 +101,7 @@ class Link:
             return
         self._transition(LinkState.LOST)
         self._stop_deadline()
-        self._ranks.broadcast(CloseLink(link=self.number))
+        self._ranks.close_link(self.number, self.transfer)
         self._client.close()
 
     def lose(self, reason: str, detail: str) -> None:

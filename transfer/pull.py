@@ -120,9 +120,15 @@ Effect = Connect | SendOpen | Read | CancelRead | Verify | SendRelease | SendDro
 
 
 class Pull:
-    """One transfer into our blocks. With `verify` it takes no block without the producer's checksums."""
+    """One transfer into our blocks. With `verify` it takes no block without the producer's checksums.
 
-    def __init__(self, transfer_id: TransferId, num_tokens: int, *, verify: bool = False) -> None:
+    Its reads are numbered from `first_seq` on, one for each block at most. No earlier read of a transfer with
+    the same id may have had one of these numbers: what is still said of that one is not about ours.
+    """
+
+    def __init__(
+        self, transfer_id: TransferId, num_tokens: int, *, verify: bool = False, first_seq: int = 0
+    ) -> None:
         self.transfer_id = transfer_id
         self.state = PullState.HELD
         self._num_tokens = num_tokens
@@ -134,7 +140,7 @@ class Pull:
         self._known = 0
         self._reading: dict[int, int] = {}
         """Reads that may still write, and how many blocks each has."""
-        self._reads = 0
+        self._next_seq = first_seq
         self._attempts = 0
         self._backend = ""
         self._nbytes = 0
@@ -341,7 +347,7 @@ class Pull:
             self._checksums += grant.checksums[skip:]
         if self._first_read is None:
             self._first_read = now
-        seq, self._reads = self._reads, self._reads + 1
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._reading[seq] = len(remote)
         return [Read(seq, local, remote)]
 

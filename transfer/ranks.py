@@ -98,6 +98,11 @@ class RankGroup:
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
 
     @property
+    def connecting(self) -> int:
+        """Links that not every rank has reported yet."""
+        return len(self._links)
+
+    @property
     def transfers(self) -> tuple[str, ...]:
         """Backends that every rank has opened, best first."""
         return tuple(
@@ -112,6 +117,11 @@ class RankGroup:
         """Connect every rank; comes to one `LinkConnected`."""
         self._links.expect((command.link, command.transfer))
         self.broadcast(command)
+
+    def close_link(self, link: int, transfer: str) -> None:
+        """Have every rank let go of a link, connected or not; none of them reports it then."""
+        self._links.discard((link, transfer))
+        self.broadcast(wire.CloseLink(link=link))
 
     def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
         """Give each rank its part of a read, in order of rank; comes to one `ReadEnded`."""

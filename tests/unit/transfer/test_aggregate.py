@@ -65,6 +65,15 @@ def test_a_rank_that_contradicts_itself_has_failed() -> None:
     assert not outcome.ok
 
 
+def test_what_nobody_waits_for_any_more_is_not_kept() -> None:
+    aggregator = expecting(2)
+    aggregator.report("t", 0, OK)
+    aggregator.discard("t")
+    aggregator.discard("other")
+    assert len(aggregator) == 0
+    assert aggregator.report("t", 1, OK) is None
+
+
 def test_unknown_keys_and_ranks_are_ignored() -> None:
     """X20: an unknown or repeated finish never crashes the engine."""
     aggregator = expecting(1)

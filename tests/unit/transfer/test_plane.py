@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
+from transfer.backends.tcp_client import TcpPeer
 from transfer.connector import (
     DuplicateTransfer,
     LeaseEnded,
@@ -134,6 +136,37 @@ async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_b
         prefill.plane.ready(transfer_id, first)
         assert (await decode.event(PullDone)).first_tokens == first
         assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+async def test_an_id_that_another_producer_uses_again_is_a_transfer_of_its_own() -> None:
+    """I2: what was said of the first one's reads is not about the second's."""
+    async with Agent(seed=1) as one, Agent(seed=3) as other, Agent(seed=2) as decode:
+        transfer_id = one.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, one.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        other.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        other.plane.ready(transfer_id)
+        decode.plane.pull(transfer_id, other.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert_same_kv(other, THEIRS, decode, OURS)
+
+
+async def test_a_producer_lost_while_our_ranks_connect_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connecting = threading.Event()
+
+    def poll(peer: TcpPeer) -> bool:
+        connecting.set()
+        return False
+
+    monkeypatch.setattr(TcpPeer, "poll", poll)
+    async with Agent(seed=2) as decode:
+        async with Agent(seed=1) as prefill:
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            assert await asyncio.to_thread(connecting.wait, 5.0)
+        assert (await decode.event(PullFailed)).reason == "unreachable"
+        decode.plane.check_integrity()
 
 
 async def test_another_prompt_under_the_same_id_is_noticed_before_anything_is_read() -> None:
