@@ -13,12 +13,16 @@ from transfer.ids import TransferId
 
 MAX_SHARE = 0.25
 """Of the pool, in quarantine at once."""
+GRACE_S = 0.25
+"""How long a stay does not count for that. Most transfers are quiescent as soon as the ranks have heard of
+their end, and a new engine ends everybody else's."""
 
 
 @dataclass(slots=True)
 class _Stay:
     backend: str
     num_blocks: int
+    since: float
     until: float
     ordered: bool = False
     """A rebuild that will end it is on its way."""
@@ -37,7 +41,7 @@ class Quarantine:
 
     def enter(self, now: float, transfer_id: TransferId, backend: str, num_blocks: int) -> None:
         """A transfer into `num_blocks` of our blocks failed, and is not quiescent."""
-        self._stays[transfer_id] = _Stay(backend, num_blocks, now + self._limit_s)
+        self._stays[transfer_id] = _Stay(backend, num_blocks, now, now + self._limit_s)
 
     def leave(self, transfer_id: TransferId) -> None:
         """It is quiescent."""
@@ -45,20 +49,31 @@ class Quarantine:
 
     def take_due(self, now: float) -> list[str]:
         """The backends whose engines must be rebuilt now. Each stay asks for that at most once."""
-        crowded = self._crowded()
-        due = {stay.backend for stay in self._waiting() if crowded or stay.until <= now}
+        crowded_at = self._crowded_at()
+        crowded = crowded_at is not None and crowded_at <= now
+        due = {
+            stay.backend
+            for stay in self._waiting()
+            if stay.until <= now or (crowded and stay.since + GRACE_S <= now)
+        }
         for stay in self._waiting():
             stay.ordered = stay.backend in due
         return sorted(due)
 
     def delay(self, now: float) -> float | None:
         """Seconds until `take_due` has something to say, unless another transfer enters first."""
-        if self._crowded():
-            return 0.0
-        return min((max(stay.until - now, 0.0) for stay in self._waiting()), default=None)
+        crowded_at = self._crowded_at()
+        times = [stay.until for stay in self._waiting()] + ([] if crowded_at is None else [crowded_at])
+        return min((max(each - now, 0.0) for each in times), default=None)
 
-    def _crowded(self) -> bool:
-        return sum(stay.num_blocks for stay in self._waiting()) > self._max_blocks
+    def _crowded_at(self) -> float | None:
+        """When too much of the pool will have stayed for `GRACE_S`, unless somebody leaves; None: never."""
+        num_blocks = 0
+        for stay in sorted(self._waiting(), key=lambda each: each.since):
+            num_blocks += stay.num_blocks
+            if num_blocks > self._max_blocks:
+                return stay.since + GRACE_S
+        return None
 
     def _waiting(self) -> list[_Stay]:
         return [stay for stay in self._stays.values() if not stay.ordered]

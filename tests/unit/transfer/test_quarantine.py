@@ -20,7 +20,9 @@ from tests.unit.transfer.test_plane import needs_nixl
 from transfer.backends.nixl import NixlEngine, NixlTransfer
 from transfer.connector import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
-from transfer.quarantine import Quarantine
+from transfer.quarantine import GRACE_S, Quarantine
+from transfer.rank_messages import CancelRead, Command, Read
+from transfer.rank_reads import RankLinks
 
 ELSEWHERE = [10, 11, 12, 13, 14]
 A, B, C = (TransferId(name) for name in "abc")
@@ -43,9 +45,19 @@ def test_a_quarter_of_the_pool_is_the_most_that_may_stay() -> None:
     quarantine.enter(0.0, B, "nixl", 5)
     assert quarantine.take_due(1.0) == []
     quarantine.enter(1.0, C, "nixl", 1)
-    assert quarantine.delay(1.0) == 0.0
-    assert quarantine.take_due(1.0) == ["nixl"]
-    assert quarantine.delay(1.0) is None
+    assert quarantine.delay(1.0) == GRACE_S
+    assert quarantine.take_due(1.0 + GRACE_S) == ["nixl"]
+    assert quarantine.delay(1.0 + GRACE_S) is None
+
+
+def test_what_is_quiescent_within_the_grace_costs_nobody_an_engine() -> None:
+    quarantine = Quarantine(30.0, 100)
+    quarantine.enter(0.0, A, "tcp", 50)
+    quarantine.enter(0.1, B, "nixl", 50)
+    assert quarantine.take_due(GRACE_S - 0.1) == []
+    assert quarantine.take_due(GRACE_S) == ["tcp"]  # the other has not stayed for so long
+    quarantine.leave(B)
+    assert quarantine.delay(GRACE_S) is None
 
 
 def test_what_became_quiescent_asks_for_nothing() -> None:
@@ -55,6 +67,35 @@ def test_what_became_quiescent_asks_for_nothing() -> None:
     quarantine.leave(A)
     assert len(quarantine) == 0
     assert quarantine.take_due(99.0) == []
+
+
+async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks give it up at once, but they say so only after we have."""
+    handle, loop = RankLinks.handle, asyncio.get_running_loop()
+    reads: asyncio.Queue[str] = asyncio.Queue()
+
+    def handle_late(links: RankLinks, command: Command) -> None:
+        if isinstance(command, CancelRead):
+            time.sleep(0.05)
+        handle(links, command)
+        if isinstance(command, Read):
+            loop.call_soon_threadsafe(reads.put_nowait, command.transfer_id)
+
+    monkeypatch.setattr(RankLinks, "handle", handle_late)
+    stalls, slow = Agent(seed=1, tcp_fault="stall:after=64"), Agent(seed=3, tcp_fault="delay:seconds=1")
+    async with stalls, slow, Agent(seed=2, num_blocks=16) as decode:
+        cancelled, other = stalls.lend(THEIRS, TOKENS), slow.lend([9], 4)
+        decode.plane.pull(cancelled, stalls.remote(TOKENS), OURS, 0, 20.0)
+        decode.plane.pull(other, slow.remote(4), [10], 0, 20.0)
+        async with asyncio.timeout(10.0):
+            assert {await reads.get(), await reads.get()} == {cancelled, other}
+        decode.plane.cancel(cancelled)
+        assert not (await decode.event(PullFailed)).quiescent
+        assert (await decode.event(PullDone)).transfer_id == other
+        await decode.event(PullQuiescent)
+        assert decode.plane.stats().rebuilds == 0
 
 
 class Stopped:
@@ -116,7 +157,7 @@ async def test_a_quarantine_ends_within_a_second_of_the_peers_resuming_or_dying(
 @needs_nixl
 @pytest.mark.parametrize(
     ("settings", "within_s"),
-    [({"quarantine_s": 0.5}, 1.5), ({"quarantine_s": 30.0, "num_blocks": 16}, 1.0)],
+    [({"quarantine_s": 0.5}, 1.5), ({"quarantine_s": 30.0, "num_blocks": 16}, 1.0 + GRACE_S)],
     ids=["too old", "too large"],
 )
 async def test_a_rebuilt_engine_writes_nothing_into_blocks_that_are_used_again(
