@@ -46,7 +46,7 @@ class Producer:
         self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
         self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
         self._timer: asyncio.TimerHandle | None = None
-        self._greeted_until = 0.0
+        self._serving_until = 0.0
         self._serving = False
         self.ended: Counter[str] = Counter()
         self.handshakes = 0
@@ -105,6 +105,7 @@ class Producer:
         if self._table.is_registered(transfer_id):
             self.ended["failed"] += 1
         self._forget(transfer_id)
+        self._serve_for(self._config.quarantine_s)
         self._perform(self._table.fail(transfer_id))
 
     def drop(self, transfer_id: TransferId) -> bool:
@@ -148,7 +149,7 @@ class Producer:
             return
         transfer = next(name for name in hello.transfers if name in self._ranks.transfers)
         self.handshakes += 1
-        self._greeted_until = time.monotonic() + _GREETED_S
+        self._serve_for(_GREETED_S)
         self._perform([])
         self._answer(
             caller,
@@ -199,6 +200,8 @@ class Producer:
         )
         # The answer first: a request waits for it to be decoded, and what else there is to do can wait.
         self._answer(caller, wire.Released, transfer_id=request.transfer_id, valid=valid)
+        if not valid:
+            self._serve_for(self._config.quarantine_s)
         self._perform(effects)
 
     def _refuse(self, caller: Caller, field: str, ours: str, theirs: str) -> None:
@@ -216,6 +219,8 @@ class Producer:
                     self._reply(effect)
                 case Freed():
                     self.ended[effect.cause] += 1
+                    if effect.cause != "released":
+                        self._serve_for(self._config.quarantine_s)
                     self._forget(effect.transfer_id)
                     self._emit(LeaseEnded(transfer_id=effect.transfer_id, cause=effect.cause))
         self._update_serving()
@@ -242,9 +247,15 @@ class Producer:
             case Denied(reason):
                 self._answer(reply.waiter, wire.Gone, transfer_id=reply.transfer_id, reason=reason)
 
+    def _serve_for(self, seconds: float) -> None:
+        """Have the ranks serve for a while without a lease that is read: for a peer that is about to begin,
+        or for one whose reads were given up and end only if we take part.
+        """
+        self._serving_until = max(self._serving_until, time.monotonic() + seconds)
+
     def _update_serving(self) -> None:
-        """Tell the ranks when a peer may begin, and when no peer can, to come for our blocks."""
-        serving = self._table.open_count > 0 or time.monotonic() < self._greeted_until
+        """Tell the ranks when a peer may, and when no peer can, need them for its reads."""
+        serving = self._table.open_count > 0 or time.monotonic() < self._serving_until
         if serving != self._serving:
             self._serving = serving
             self._ranks.broadcast(Serve(on=serving))
@@ -253,7 +264,7 @@ class Producer:
         """Set the timer to the next thing that time alone brings about."""
         deadlines = [self._table.next_deadline()]
         if self._serving and not self._table.open_count:
-            deadlines.append(self._greeted_until)
+            deadlines.append(self._serving_until)
         due = min((each for each in deadlines if each is not None), default=None)
         if self._timer is not None:
             self._timer.cancel()
