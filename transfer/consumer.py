@@ -22,7 +22,7 @@ from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
 from transfer.layout import num_columns, plan_spans, source_columns
 from transfer.lease import DuplicateTransfer, Grant
-from transfer.link import Link, LinkState
+from transfer.link import Link, LinkState, Producer, producer_of
 from transfer.mending import Mending
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
@@ -94,10 +94,10 @@ class Consumer:
         self._emit = emit
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._entries: dict[TransferId, _Entry] = {}
-        self._links: dict[str, Link] = {}
-        """Usable links by the producer's incarnation. A retired link lives on in its entries only."""
-        self.refusals: OrderedDict[str, str] = OrderedDict()
-        """Why some producers, by incarnation, are never to be asked again."""
+        self._links: dict[Producer, Link] = {}
+        """Usable links. A retired link lives on in its entries only."""
+        self._refusals: OrderedDict[Producer, str] = OrderedDict()
+        """Why some producers are never to be asked again."""
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
@@ -139,14 +139,19 @@ class Consumer:
         """Failed transfers whose destination may still be written to."""
         return len(self._quarantine)
 
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Why we can never pull from some producers, by incarnation."""
+        return {producer.engine_id: why for producer, why in self._refusals.items()}
+
     def check_integrity(self) -> None:
         """Raises AssertionError on an inconsistency."""
         for transfer_id, entry in self._entries.items():
             assert not entry.pull.over, f"{transfer_id} is over but kept"
         over = sum(not entry.pull.live for entry in self._entries.values())
         assert over == len(self._quarantine), "quarantined transfers"
-        for engine_id, link in self._links.items():
-            assert link.state is not LinkState.LOST, f"link to {engine_id} is lost but kept"
+        for producer, link in self._links.items():
+            assert link.state is not LinkState.LOST, f"link to {producer} is lost but kept"
         used = {entry.link.number for entry in self._entries.values() if entry.link is not None}
         usable = {link.number for link in self._links.values()}
         assert self._by_number.keys() <= used | usable, "a retired link that nothing uses"
@@ -218,15 +223,16 @@ class Consumer:
 
     def _link(self, remote: Remote) -> Link | None:
         """The link to a producer, made now if there is none; None if there can be none."""
-        link = self._links.get(remote.engine_id)
-        if link is not None or remote.engine_id in self.refusals:
+        producer = producer_of(remote)
+        link = self._links.get(producer)
+        if link is not None or producer in self._refusals:
             return link
         if self._context is None:
             raise AssertionError("not started")
         number = next(self._numbers)
         link = Link(
             number,
-            remote,
+            producer,
             self._config,
             self._ranks,
             self._faults,
@@ -236,27 +242,27 @@ class Consumer:
         try:
             link.start(self._context)
         except (zmq.ZMQError, UnicodeError) as error:
-            _log.warning("cannot dial %s:%s: %s", remote.host, remote.port, error)
+            _log.warning("cannot dial %s: %s", producer, error)
             link.close()
             return None
-        self._links[remote.engine_id] = link
+        self._links[producer] = link
         self._by_number[number] = link
         return link
 
     def _link_ready(self, link: Link) -> None:
         self.handshakes += 1
         for other in list(self._links.values()):
-            if other.address == link.address and other is not link:
-                other.lose("incarnation", f"{link.address} is {link.engine_id} now")
+            if other.producer.address == link.producer.address and other is not link:
+                other.lose("incarnation", f"{link.producer} is there now")
         for entry in self._users(link):
             self._perform(entry, entry.pull.connected(link.transfer))
 
     def _link_lost(self, link: Link, reason: str, detail: str) -> None:
         self._forget(link)
         if link.refusal:
-            self.refusals[link.engine_id] = link.refusal
-            while len(self.refusals) > MAX_REFUSALS:
-                self.refusals.popitem(last=False)
+            self._refusals[link.producer] = link.refusal
+            while len(self._refusals) > MAX_REFUSALS:
+                self._refusals.popitem(last=False)
         for entry in self._users(link):
             entry.link = None
             if (
@@ -266,8 +272,8 @@ class Consumer:
 
     def _retire(self, link: Link) -> None:
         """Use the link for no further transfer."""
-        if self._links.get(link.engine_id) is link:
-            del self._links[link.engine_id]
+        if self._links.get(link.producer) is link:
+            del self._links[link.producer]
 
     def _forget(self, link: Link) -> None:
         self._retire(link)
@@ -329,15 +335,15 @@ class Consumer:
             self._remove(entry)
 
     def _connect(self, entry: _Entry) -> None:
-        if entry.link is not None and self._links.get(entry.link.engine_id) is not entry.link:
+        producer = producer_of(entry.remote)
+        if entry.link is not None and self._links.get(producer) is not entry.link:
             self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
-        if entry.link is None and entry.remote.engine_id in self.refusals:
-            self._perform(entry, entry.pull.lost("refused", self.refusals[entry.remote.engine_id]))
+        if entry.link is None and producer in self._refusals:
+            self._perform(entry, entry.pull.lost("refused", self._refusals[producer]))
         elif entry.link is None:
-            address = f"{entry.remote.host}:{entry.remote.port}"
-            self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {address}"))
+            self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {producer}"))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
 
@@ -475,7 +481,7 @@ class Consumer:
     def _leave(self, entry: _Entry) -> None:
         """The transfer needs its link no more; a retired one is closed by its last."""
         link, entry.link = entry.link, None
-        if link is not None and self._links.get(link.engine_id) is not link and not self._users(link):
+        if link is not None and self._links.get(link.producer) is not link and not self._users(link):
             self._by_number.pop(link.number, None)
             link.close()
 

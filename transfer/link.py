@@ -11,6 +11,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import zmq
@@ -49,6 +50,31 @@ _TABLE: Mapping[LinkState, frozenset[LinkState]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """A life of an agent, and where its control channel is said to be.
+
+    Whoever asks for a transfer names both. What is learnt at one address is not held against the same life at
+    another, or else one wrong request would cost the right ones their producer.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} at {self.host}:{self.port}"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+def producer_of(remote: Remote) -> Producer:
+    """Who is to be asked for a prompt's KV."""
+    return Producer(remote.engine_id, remote.host, remote.port)
+
+
 class Link:
     """One producer as seen by a consumer.
 
@@ -59,7 +85,7 @@ class Link:
     def __init__(
         self,
         number: int,
-        remote: Remote,
+        producer: Producer,
         config: PlaneConfig,
         ranks: RankGroup,
         faults: ControlFaults,
@@ -68,8 +94,7 @@ class Link:
         on_lost: Callable[[Link, str, str], None],
     ) -> None:
         self.number = number
-        self.engine_id = remote.engine_id
-        self.address = (remote.host, remote.port)
+        self.producer = producer
         self.state = LinkState.GREETING
         self.transfer = ""
         self.tp_size = 0
@@ -80,12 +105,12 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(remote.host, remote.port, self._broken, faults, config.key)
+        self._client = ControlClient(producer.host, producer.port, self._broken, faults, config.key)
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Link {self.number} to {self.engine_id} at {self.address} {self.state.value}>"
+        return f"<Link {self.number} to {self.producer} {self.state.value}>"
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Begin the handshake. Raises `zmq.ZMQError` for an address that makes no sense."""
@@ -119,7 +144,7 @@ class Link:
     ) -> None:
         request = wire.Open(
             seq=self._client.next_seq(),
-            incarnation=self.engine_id,
+            incarnation=self.producer.engine_id,
             transfer_id=transfer_id,
             consumer=self._config.incarnation,
             have=have,
@@ -131,7 +156,7 @@ class Link:
         for first in range(0, len(transfer_ids), wire.MAX_IDS):
             request = wire.Renew(
                 seq=self._client.next_seq(),
-                incarnation=self.engine_id,
+                incarnation=self.producer.engine_id,
                 consumer=self._config.incarnation,
                 transfer_ids=tuple(transfer_ids[first : first + wire.MAX_IDS]),
             )
@@ -142,7 +167,7 @@ class Link:
     ) -> None:
         request = wire.Release(
             seq=self._client.next_seq(),
-            incarnation=self.engine_id,
+            incarnation=self.producer.engine_id,
             transfer_id=transfer_id,
             consumer=self._config.incarnation,
             read_ok=read_ok,
@@ -151,7 +176,9 @@ class Link:
 
     def drop(self, transfer_id: str) -> None:
         self._request(
-            wire.Drop(seq=self._client.next_seq(), incarnation=self.engine_id, transfer_id=transfer_id),
+            wire.Drop(
+                seq=self._client.next_seq(), incarnation=self.producer.engine_id, transfer_id=transfer_id
+            ),
             ANSWER_S,
             _ignore,
         )
@@ -181,7 +208,7 @@ class Link:
         )
         hello = wire.Hello(
             seq=self._client.next_seq(),
-            incarnation=self.engine_id,
+            incarnation=self.producer.engine_id,
             consumer=config.incarnation,
             geometry=config.geometry,
             layout=config.geometry.fingerprint(),
@@ -238,7 +265,7 @@ class Link:
     ) -> None:
         def answered(answer: wire.Answer | None) -> None:
             if isinstance(answer, wire.Refused) and answer.field == "incarnation":
-                self.refusal = f"incarnation: {self.address} is {answer.ours} now, not {answer.theirs}"
+                self.refusal = f"incarnation: {answer.ours} is there now, not {self.producer}"
                 self.lose("incarnation", self.refusal)
             else:
                 on_answer(answer)

@@ -160,7 +160,7 @@ class SchedulerConnector:
             verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
-            refusals=dict(consumer.refusals),
+            refusals=consumer.refusals,
             rebuilds=consumer.rebuilds,
         )
 

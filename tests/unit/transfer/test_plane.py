@@ -490,6 +490,16 @@ async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -
         assert prefill.config.incarnation in why and "of-an-earlier-life" in why
 
 
+async def test_a_wrong_address_for_an_incarnation_costs_only_those_who_give_it() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=3) as other, Agent(seed=2) as decode:
+        wrong = prefill.remote(TOKENS, port=other.plane.control_port)
+        decode.plane.pull(new_transfer_id(), wrong, OURS, 0, 10.0)
+        assert (await decode.event(PullFailed)).reason == "incarnation"
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
 @needs_nixl
 async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
