@@ -13,6 +13,8 @@ from typing import cast
 
 import zmq
 
+from transfer import keepalive
+
 _BURST = 256
 """Frames taken before other work of the loop gets its turn."""
 
@@ -91,9 +93,14 @@ def tcp_endpoint(host: str, port: int | str) -> str:
 
 
 def limit_socket(socket: zmq.Socket[bytes], *, queue: int, max_frame: int) -> None:
-    """Bound what a socket queues and takes."""
+    """Bound what a socket queues and takes, and how long it waits for a peer that vanished."""
     socket.setsockopt(zmq.SNDHWM, queue)
     socket.setsockopt(zmq.RCVHWM, queue)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, keepalive.INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, keepalive.INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, keepalive.PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, keepalive.LIMIT_MS)

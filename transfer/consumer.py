@@ -378,6 +378,9 @@ class Consumer:
         match answer:
             case None:
                 effects = pull.unanswered()
+                if not pull.live and entry.link is not None:
+                    # Nobody said that the connection is broken, but a new one may be answered.
+                    self._retire(entry.link)
             case wire.Opened():
                 effects = self._opened(entry, answer)
             case wire.Pending():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 
+from transfer import keepalive
 from transfer.engine import PeerUnreachable
 
 _BACKLOG = 128
@@ -21,7 +22,7 @@ def dial(host: str, port: int) -> socket.socket:
         connection = socket.socket(family, kind, protocol)
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         raise PeerUnreachable(f"{host}:{port}: {error}") from error
-    connection.setblocking(False)
+    _prepare(connection)
     connection.connect_ex(where)
     return connection
 
@@ -40,5 +41,14 @@ def accept(listener: socket.socket) -> socket.socket | None:
         connection, _ = listener.accept()
     except OSError:
         return None  # it left again, or we are out of descriptors; it will find out by its own deadline
-    connection.setblocking(False)
+    _prepare(connection)
     return connection
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive.INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive.INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, keepalive.PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, keepalive.LIMIT_MS)

@@ -490,6 +490,65 @@ async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -
         assert prefill.config.incarnation in why and "of-an-earlier-life" in why
 
 
+class Forwarder:
+    """Stands between a reader and a producer's control channel. Connections it has may be forgotten."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._server: asyncio.Server | None = None
+        self._pumps: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> int:
+        """The port to dial."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.forget()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)
+
+    def forget(self) -> None:
+        """Like a firewall: nothing passes any more, and nobody is told."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers += [writer, there_writer]
+        for pair in ((reader, there_writer), (there_reader, writer)):
+            self._pumps.append(asyncio.create_task(self._pump(*pair)))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            writer.write(data)
+            await writer.drain()
+
+
+async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.link.ANSWER_S", 0.3)
+    monkeypatch.setattr("transfer.consumer._OPEN_WAIT_S", 0.1)
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        forwarder = Forwarder(prefill.plane.control_port)
+        async with forwarder as port:
+            ends: list[type[object]] = []
+            for _ in range(3):
+                remote = prefill.remote(TOKENS, port=port)
+                decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, OURS, 0, 10.0)
+                ended = await decode.event((PullDone, PullFailed))
+                ends.append(type(ended))
+                if len(ends) == 1:
+                    forwarder.forget()
+            assert ends == [PullDone, PullFailed, PullDone]
+            assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
 async def test_a_wrong_address_for_an_incarnation_costs_only_those_who_give_it() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=3) as other, Agent(seed=2) as decode:
         wrong = prefill.remote(TOKENS, port=other.plane.control_port)
