@@ -98,7 +98,6 @@ class _Agent:
         self._engine = EngineClient(self._context, run_dir)
         self._metrics = Metrics(lambda: self._engine.stats)
         self._announcer = Announcer(
-            zmq.Context.shadow(self._context),
             config.proxy,
             self._lifecycle.changed,
             self._registration,

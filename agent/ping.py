@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -26,14 +28,20 @@ log = logging.getLogger(__name__)
 
 _MAX_ANSWERS_PER_PING = 16
 _BYE_LINGER_MS = 200
+_CLOSE_S = 0.5
 
 
 class ProxyLink:
-    """The way to one proxy, which may be down, come back as another process, or refuse us."""
+    """The way to one proxy, which may be down, come back as another process, or refuse us.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None) -> None:
+    It has a ZMQ context of its own: a context resolves names on its only I/O thread, over and over while
+    nobody is there, so a resolver that does not answer holds up whatever else that thread does.
+    """
+
+    def __init__(self, address: str, key: ClusterKey | None) -> None:
         self.address = address
-        self._socket = context.socket(zmq.DEALER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_ANSWERS_PER_PING)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_ANSWERS_PER_PING)
@@ -70,9 +78,13 @@ class ProxyLink:
                 case Refused(reason=reason):
                     self._note(f"refused: {reason}", logging.WARNING)
 
-    def close(self) -> None:
-        """Close once what was sent has left, or soon."""
+    def close(self) -> threading.Thread:
+        """Close once what was sent has left, or soon. The thread ends then, or when a name is resolved."""
         self._socket.close(linger=_BYE_LINGER_MS)
+        # Only `term` waits for that thread.
+        closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
+        closing.start()
+        return closing
 
     def _note(self, standing: str, level: int) -> None:
         """Log how we stand with the proxy, once per change."""
@@ -91,14 +103,13 @@ class Announcer:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         proxies: Sequence[str],
         changed: asyncio.Event,
         describe: Callable[[int], Register | None],
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
     ) -> None:
-        self._links = [ProxyLink(context, address, key) for address in proxies]
+        self._links = [ProxyLink(address, key) for address in proxies]
         self._changed = changed
         self._describe = describe
         self._interval_s = interval_s
@@ -126,6 +137,7 @@ class Announcer:
             link.send(encode(Bye(incarnation=incarnation)))
 
     def close(self) -> None:
-        """Close the sockets once what was said has left, or soon."""
-        for link in self._links:
-            link.close()
+        """Return once what was said has left, or soon."""
+        deadline = time.monotonic() + _CLOSE_S
+        for closing in [link.close() for link in self._links]:
+            closing.join(max(deadline - time.monotonic(), 0.0))

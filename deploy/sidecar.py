@@ -20,7 +20,6 @@ from typing import Literal
 import aiohttp
 import msgspec
 import uvloop
-import zmq
 
 from agent.logs import configure_logging
 from agent.ping import Announcer
@@ -91,12 +90,10 @@ class SidecarConfig:
 class Sidecar:
     """What the watch has said and proxies have not heard yet. A server that is not seen is not pinged for."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], config: SidecarConfig, key: ClusterKey | None
-    ) -> None:
+    def __init__(self, config: SidecarConfig, key: ClusterKey | None) -> None:
         self._news = asyncio.Event()
         self._latest: Register | None = None
-        self._announcer = Announcer(context, config.proxy, self._news, self._take, key=key)
+        self._announcer = Announcer(config.proxy, self._news, self._take, key=key)
         self._watch = EngineWatch(config.server(), self._say, at=config.attach)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -146,6 +143,4 @@ async def _run(config: SidecarConfig, key: ClusterKey | None) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    # Leaving the context waits until goodbyes have left, or for their short linger.
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        await Sidecar(context, config, key).run(stop)
+    await Sidecar(config, key).run(stop)

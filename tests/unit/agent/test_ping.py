@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -75,9 +77,7 @@ async def announced(
             state=lifecycle.state, steps=0, load=load,
         )  # fmt: skip
 
-    announcer = Announcer(
-        zmq.Context.shadow(context), make(context), lifecycle.changed, describe, interval_s=0.05
-    )
+    announcer = Announcer(make(context), lifecycle.changed, describe, interval_s=0.05)
     pinging = asyncio.ensure_future(announcer.run())
     try:
         yield lifecycle, announcer, context
@@ -178,3 +178,26 @@ def test_states_only_go_forward() -> None:
 def test_the_host_id_is_the_same_for_all_processes_of_a_boot() -> None:
     assert host_id() == host_id()
     assert len(host_id()) == 16
+
+
+def test_one_proxys_name_that_is_not_resolved_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ resolves on a context's I/O thread, and ends the context only after that."""
+    resolved = threading.Event()
+    announcer = Announcer(["127.0.0.1:9", "127.0.0.1:10"], asyncio.Event(), lambda index: None)
+    ended: list[object] = []
+    term = zmq.Context.term
+
+    def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        resolved.wait(30.0)
+        term(context)
+        ended.append(context)
+
+    monkeypatch.setattr(zmq.Context, "term", end)
+    begun = time.monotonic()
+    announcer.close()
+    assert time.monotonic() - begun < 2.0
+    resolved.set()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(set(map(id, ended))) == 2
