@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 _ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()
+"""Every pair is made on a thread of its own, and the environment is the whole process's."""
 _POLL_S = 0.0001
 _NEVER = timedelta(days=365)
 
@@ -135,15 +137,16 @@ def broken_pair() -> Iterator[None]:
 @contextmanager
 def _watchdog_off() -> Iterator[None]:
     """A group made meanwhile does not end the process when its peer dies. Read when a group is made."""
-    before = os.environ.get(_ASYNC_ERRORS)
-    os.environ[_ASYNC_ERRORS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ASYNC_ERRORS]
-        else:
-            os.environ[_ASYNC_ERRORS] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(_ASYNC_ERRORS)
+        os.environ[_ASYNC_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ASYNC_ERRORS]
+            else:
+                os.environ[_ASYNC_ERRORS] = before
 
 
 def time_left(deadline: float) -> timedelta:

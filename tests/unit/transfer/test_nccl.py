@@ -252,6 +252,34 @@ def test_a_pair_that_is_closed_does_not_wait_for_the_deadline_of_a_dead_peer(
     assert not waiting.is_alive()
 
 
+def test_pairs_that_are_made_at_the_same_time_all_have_the_watchdog_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would end the process when a peer dies, and is set for the whole process while a group is made."""
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(variable, raising=False)
+    seen: list[str | None] = []
+
+    class Group:
+        def __init__(self, *arguments: object) -> None:
+            first = not seen
+            seen.append(os.environ.get(variable))
+            time.sleep(0.1 if first else 0.3)  # the first is done while the others are under way
+            seen.append(os.environ.get(variable))
+
+        class Options:
+            """Nothing that this test is about."""
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    threads = [threading.Thread(target=NcclPair, args=(None, 0)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert seen == ["0"] * 6
+    assert variable not in os.environ
+
+
 class Ends:
     """Both threads of one pair, without engines."""
 
