@@ -200,19 +200,21 @@ def _field_at_fault(message: str) -> str | None:
 
 
 def prompts_of(body: dict[str, Any]) -> list[Any]:
-    """The prompts of a checked completion's body, each text or token ids."""
+    """The prompts of a checked completion's body, all of them text or all of them token ids."""
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The prompts in a completion's `prompt`, one or many. Raises `InvalidRequest`."""
+def _prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
+    """The prompts in a completion's `prompt`, one or many, all of one kind. Raises `InvalidRequest`."""
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     prompts = prompts_of({"prompt": prompt})
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param="prompt")
     try:
-        return msgspec.convert(prompts, list[str | list[TokenId]])
+        if isinstance(prompts[0], str):
+            return msgspec.convert(prompts, list[str])
+        return msgspec.convert(prompts, list[list[TokenId]])
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"prompt: {error}", param="prompt") from error

@@ -149,7 +149,8 @@ _PROMPT = {
     "anyOf": [
         _TEXT,
         _TOKEN_IDS,
-        {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1, "maxItems": MAX_CHOICES},
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_CHOICES},
     ],
 }
 

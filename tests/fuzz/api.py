@@ -60,8 +60,9 @@ async def _document(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as http, http.get(f"{url}/openapi.json") as response:
         document: dict[str, Any] = await response.json()
     schemas = document["components"]["schemas"]
-    *_, batch = schemas["Completion"]["properties"]["prompt"]["anyOf"]
-    batch["maxItems"] = 1
+    _, _, *batches = schemas["Completion"]["properties"]["prompt"]["anyOf"]
+    for batch in batches:
+        batch["maxItems"] = 1
     for name in ("Completion", "Chat"):
         properties = schemas[name]["properties"]
         properties["model"] = {"enum": ["stand-in", "nobody's"]}

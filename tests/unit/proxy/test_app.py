@@ -38,6 +38,7 @@ async def test_content_types_say_what_is_sent(stage: Stage, path: str, body: dic
         ({"prompt": "p"}, 400, "model"),
         ({**BODY, "max_tokens": 0}, 400, "max_tokens"),
         ({**BODY, "prompt": ""}, 400, "prompt"),
+        ({**BODY, "prompt": ["a", [1, 2]]}, 400, "prompt"),
         ({**BODY, "prompt": [1] * 5000}, 400, "prompt"),
         ({**BODY, "prompt": [1] * 4095, "max_tokens": 2}, 400, "prompt"),
         ({**BODY, "model": "unheard-of"}, 404, "model"),
@@ -49,7 +50,8 @@ async def test_what_the_proxy_can_refuse_bothers_no_agent(
     start_stage: StartStage, body: Any, status: int, param: str | None, stream: bool
 ) -> None:
     """Issue 2, "Bad input"; OpenAI's error shape, streamed or not."""
-    stage = await start_stage(max_body_bytes=10_000 if status == 413 else 2**20)
+    # With `split_min_tokens`, routing looks at the prompt's length.
+    stage = await start_stage(max_body_bytes=10_000 if status == 413 else 2**20, split_min_tokens=1)
     prefill, decode = await stage.pair()
     asked = {**body, "stream": stream} if isinstance(body, dict) else body
     told, answer = await stage.ask(asked)

@@ -41,6 +41,8 @@ def completion(**fields: Any) -> ClientRequest:
         ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": ["a", "b"], "n": 65}, "n"),
         ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a", [1, 2]]}, "prompt"),
+        ({"prompt": [[1, 2], "a"]}, "prompt"),
         ({"prompt": [1, -2]}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
         ({"n": 0}, "n"),
