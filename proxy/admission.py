@@ -121,11 +121,19 @@ class Admission:
         self.pump()
 
     def pump(self) -> None:
-        """Let in all for whom there is room: to be called when an agent has spoken or has less to do."""
+        """Let in all for whom there is room: to be called when an agent has spoken or has less to do.
+
+        Raises nothing: what goes wrong with one request is raised where that one waits.
+        """
         for queue in tuple(self._queues.values()):
             # One that was cancelled but has not run since is still in the queue.
             while (head := next((each for each in queue if not each.granted.done()), None)) is not None:
-                answer = self._grant(head.ask, head.question)
+                try:
+                    answer = self._grant(head.ask, head.question)
+                except Exception as error:  # noqa: BLE001 (it is raised where its request waits, not here)
+                    self._leave(head)
+                    head.granted.set_exception(error)
+                    continue
                 if answer is NoPair.FULL:
                     break
                 self._leave(head)
@@ -139,13 +147,13 @@ class Admission:
         try:
             return await waiter.granted
         except asyncio.CancelledError:
-            if not waiter.granted.cancelled():
+            if waiter.granted.cancelled():
+                self._leave(waiter)
+                self.pump()
+            elif waiter.granted.exception() is None:
                 answer = waiter.granted.result()
                 if isinstance(answer, Hold):
                     answer.give_back()
-            else:
-                self._leave(waiter)
-                self.pump()
             raise
 
     def _grant(self, ask: Ask, question: Question) -> Hold | NoPair:

@@ -40,6 +40,7 @@ from proxy.link_messages import (
     ToHub,
     ToWorker,
     TurnedAway,
+    Unanswered,
 )
 from proxy.local_fleet import LocalFleet, as_json
 from proxy.overview import overview
@@ -234,6 +235,10 @@ class WorkerSeat:
         except Overloaded as full:
             turned = TurnedAway(seq=message.seq, message=full.message, retry_after_s=full.retry_after_s)
             self._link.send(turned)
+            return
+        except Exception:
+            logger.exception("a request could not be judged")
+            self._link.send(Unanswered(seq=message.seq))
             return
         finally:
             self._entering.pop(message.seq, None)

@@ -46,6 +46,12 @@ class TurnedAway(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     retry_after_s: int
 
 
+class Unanswered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The hub failed at this `Enter` by a defect of its own, which is in its log."""
+
+    seq: int
+
+
 class Shown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     page: Page
@@ -142,7 +148,7 @@ class Reported(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     report: Report
 
 
-ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Shown | Lost | Collect | Spent
+ToWorker = Begin | Stop | Entered | NotEntered | TurnedAway | Unanswered | Shown | Lost | Collect | Spent
 ToHub = (
     Listening | Enter | Leave | Free | Refused | Succeeded | Failed | Show | Drain | Doubt | Reported | Spent
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from proxy.admission import Hold
-from proxy.errors import NoAgent, Overloaded
+from proxy.errors import NoAgent, Overloaded, ProxyError
 from proxy.fleet import Call, Page, PageName
 from proxy.link import Link, LinkLost
 from proxy.link_messages import (
@@ -35,6 +35,7 @@ from proxy.link_messages import (
     ToHub,
     ToWorker,
     TurnedAway,
+    Unanswered,
 )
 from proxy.reports import Report
 from proxy.router import NoPair
@@ -46,7 +47,7 @@ ANSWER_TIMEOUT_S = 5.0
 """For the hub's answer, beyond any wait that was asked for."""
 
 HubLink = Link[ToHub, ToWorker]
-Answer = Entered | NotEntered | TurnedAway | Shown | Lost
+Answer = Entered | NotEntered | TurnedAway | Unanswered | Shown | Lost
 A = TypeVar("A", bound=Answer)
 
 
@@ -129,6 +130,8 @@ class RemoteFleet:
                 return why
             case TurnedAway(message=message, retry_after_s=retry_after_s):
                 raise Overloaded(message, retry_after_s=retry_after_s)
+            case Unanswered():
+                raise ProxyError("the proxy failed; its log says why")
             case Shown() | Lost():
                 raise AssertionError("something else where a pair was asked for")
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold
+from proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold, Question
 from proxy.ask import Ask
 from proxy.errors import Overloaded
 from proxy.loads import Loads
@@ -253,6 +253,53 @@ async def test_a_place_is_not_given_to_someone_who_has_just_left(door: Door) -> 
     holds[0].give_back()
     await ticks()
     assert leaving.cancelled() and staying.done()
+    holds[1].give_back()
+
+
+class Defect(Exception):
+    """What no question is meant to raise."""
+
+
+def failing_when(full: list[bool]) -> Question:
+    """A question that waits while agents are full, and then cannot be answered."""
+
+    def ask() -> Pair | NoPair:
+        if full:
+            return NoPair.FULL
+        raise Defect
+
+    return ask
+
+
+async def test_one_that_cannot_be_judged_fails_alone(door: Door) -> None:
+    """It is judged on behalf of somebody else, who gives a place back: no other request may suffer."""
+    holds = await door.fill()
+    full = [True]
+    by = asyncio.get_running_loop().time() + 5
+    failing = asyncio.ensure_future(door.admission.enter(Ask(model="m"), failing_when(full), by=by))
+    await ticks()
+    behind = door.start()
+    await ticks()
+    full.clear()
+    holds[0].give_back()
+    await ticks()
+    assert isinstance(failing.exception(), Defect)
+    assert behind.done() and not door.admission.waiting
+    holds[1].give_back()
+
+
+async def test_one_that_leaves_as_it_fails_has_left(door: Door) -> None:
+    """Both in the same pass of the event loop: what is raised in its task is that it was cancelled."""
+    holds = await door.fill()
+    full = [True]
+    by = asyncio.get_running_loop().time() + 5
+    leaving = asyncio.ensure_future(door.admission.enter(Ask(model="m"), failing_when(full), by=by))
+    await ticks()
+    full.clear()
+    holds[0].give_back()
+    leaving.cancel()
+    await ticks()
+    assert leaving.cancelled() and not door.admission.waiting
     holds[1].give_back()
 
 

@@ -18,7 +18,7 @@ from proxy import reports
 from proxy.admission import Hold
 from proxy.ask import Ask
 from proxy.config import ProxyConfig, config_from_json, config_to_json
-from proxy.errors import NoAgent, Overloaded
+from proxy.errors import NoAgent, Overloaded, ProxyError
 from proxy.fleet import Call
 from proxy.history import Failure, History
 from proxy.hub import Hub
@@ -129,6 +129,21 @@ async def test_what_the_hub_refuses_is_refused_alike(office: Office) -> None:
         await worker.fleet.enter(call(wait_s=0.05))
     assert (late.value.status, late.value.retry_after_s) == (429, 1)
     hold.give_back()
+
+
+async def test_what_the_hub_fails_at_costs_one_request_and_no_worker(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else's: the worker holds and waits as before."""
+    worker = await office.worker()
+    hold = await entered(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(office.local.router, "choose", lambda *_, **__: 1 // 0)
+        with pytest.raises(ProxyError) as failed:
+            await worker.fleet.enter(call())
+    assert (failed.value.status, failed.value.code) == (500, "internal_error")
+    hold.give_back()
+    (await entered(worker)).give_back()
 
 
 async def test_a_worker_learns_which_agents_are_lost(office: Office) -> None:
