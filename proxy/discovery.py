@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -75,7 +74,12 @@ class Discovery:
         """Serve until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
-            answer = self.handle(frames)
+            try:
+                answer = self.handle(frames)
+            except Exception:
+                self._metrics.bad_pings.inc()
+                logger.exception("a ping could not be read, by a defect of ours")
+                continue
             if answer is not None:
                 try:
                     await self._socket.send_multipart([frames[0], answer], flags=zmq.NOBLOCK)
@@ -124,8 +128,7 @@ class Discovery:
 def _foreign(body: dict[str, Any]) -> wire.Register | None:
     """The registration in another engine's ping, or None if the map is not one. Raises `BadFrame`."""
     if atom.recognises(body):
-        # Its counter begins anew with a restart, of which nothing else tells.
-        return msgspec.structs.replace(atom.registration(body), index=0)
+        return atom.registration(body)
     if vllm_moriio.recognises(body):
         return vllm_moriio.registration(body)
     return None

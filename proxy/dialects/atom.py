@@ -63,9 +63,9 @@ def registration(body: dict[str, Any]) -> Register:
     address = f"{url.scheme}://{url.netloc}"
     return foreign_registration(
         role=_ROLES[ping.role],
-        # It has no incarnation, so a restart cannot be told from a late ping.
+        # It has no incarnation, so a restart cannot be told from a late ping; and as its counter begins anew
+        # with a restart, of which nothing else tells, it counts for nothing here.
         incarnation=f"{NAME}:{address}",
-        index=int(ping.index) if str(ping.index).isdecimal() else 0,
         address=address,
         control=f"tcp://{url.hostname}:{ping.handshake_port}",
         dialect=NAME,

@@ -30,6 +30,8 @@ ROUNDS = 5
 ROLES: tuple[wire.Role, ...] = ("prefill", "decode", "both")
 STRANGERS = 50
 """Who the well-formed frames speak for: so what the proxy may remember of them is the same each round."""
+DIGITS = "9" * 5000
+"""Python makes no number of more than 4,300 of them."""
 MAX_GROWTH_BYTES = 256 * 1024
 LAST_WORD = 1_000_000
 
@@ -102,11 +104,11 @@ async def _throw(proxy: RunningProxy, frames: Iterable[bytes], number: int) -> N
 
 
 def _frame(rng: random.Random) -> bytes:
-    """Noise, a registration with some bytes changed, or one with some fields changed."""
+    """Noise, a registration with some bytes changed, or one or an ATOM ping with some fields changed."""
     kind = rng.random()
     if kind < 0.3:
         return rng.randbytes(rng.randrange(200))
-    body = _ping(rng.randrange(STRANGERS))
+    body = _atom_ping() if kind < 0.45 else _ping(rng.randrange(STRANGERS))
     if kind < 0.6:
         for _ in range(rng.randrange(1, 4)):
             name = rng.choice((*body, "new"))
@@ -128,8 +130,17 @@ def _ping(stranger: int) -> dict[str, Any]:
     return body
 
 
+def _atom_ping() -> dict[str, Any]:
+    """What an ATOM server would send that is not there: where it says it is, nobody listens."""
+    return {
+        "type": "register", "role": "P", "index": "1", "request_address": "http://127.0.0.1:1/v1",
+        "handshake_port": 6301, "dp_size": 1, "tp_size": 8, "transfer_mode": "read",
+    }  # fmt: skip
+
+
 def _value(rng: random.Random) -> Any:
     return rng.choice(
-        (None, True, -1, 0, 2**63, 1.5, float("nan"), "", "x" * rng.randrange(500), rng.randbytes(9).hex(),
-         b"\xff\x00", [], [1, [2, [3]]], {}, {"a": {"b": 1}}, "ready", "bye", "draining", "prefill")
+        (None, True, -1, 0, 2**63, 1.5, float("nan"), "", "x" * rng.randrange(500), DIGITS,
+         rng.randbytes(9).hex(), b"\xff\x00", [], [1, [2, [3]]], {}, {"a": {"b": 1}}, "ready", "bye",
+         "draining", "prefill")
     )  # fmt: skip

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from proxy import wire
 from proxy.discovery import Discovery
 from proxy.metrics import Metrics
+from proxy.refusals import Refusal
 from proxy.registry import Registry
 from tests.unit.proxy.builders import registration
 
@@ -202,6 +203,35 @@ async def test_the_listener_outlives_garbage_over_a_real_socket(setting: Setting
         answer = await asyncio.wait_for(peer.recv(), 5)
         assert isinstance(wire.decode_proxy_message(answer), wire.Ack)
         assert setting.bad == 5
+
+
+async def test_the_listener_outlives_an_index_that_is_far_too_long(setting: Setting) -> None:
+    """Python makes no number of more than 4,300 digits. Nothing is read from an ATOM ping's index."""
+    async with serving(setting) as peer:
+        await peer.send(msgpack.packb(ATOM_PING | {"index": "9" * 5000}))
+        await peer.send(PING)
+        await asyncio.wait_for(peer.recv(), 5)
+        assert len(setting.addresses) == 2 and setting.bad == 0
+
+
+async def test_the_listener_outlives_a_defect_in_reading_a_frame(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: one frame is lost, and counted."""
+    taking = setting.registry.register
+    frames = iter((ZeroDivisionError, None))
+
+    def failing_once(info: wire.Register, now: float) -> Refusal | None:
+        if (error := next(frames)) is not None:
+            raise error
+        return taking(info, now)
+
+    monkeypatch.setattr(setting.registry, "register", failing_once)
+    async with serving(setting) as peer:
+        await peer.send(PING)
+        await peer.send(PING)
+        await asyncio.wait_for(peer.recv(), 5)
+        assert setting.bad == 1
 
 
 async def test_the_listener_outlives_a_frame_that_is_far_too_large(setting: Setting) -> None:
