@@ -22,6 +22,8 @@ from proxy.wire import Load
 LOOK_TIMEOUT_S = 2.0
 """With `PING_INTERVAL_S` after it still less than a node's expiry: a slow look does not take it out."""
 MAX_PAGE_BYTES = 8 * 1024 * 1024
+MAX_COUNT = 2**53 - 1
+"""Most that is believed of any number: it fits every frame, and a float holds it exactly."""
 RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 USED = frozenset({"vllm:kv_cache_usage_perc", "sglang:token_usage"})
@@ -33,7 +35,7 @@ CACHE_CONFIG = "vllm:cache_config_info"
 """Says the number of KV blocks in a label."""
 STARTED = "process_start_time_seconds"
 _WANTED = RUNNING | WAITING | USED | CAPACITY | STEPS | {CACHE_CONFIG, STARTED}
-_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
+_BLOCKS = re.compile(r'num_gpu_blocks="(\d{1,15})"')
 
 
 class EngineDown(Exception):
@@ -60,7 +62,7 @@ class Sighting:
 
 class _Model(msgspec.Struct, frozen=True):
     id: Annotated[str, Meta(min_length=1)]
-    max_model_len: Annotated[int, Meta(ge=0)] | None = None
+    max_model_len: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -114,7 +116,7 @@ async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False)
 def _model(page: bytes, wanted: str | None) -> _Model:
     try:
         models = msgspec.json.decode(page, type=_Models).data
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineDown(f"/v1/models: {error}", refused=True) from error
     for model in models:
         if wanted in (None, model.id):
@@ -126,23 +128,28 @@ _Samples = list[tuple[str, str, float]]
 
 
 def _samples(page: str) -> _Samples:
-    """The wanted samples of a Prometheus page: name, labels as written, value. The rest is not parsed."""
+    """The wanted samples of a Prometheus page: name, labels as written, value. The rest is not parsed.
+
+    Values that no such metric can have, infinite ones among them, count as not told.
+    """
     found = []
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in _WANTED:
-            labelled, _, value = line.rpartition(" ")
+            labelled, _, told = line.rpartition(" ")
             try:
-                found.append((name, labelled[len(name) :], float(value)))
+                value = float(told)
             except ValueError:
                 continue
+            if 0 <= value <= MAX_COUNT:
+                found.append((name, labelled[len(name) :], value))
     return found
 
 
 def _sum(samples: _Samples, names: frozenset[str]) -> int | None:
     """Over the engines (data-parallel ranks) of one server, or None when none tells."""
-    values = [value for name, _, value in samples if name in names and value >= 0]
-    return int(sum(values)) if values else None
+    values = [value for name, _, value in samples if name in names]
+    return min(MAX_COUNT, int(sum(values))) if values else None
 
 
 def _load(samples: _Samples, max_running: int | None) -> Load:
@@ -152,9 +159,9 @@ def _load(samples: _Samples, max_running: int | None) -> Load:
         if name == CACHE_CONFIG
         if (told := _BLOCKS.search(labels))
     ]
-    total = sum(blocks) or _sum(samples, CAPACITY) or 0
+    total = min(MAX_COUNT, sum(blocks)) or _sum(samples, CAPACITY) or 0
     shares = [value for name, _, value in samples if name in USED]
-    used = min(1.0, max(0.0, sum(shares) / len(shares))) if shares else 0.0
+    used = min(1.0, sum(shares) / len(shares)) if shares else 0.0
     return Load(
         running=_sum(samples, RUNNING) or 0,
         waiting=_sum(samples, WAITING) or 0,

@@ -64,6 +64,9 @@ class EngineWatch:
                 self.seen(await look(http, self._at, self.server.model, self.server.max_running))
             except EngineDown as down:
                 self.missed(down)
+            except Exception as error:
+                logger.exception("%s could not be looked at, by a defect of ours", self.server.address)
+                self.missed(EngineDown(f"it could not be looked at: {type(error).__name__}: {error}"))
             await asyncio.sleep(max(0.0, next_at - clock()))
 
     def seen(self, sighting: Sighting) -> None:

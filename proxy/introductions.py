@@ -86,6 +86,9 @@ class Introductions:
         except EngineDown as down:
             logger.info("%s pings, but %s", address, down)
             known.sighting = None
+        except Exception:
+            logger.exception("%s could not be looked at, by a defect of ours", address)
+            known.sighting = None
         else:
             # One that does not tell its steps is never taken for stalled.
             known.steps = known.sighting.steps if known.sighting.steps is not None else known.steps + 1

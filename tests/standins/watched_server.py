@@ -37,7 +37,7 @@ class WatchedServer:
     hangs: bool = False
     started: float = 1000.0
     metrics: str | None = VLLM_METRICS
-    models: str | None = None
+    models: str | bytes | None = None
     """Its `/v1/models`, where that is not the usual."""
     port: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +76,8 @@ class WatchedServer:
 
     async def _models(self, _: web.Request) -> web.Response:
         if self.models is not None:
-            return web.Response(text=self.models)
+            body = self.models if isinstance(self.models, bytes) else self.models.encode()
+            return web.Response(body=body, content_type="application/json")
         model = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [model, {"id": "adapter", "object": "model"}]})
 

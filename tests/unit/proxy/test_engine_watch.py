@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgpack
+import msgspec
 import pytest
 
-from proxy import engine_look
-from proxy.engine_look import EngineDown, Sighting, look
+from proxy import engine_look, engine_watch
+from proxy.engine_look import MAX_COUNT, EngineDown, Sighting, look
 from proxy.engine_server import server_from_words
 from proxy.engine_watch import MAX_MISSED, EngineWatch
 from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
@@ -57,6 +59,40 @@ async def test_what_an_engine_does_not_tell_stays_unknown(
     assert (seen.load.running, seen.load.kv_blocks_total) == (running, total)
 
 
+HALF_FULL = "vllm:kv_cache_usage_perc 0.5\n"
+LARGEST = f"vllm:num_requests_running {MAX_COUNT}\n"
+
+
+def config_info(blocks: str) -> str:
+    return f'vllm:cache_config_info{{{{num_gpu_blocks="{blocks}"}}}} 1\n'
+
+
+@pytest.mark.parametrize(
+    ("metrics", "running", "total"),
+    [
+        ("vllm:num_requests_running +Inf\n", 0, 0),
+        ("vllm:num_requests_running NaN\n", 0, 0),
+        ("vllm:num_requests_running 1e300\n", 0, 0),
+        ("vllm:num_requests_running +Inf\nvllm:num_requests_running 3\n", 3, 0),
+        (LARGEST * 3000, MAX_COUNT, 0),
+        (config_info("9" * 400) + HALF_FULL, 0, 0),
+        (config_info("9" * 5000) + HALF_FULL, 0, 0),
+        (config_info("9" * 15) * 30_000 + HALF_FULL, 0, MAX_COUNT),
+        ("sglang:max_total_num_tokens +Inf\nsglang:token_usage 0.5\n", 0, 0),
+        ("process_start_time_seconds +Inf\n", 0, 0),
+    ],
+    ids=range(10),
+)
+async def test_numbers_that_cannot_be_true_are_not_believed(
+    http: aiohttp.ClientSession, metrics: str, running: int, total: int
+) -> None:
+    """Whatever they are, they end nothing, and what is said of the server fits a frame."""
+    async with WatchedServer(metrics=metrics) as server:
+        seen = await look(http, server.url)
+    assert (seen.load.running, seen.load.kv_blocks_total, seen.started_at) == (running, total, None)
+    msgpack.packb(msgspec.to_builtins(seen.load))
+
+
 @pytest.mark.parametrize(
     ("server", "why", "refused"),
     [
@@ -64,6 +100,8 @@ async def test_what_an_engine_does_not_tell_stays_unknown(
         (WatchedServer(models="[]"), "/v1/models", True),
         (WatchedServer(models='{"data": []}'), "/v1/models", True),
         (WatchedServer(models="[" * 5000), "/v1/models", True),
+        (WatchedServer(models=b'{"data": [{"id": "m\xff"}]}'), "/v1/models", True),
+        (WatchedServer(max_model_len=10**30), "/v1/models", True),
         (WatchedServer(hangs=True), "no answer", False),
     ],
 )
@@ -137,6 +175,37 @@ def test_a_server_that_is_slow_is_not_given_up_at_once() -> None:
     for _ in range(MAX_MISSED):
         watched.missed(EngineDown("no answer"))
     assert incarnations(said) == [("register", "0")] * (2 * MAX_MISSED) + [("bye", "0")]
+
+
+async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends neither the watch nor what the watch runs in, and it is logged."""
+    outcomes: list[Sighting | None] = [sighting(), None, sighting()]
+
+    async def looking(*_: object) -> Sighting:
+        if not outcomes:
+            await asyncio.Event().wait()
+        if (outcome := outcomes.pop(0)) is None:
+            raise ZeroDivisionError
+        return outcome
+
+    said: list[Register | Bye] = []
+    all_said = asyncio.Event()
+
+    def say(message: Register | Bye) -> None:
+        said.append(message)
+        if len(said) == 3:
+            all_said.set()
+
+    monkeypatch.setattr(engine_watch, "look", looking)
+    watched = EngineWatch(server_from_words("http://a:1", "decode", "vllm-nixl"), say)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(watched.run(http, interval_s=0.0))
+        await all_said.wait()
+        running.cancel()
+    assert incarnations(said) == [("register", "0")] * 3
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 def test_a_slow_look_lasts_less_than_a_node_is_believed() -> None:

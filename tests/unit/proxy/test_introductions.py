@@ -6,11 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import msgpack
+import pytest
 import zmq
 import zmq.asyncio
 
+from proxy import introductions
+from proxy.engine_look import Sighting
+from proxy.wire import Load
 from tests.standins.engines import SERVERS, Fabric, StandInServer
+from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4}
@@ -91,6 +97,31 @@ async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> Non
     finally:
         pinging.cancel()
         await asyncio.wait([pinging])
+
+
+async def test_a_server_is_not_vouched_for_after_a_defect_in_a_look(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was seen of it before says nothing any more; and the defect is logged."""
+    load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
+    outcomes = [Sighting(model="m", max_model_len=5, load=load, steps=None, started_at=None), None]
+
+    async def looking(*_: object) -> Sighting:
+        if (outcome := outcomes.pop(0)) is None:
+            raise ZeroDivisionError
+        return outcome
+
+    monkeypatch.setattr(introductions, "look", looking)
+    info, now = registration("decode", 1), 10.0
+    async with asyncio.timeout(5), aiohttp.ClientSession() as http:
+        made = introductions.Introductions(http, lambda: now)
+        while made.complete(info).state != "ready":
+            await asyncio.sleep(0)
+        now += introductions.LOOK_EVERY_S
+        while made.complete(info).state != "starting":
+            await asyncio.sleep(0)
+        await made.close()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 async def test_an_address_outside_the_rules_is_not_even_asked(start_stage: StartStage) -> None:
