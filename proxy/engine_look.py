@@ -81,9 +81,7 @@ async def look(
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
             await _get(http, url + "/health")
-            models, metrics = await asyncio.gather(
-                _get(http, url + "/v1/models"), _get(http, url + "/metrics", optional=True)
-            )
+            models, metrics = await _pages(http, url)
     except TimeoutError:
         raise EngineDown(f"no answer within {LOOK_TIMEOUT_S:.0f} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -99,6 +97,17 @@ async def look(
         steps=_sum(samples, STEPS),
         started_at=next((value for name, _, value in samples if name == STARTED), None),
     )
+
+
+async def _pages(http: aiohttp.ClientSession, url: str) -> tuple[bytes, bytes]:
+    """Both pages, asked for at once. When one fails, the other is let go, and that failure is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            models = tasks.create_task(_get(http, url + "/v1/models"))
+            metrics = tasks.create_task(_get(http, url + "/metrics", optional=True))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return models.result(), metrics.result()
 
 
 async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False) -> bytes:

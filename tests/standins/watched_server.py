@@ -35,12 +35,17 @@ class WatchedServer:
     max_model_len: int = 512
     health: int = 200
     hangs: bool = False
+    models_status: int = 200
+    metrics_hang: bool = False
     started: float = 1000.0
     metrics: str | None = VLLM_METRICS
     models: str | bytes | None = None
     """Its `/v1/models`, where that is not the usual."""
     port: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics_left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whoever asked for metrics that hang has gone away."""
     _runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> WatchedServer:
@@ -75,13 +80,23 @@ class WatchedServer:
         return web.Response(status=self.health)
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.metrics_hang:  # until the other request has come, so that both are on their way
+            await self.metrics_asked.wait()
         if self.models is not None:
             body = self.models if isinstance(self.models, bytes) else self.models.encode()
             return web.Response(body=body, content_type="application/json")
+        if self.models_status != 200:
+            return web.Response(status=self.models_status)
         model = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [model, {"id": "adapter", "object": "model"}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.metrics_asked.set()
+        if self.metrics_hang:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.metrics_left.set()
         if self.metrics is None:
             return web.Response(status=404)
         return web.Response(text=self.metrics.format(started=self.started))

@@ -119,6 +119,17 @@ async def test_a_server_that_cannot_serve_is_down_and_says_why(
     assert why in str(down.value) and down.value.refused is refused
 
 
+async def test_a_look_that_fails_leaves_no_request_behind(http: aiohttp.ClientSession) -> None:
+    """Both pages are asked for at once; the one that is still awaited when the other fails is let go."""
+    before = asyncio.all_tasks()
+    async with WatchedServer(models_status=503, metrics_hang=True) as server:
+        with pytest.raises(EngineDown, match="HTTP 503"):
+            await look(http, server.url)
+        left = [task for task in asyncio.all_tasks() - before if "_get" in repr(task.get_coro())]
+        assert not left
+        await asyncio.wait_for(server.metrics_left.wait(), 5)
+
+
 async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aiohttp.ClientSession) -> None:
     async with WatchedServer() as server:
         with pytest.raises(EngineDown, match="other"):
