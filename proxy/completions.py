@@ -6,6 +6,7 @@ all that the proxy does for it. Every other path is the application's.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,8 +18,10 @@ from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
 from proxy.exchange import Exchange, Services
 from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from proxy.openai_api import parse_request
-from proxy.record import Record
+from proxy.record import Phase, Record
 from proxy.reply import ClientStream
+
+logger = logging.getLogger(__name__)
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]
@@ -112,15 +115,16 @@ class Completions:
                 content = (b"content-type", answer.content_type.encode("latin-1"))
                 reply.whole(200, (content, _named(request_id), timing), answer.body)
         except ProxyError as error:
-            if out.has_begun:
-                out.fail(error)
-            else:
-                record.end(error.status, error.code)
-                _refuse(reply, request_id, error)
+            _fail(reply, out, record, error)
         except asyncio.CancelledError:
             out.abandon()
             if not reply.is_lost:
                 reply.give_up()
+        except Exception:
+            logger.exception("request %s failed by a defect of ours", request_id)
+            if record.phase is Phase.ENDED:
+                raise
+            _fail(reply, out, record, ProxyError("the proxy failed; its log says why"))
 
     async def _body(self, headers: dict[bytes, bytes], reply: ClientReply, receive: Receive) -> bytes:
         """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
@@ -147,6 +151,15 @@ async def _received(receive: Receive, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
     return b"".join(parts)
+
+
+def _fail(reply: ClientReply, out: ClientStream, record: Record, error: ProxyError) -> None:
+    """End a request by an error: as an HTTP status, or in the stream that has begun."""
+    if out.has_begun:
+        out.fail(error)
+    else:
+        record.end(error.status, error.code)
+        _refuse(reply, record.request_id, error)
 
 
 def _refuse(reply: ClientReply, request_id: RequestId, error: ProxyError) -> None:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 
+from proxy.errors import NOT_JSON
 from proxy.wire import Load
 
 LOOK_TIMEOUT_S = 2.0
@@ -125,7 +126,7 @@ async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False)
 def _model(page: bytes, wanted: str | None) -> _Model:
     try:
         models = msgspec.json.decode(page, type=_Models).data
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise EngineDown(f"/v1/models: {error}", refused=True) from error
     for model in models:
         if wanted in (None, model.id):

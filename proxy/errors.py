@@ -10,6 +10,8 @@ import msgspec
 from proxy.wire import Incarnation
 
 RETRY_AFTER_S = 1
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the JSON asked for; not only its own errors."""
 
 
 class ProxyError(Exception):
@@ -245,7 +247,7 @@ def error_object(raw: bytes) -> dict[str, object] | None:
     """The `error` member of a JSON error body, or None if it has none."""
     try:
         body = msgspec.json.decode(raw, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return None
     error = body.get("error")
     return error if isinstance(error, dict) else None

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from proxy.errors import InvalidRequest
+from proxy.errors import NOT_JSON, InvalidRequest
 from proxy.ids import Endpoint
 
 MAX_CHOICES = 128
@@ -167,7 +167,7 @@ def completion_tokens(answer: bytes) -> int:
     """How many tokens a whole answer says it cost; 0 if it does not say."""
     try:
         usage = msgspec.json.decode(answer, type=_Answered).usage
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return 0
     return 0 if usage is None else usage.completion_tokens
 
@@ -175,7 +175,7 @@ def completion_tokens(answer: bytes) -> int:
 def _parse_json(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")

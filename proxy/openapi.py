@@ -137,6 +137,7 @@ _FAILURES = {
     "413": "The body is too large.",
     "429": "All agents are busy, or the key's allowance is used up; `Retry-After` says for how long.",
     "4XX": "The agent's own verdict on the request.",
+    "500": "The proxy failed; its log says why.",
     "502": "An agent failed, or answered nonsense.",
     "503": "No pair of agents can serve the model now.",
     "504": "An agent did not answer in time.",

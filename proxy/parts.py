@@ -16,7 +16,7 @@ import msgspec
 
 from proxy import sse
 from proxy.dialects.base import Part
-from proxy.errors import AgentLost, AgentRefused, BadAnswer
+from proxy.errors import NOT_JSON, AgentLost, AgentRefused, BadAnswer
 from proxy.ids import Identity, TransferId
 from proxy.openai_api import ClientRequest, prompts_of
 from proxy.wire import Incarnation, Register
@@ -177,10 +177,11 @@ class PartAnswer:
 
     def _typed(self, raw: bytes) -> dict[str, msgspec.Raw]:
         try:
+            str(raw, "utf-8")  # strings are passed on unread: nothing else would notice
             answer = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
             if "error" in answer and bytes(answer["error"]) != b"null":
                 self._fail(msgspec.json.decode(answer["error"], type=_Error), answer["error"])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise BadAnswer(f"{self._server.address} answered what cannot be read: {error}") from error
         return answer
 
@@ -201,14 +202,14 @@ class PartAnswer:
                 if reason in _NO_ANSWER:
                     raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
                 self._finished += reason is not None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
+        except (*NOT_JSON, IndexError) as error:
             raise BadAnswer(f"{self._server.address} answered choices that cannot be read") from error
         return choices
 
     def _note_usage(self, raw: msgspec.Raw) -> None:
         try:
             usage = msgspec.json.decode(raw, type=dict[str, Any] | None)
-        except msgspec.DecodeError as error:
+        except NOT_JSON as error:
             raise BadAnswer(f"{self._server.address} answered usage that cannot be read") from error
         self._usage = usage or self._usage
 
@@ -243,7 +244,7 @@ def as_events(raw: bytes, part: Part) -> bytes:
     try:
         answer = msgspec.json.decode(raw, type=dict[str, Any])
         choices = [dict(choice) for choice in answer.pop("choices")]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError) as error:
+    except (*NOT_JSON, LookupError, TypeError) as error:
         raise BadAnswer("a prefill server's answer cannot be read") from error
     usage = answer.pop("usage", None)
     if part.request.chat:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import BadAnswer
+from proxy.errors import NOT_JSON, BadAnswer
 
 CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"
@@ -78,7 +78,7 @@ def has_text(events: bytes) -> bool:
         if data.startswith(b"data: {"):
             try:
                 chunk = msgspec.json.decode(data[len(b"data: ") :], type=_Chunk)
-            except (msgspec.DecodeError, RecursionError):
+            except NOT_JSON:
                 continue
             if any(choice.text or choice.delta.content for choice in chunk.choices):
                 return True
@@ -101,7 +101,7 @@ def with_legs(events: bytes, seconds: Mapping[str, float]) -> bytes:
 def _with_legs(data: bytes, seconds: Mapping[str, float]) -> bytes:
     try:
         body = msgspec.json.decode(data.removeprefix(b"data: "), type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return data + END_OF_EVENT
     timing = body.get("kvferry_timing")
     if isinstance(timing, dict):

@@ -27,7 +27,7 @@ from proxy.dialects.base import (
     refuse,
     refuse_ranking,
 )
-from proxy.errors import BadAnswer
+from proxy.errors import NOT_JSON, BadAnswer
 from proxy.foreign import foreign_registration
 from proxy.openai_api import ClientRequest
 from proxy.wire import BadFrame, Register, Role
@@ -121,7 +121,7 @@ class Atom(Dialect):
         """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
         try:
             answer = msgspec.json.decode(raw, type=_Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
         if len(answer.choices) != 1:
             raise BadAnswer(f"the prefill server answered {len(answer.choices)} choices where one was due")

@@ -15,7 +15,7 @@ import msgspec
 
 from proxy import sse
 from proxy.dialects.base import refuse
-from proxy.errors import BadAnswer, InvalidRequest
+from proxy.errors import NOT_JSON, BadAnswer, InvalidRequest
 from proxy.ids import Identity, TransferId
 from proxy.openai_api import ClientRequest
 from proxy.wire import Register
@@ -200,7 +200,7 @@ def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: Transfe
             params = None
         else:
             params = msgspec.json.decode(whole.kv_transfer_params, type=_Params)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise BadAnswer(f"the prefill agent's answer cannot be read: {error}") from error
     tokens = () if params is None else params.first_tokens
     answered = len(whole.choices) if params is None else len(tokens)
@@ -259,7 +259,7 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
         error = msgspec.json.decode(
             (mark + rest).partition(sse.END_OF_EVENT)[0].removeprefix(b"data: "), type=_ErrorEvent
         ).error
-    except (msgspec.DecodeError, RecursionError):
+    except NOT_JSON:
         return None
     return (before, error.message) if error.type == "server_error" else None
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from proxy.dialects.base import Dialect, Leg, Part, make_leg, refuse_ranking
-from proxy.errors import BadAnswer
+from proxy.errors import NOT_JSON, BadAnswer
 from proxy.openai_api import ClientRequest
 
 ENGINE = "vLLM servers"
@@ -91,8 +91,9 @@ def decode_body(part: Part, params: dict[str, Any] | None) -> bytes:
 def read_prefill(raw: bytes) -> PrefillAnswer:
     """Type a prefill server's answer. Raises `BadAnswer`."""
     try:
+        str(raw, "utf-8")  # what it tells of usage is kept unread: nothing else would notice in time
         return msgspec.json.decode(raw, type=PrefillAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from proxy.dialects import vllm
 from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
-from proxy.errors import BadAnswer
+from proxy.errors import NOT_JSON, BadAnswer
 
 NAME = "vllm-mooncake"
 
@@ -42,7 +42,7 @@ class VllmMooncake(vllm.VllmDialect):
         """The engine id of the rank that was drawn."""
         try:
             ranks = msgspec.json.decode(raw, type=dict[str, _Rank])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_JSON as error:
             raise BadAnswer(f"{ends.prefill.control} answered no list of ranks: {error}") from error
         rank = ranks.get(str(ends.prefill_rank or 0))
         if rank is None:

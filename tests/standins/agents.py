@@ -52,15 +52,18 @@ class Fault:
     falls silent after some events; `error` sends an error event about the request, `failure` one about the
     agent; `late_end` ends its stream a while after
     `[DONE]`; `garbage` answers JSON of no known shape; `other_tokens` draws other tokens than the seed says.
-    `dropped` answers as a prefill does whose KV nobody wants any more.
+    `dropped` answers as a prefill does whose KV nobody wants any more. `latin_1` (of other
+    engines' servers only) answers text that is no UTF-8, in a stream after some events.
     """
 
     leg: Leg
     kind: Literal[
         "status", "reset", "hang", "silent", "empty", "cut", "no_done", "stall", "error", "garbage",
-        "failure", "late_end", "other_tokens", "dropped",
+        "failure", "late_end", "other_tokens", "dropped", "latin_1",
     ]  # fmt: skip
     status: int = 500
+    encoding: str = "utf-8"
+    """Of what a `status` answer says."""
     after_events: int = 2
 
 
@@ -298,7 +301,7 @@ class StandInAgent:
             if fault is not None and fault.kind == "dropped":
                 return _error(409, "nobody wants it", code="transfer_dropped")
             if fault is not None and fault.kind == "status":
-                return _error(fault.status, "as it was told to fail")
+                return _error(fault.status, "as it was told to fail", encoding=fault.encoding)
             if fault is not None and fault.kind == "hang":
                 await asyncio.Event().wait()
             if fault is not None and fault.kind == "reset":
@@ -531,9 +534,10 @@ def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def _error(status: int, message: str, code: str = "as_told") -> web.Response:
-    error = {"message": message, "type": "stand_in", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+def _error(status: int, message: str, code: str = "as_told", *, encoding: str = "utf-8") -> web.Response:
+    error = {"message": f"déjà vu: {message}", "type": "stand_in", "param": None, "code": code}
+    body = json.dumps({"error": error}, ensure_ascii=False).encode(encoding)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 async def _headers_alone(request: web.Request) -> web.StreamResponse:

@@ -11,6 +11,7 @@ protocol wait for each other. Whatever a real server would refuse, mix up or wai
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 import zlib
@@ -157,7 +158,7 @@ class StandInServer(StandInAgent):
             self.check(request.headers, body)
             fault = self._fault(leg)
             if fault is not None and fault.kind == "status":
-                return _error(fault.status, "as it was told to fail")
+                return _error(fault.status, "as it was told to fail", encoding=fault.encoding)
             if fault is not None and fault.kind == "hang":
                 await asyncio.Event().wait()
             if fault is not None and fault.kind == "reset":
@@ -174,6 +175,8 @@ class StandInServer(StandInAgent):
                 return await self._streamed(request, drawn, fault)
             if fault is not None and fault.kind == "error":
                 drawn.finish_reason = "error"
+            if fault is not None and fault.kind == "latin_1":
+                return web.Response(body=_latin_1(drawn.whole()), content_type="application/json")
             return web.json_response(drawn.whole())
 
     def leg_of(self, body: dict[str, Any]) -> Any:
@@ -225,6 +228,9 @@ class StandInServer(StandInAgent):
                     told = {"message": "no more", "type": "InternalServerError", "code": 500}
                     await response.write(_event({"error": told}))
                     break
+                if kind == "latin_1":
+                    await response.write(b"data: " + _latin_1(drawn.whole()) + b"\n\n")
+                    continue
                 if kind == "stall":
                     await asyncio.Event().wait()
                 return await _reset(request) if kind == "cut" else response
@@ -318,6 +324,12 @@ class Drawn:
                 "remote_engine_id": "of the decode server",
             }
         return _event(chunk)
+
+
+def _latin_1(answer: dict[str, Any]) -> bytes:
+    """An answer with a letter that is no UTF-8 in its text."""
+    choice = answer["choices"][0] | {"text": "café"}
+    return json.dumps({**answer, "choices": [choice]}, ensure_ascii=False).encode("latin-1")
 
 
 def _answered(request: web.Request, body: dict[str, Any], params: dict[str, Any] | None) -> web.Response:

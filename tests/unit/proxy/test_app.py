@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
 import pytest
 
+from proxy.dialects import native
+from proxy.history import History
+from proxy.relay import Relay
 from tests.unit.proxy.conftest import Stage, StartStage
 
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -67,6 +71,54 @@ async def test_a_body_that_does_not_come_is_a_408(start_stage: StartStage) -> No
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    await writer.wait_closed()
+
+
+FAILED = {
+    "message": "the proxy failed; its log says why",
+    "type": "server_error",
+    "param": None,
+    "code": "internal_error",
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_defect_is_a_500_and_is_logged(
+    stage: Stage, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I5: nothing ends without an answer, not even for a reason that nobody has thought of."""
+    await stage.pair()
+    monkeypatch.setattr(native, "headers", lambda _: 1 // 0)
+    async with stage.post({**BODY, "stream": stream}, headers={"X-Request-Id": "mine"}) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (500, "mine")
+        assert (await response.json())["error"] == FAILED
+    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+    [defect] = [record for record in caplog.records if record.exc_info]
+    assert "mine" in defect.getMessage() and defect.exc_info[0] is ZeroDivisionError
+
+
+async def test_a_defect_in_mid_stream_is_an_error_event_and_done(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.pair()
+    monkeypatch.setattr(Relay, "feed", lambda *_: 1 // 0)
+    streamed = await stage.stream(BODY)
+    assert streamed.text() and streamed.events[-1] == {"error": FAILED}
+    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+
+
+async def test_a_defect_after_the_end_adds_nothing_to_the_answer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has it all; what came after would be taken for the beginning of the next answer."""
+    await stage.pair()
+    monkeypatch.setattr(History, "ended", lambda *_: 1 // 0)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.count(b"[DONE]") == 1 and answer.endswith(b"\r\n0\r\n\r\n")
     writer.close()
     await writer.wait_closed()
 

@@ -241,6 +241,38 @@ async def test_a_stream_that_breaks_off_ends_with_a_typed_error(fleet: Fleet) ->
         assert streamed.error["code"] == "stream_broken"
 
 
+@only("vllm-nixl-pull", "vllm-moriio-write")
+async def test_text_that_is_no_utf_8_is_never_passed_on(fleet: Fleet) -> None:
+    """I5: no 200 that just ends, whether the client has something already or not."""
+    _, decode = await fleet.pair()
+    decode.interval_s = 0.02
+    for after_events in (0, 2):
+        decode.faults.append(Fault("decode", "latin_1", after_events=after_events))
+        async with fleet.stage.post({**BODY, "stream": True}) as response:
+            if not after_events:
+                assert response.status == 502
+                error = (await response.json())["error"]
+            else:
+                error = Streamed(response.status, response.headers, await response.read()).error
+        assert error is not None and error["code"] == "bad_agent_answer"
+    decode.faults.append(Fault("decode", "latin_1"))
+    status, answer = await fleet.stage.ask(BODY)
+    assert (status, answer["error"]["code"]) == (502, "bad_agent_answer")
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize(("said", "shown", "code"), [(422, 422, "agent_refused"), (500, 502, "agent_lost")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_that_is_no_utf_8_is_an_error_all_the_same(
+    fleet: Fleet, said: int, shown: int, code: str, stream: bool
+) -> None:
+    """What it says cannot be read; that it is one, its status tells."""
+    prefill, _ = await fleet.pair()
+    prefill.faults += [Fault("prefill", "status", status=said, encoding="latin-1")] * 9
+    status, answer = await fleet.stage.ask({**BODY, "stream": stream})
+    assert (status, answer["error"]["code"]) == (shown, code)
+
+
 @every_kind
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_client_that_leaves_ends_both_legs(fleet: Fleet, leg: Any) -> None:

@@ -91,6 +91,14 @@ def test_a_prefills_nonsense_is_a_bad_answer(name: str) -> None:
             DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 
+@pytest.mark.parametrize("name", ["vllm-mooncake", "vllm-moriio", "vllm-nixl"])
+def test_what_a_prefill_tells_of_usage_is_utf_8_or_a_bad_answer(name: str) -> None:
+    """It is kept unread, and read only when the client's usage is put together."""
+    raw = b'{"choices": [{"finish_reason": "length"}], "usage": {"prompt_tokens_details": {"by": "\xe9"}}}'
+    with pytest.raises(BadAnswer, match="cannot be read"):
+        DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
     """Row 16 (aibrix #2289): otherwise the decode server would wait for its bootstrap to time out."""

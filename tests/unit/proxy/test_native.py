@@ -144,6 +144,10 @@ def test_an_agents_own_failure_is_told_from_the_requests(error: dict[str, Any], 
     assert found == ((before, "died") if failed else None)
 
 
+def test_a_failure_that_is_no_utf_8_is_passed_on_as_it_came() -> None:
+    assert native.agent_failure(b'data: {"error":{"type":"server_error","message":"d\xe9j\xe0"}}\n\n') is None
+
+
 def test_building_the_legs_leaves_the_clients_body_alone() -> None:
     asked = request(stream=True, max_tokens=7)
     before = json.dumps(asked.body)

@@ -78,3 +78,11 @@ def test_events_are_counted_and_told_apart() -> None:
 )
 def test_the_first_text_is_noticed(choices: list[dict[str, object]], expected: bool) -> None:
     assert sse.has_text(sse.event({"choices": choices}) + b": comment\n\ndata: {bad\n\n") is expected
+
+
+def test_events_that_are_no_utf_8_are_passed_over() -> None:
+    """Not every string is read on the way, so none can be relied on to be one."""
+    latin = b'data: {"choices":[{"text":"caf\xe9"}],"kvferry_timing":{}}\n\n'
+    assert not sse.has_text(latin)
+    assert sse.has_text(latin + sse.event({"choices": [{"text": "a"}]}))
+    assert sse.with_legs(latin, {"route": 1.0}) == latin
