@@ -222,7 +222,7 @@ class Consumer:
     # Links.
 
     def _link(self, remote: Remote) -> Link | None:
-        """The link to a producer, made now if there is none; None if there can be none."""
+        """The link to a producer, made now if there is none; None if it refused us for good."""
         producer = producer_of(remote)
         link = self._links.get(producer)
         if link is not None or producer in self._refusals:
@@ -239,12 +239,7 @@ class Consumer:
             on_ready=self._link_ready,
             on_lost=self._link_lost,
         )
-        try:
-            link.start(self._context)
-        except (zmq.ZMQError, UnicodeError) as error:
-            _log.warning("cannot dial %s: %s", producer, error)
-            link.close()
-            return None
+        link.start(self._context)
         self._links[producer] = link
         self._by_number[number] = link
         return link
@@ -340,10 +335,8 @@ class Consumer:
             self._leave(entry)  # it was retired while the transfer was held
         if entry.link is None:
             entry.link = self._link(entry.remote)
-        if entry.link is None and producer in self._refusals:
+        if entry.link is None:
             self._perform(entry, entry.pull.lost("refused", self._refusals[producer]))
-        elif entry.link is None:
-            self._perform(entry, entry.pull.lost("unreachable", f"cannot dial {producer}"))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
 

@@ -118,13 +118,11 @@ class ControlClient:
 
     def __init__(
         self,
-        host: str,
-        port: int,
         on_broken: Callable[[], None],
         faults: ControlFaults | None = None,
         key: CurveKey | None = None,
     ) -> None:
-        self._endpoint = tcp_endpoint(host, port)
+        self._endpoint = ""
         self._on_broken = on_broken
         self._faults = faults or ControlFaults()
         self._key = key
@@ -135,8 +133,9 @@ class ControlClient:
         self._monitor: Channel | None = None
         self.bad_frames = 0
 
-    def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Begin to connect. Raises `zmq.ZMQError` for an address that makes no sense."""
+    def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """Begin to connect to a numeric address. Raises `zmq.ZMQError` for one that makes no sense."""
+        self._endpoint = tcp_endpoint(host, port)
         socket = context.socket(zmq.DEALER)
         limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost producer is met anew, by a handshake

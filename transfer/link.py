@@ -23,6 +23,7 @@ from transfer.control_fault import ControlFaults
 from transfer.plane import PlaneConfig, Remote
 from transfer.rank_messages import Connect
 from transfer.ranks import RankGroup
+from transfer.resolve import resolve
 
 HANDSHAKE_S = 5.0
 ANSWER_S = 2.0
@@ -105,7 +106,8 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(producer.host, producer.port, self._broken, faults, config.key)
+        self._client = ControlClient(self._broken, faults, config.key)
+        self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -113,11 +115,20 @@ class Link:
         return f"<Link {self.number} to {self.producer} {self.state.value}>"
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Begin the handshake. Raises `zmq.ZMQError` for an address that makes no sense."""
-        self._client.start(context)
+        """Begin the handshake."""
         self._deadline = asyncio.get_running_loop().call_later(
             HANDSHAKE_S, self.lose, "unreachable", "no handshake within the deadline"
         )
+        self._dialling = asyncio.create_task(self._dial(context))
+
+    async def _dial(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Resolve the host here: ZMQ would do it on the I/O thread that all links share."""
+        host, port = self.producer.host, self.producer.port
+        try:
+            self._client.start(context, await resolve(host), port)
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            self.lose("unreachable", f"cannot dial {host}:{port}: {error}")
+            return
         self._greet()
 
     def close(self) -> None:
@@ -126,6 +137,8 @@ class Link:
             return
         self._transition(LinkState.LOST)
         self._stop_deadline()
+        if self._dialling is not None:
+            self._dialling.cancel()
         self._ranks.close_link(self.number, self.transfer)
         self._client.close()
 

@@ -115,9 +115,9 @@ async def control_answer(control: str, key: CurveKey | None) -> object:
     """What an agent's control channel answers to somebody who holds this key, None if nothing."""
     url, context = urlsplit(control), zmq.Context()
     answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    client = ControlClient(url.hostname or "", url.port or 0, lambda: None, key=key)
+    client = ControlClient(lambda: None, key=key)
     try:
-        client.start(context)
+        client.start(context, url.hostname or "", url.port or 0)
         request = messages.Drop(seq=client.next_seq(), incarnation="i", transfer_id="t")
         client.request(request, CONTROL_S if key is None else REFUSED_S, answer.set_result)
         return await answer

@@ -48,8 +48,8 @@ async def connect() -> AsyncIterator[Connect]:
     clients: list[ControlClient] = []
 
     def start(port: int, on_broken: Callable[[], None] = lambda: None) -> ControlClient:
-        client = ControlClient("127.0.0.1", port, on_broken)
-        client.start(context)
+        client = ControlClient(on_broken)
+        client.start(context, "127.0.0.1", port)
         clients.append(client)
         return client
 
@@ -168,6 +168,6 @@ async def test_a_client_takes_a_descriptor_whose_name_is_still_in_use() -> None:
     with zmq.Context() as context, context.socket(zmq.PAIR) as closed_just_now:
         for descriptor in range(1000):
             closed_just_now.bind(f"inproc://monitor.s-{descriptor}")
-        client = ControlClient("127.0.0.1", 9, lambda: None)
-        client.start(context)
+        client = ControlClient(lambda: None)
+        client.start(context, "127.0.0.1", 9)
         client.close()

@@ -58,10 +58,10 @@ async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.A
     """One request by a client with this key: its answer, and whether the connection was reported broken."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     broken = asyncio.Event()
-    client = ControlClient("127.0.0.1", port, broken.set, key=key)
+    client = ControlClient(broken.set, key=key)
     answer: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
     try:
-        client.start(context)
+        client.start(context, "127.0.0.1", port)
         request = wire.Drop(seq=client.next_seq(), incarnation="i", transfer_id=MARK)
         client.request(request, timeout_s, answer.set_result)
         return await answer, broken.is_set()

@@ -424,6 +424,37 @@ async def test_an_address_that_makes_no_sense_fails_the_pull_and_nothing_else() 
         assert (await decode.event(PullFailed)).reason in ("unreachable", "deadline")
 
 
+async def test_a_name_that_is_not_resolved_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ would resolve it on the I/O thread that renewals and releases of every other pull go through."""
+    answered, getaddrinfo = threading.Event(), socket.getaddrinfo
+    names: list[object] = []
+
+    def look_up(host: object, *arguments: Any, **options: Any) -> Any:
+        if host == "slow.invalid":
+            names.append(host)
+            answered.wait(30.0)
+        return getaddrinfo(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        slow = new_transfer_id()
+        decode.plane.pull(slow, prefill.remote(TOKENS, host="slow.invalid"), OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert names == ["slow.invalid"]
+        answered.set()
+        failed = await decode.event(PullFailed)
+        assert (failed.transfer_id, failed.reason) == (slow, "unreachable")
+
+
+async def test_a_producer_may_be_addressed_by_name() -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        remote = prefill.remote(TOKENS, host="localhost")
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, OURS, 0, 10.0)
+        await decode.event(PullDone)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
 async def test_a_listener_that_never_answers_runs_into_the_deadline() -> None:
     """X13: a handshake has a deadline."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

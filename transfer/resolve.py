@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host names, looked up where nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from contextlib import suppress
+
+
+async def resolve(host: str) -> str:
+    """The first address of a host; one that is an address already is returned as it is.
+
+    Raises OSError for a name that has none, ValueError for what cannot be a name. A look-up that was
+    cancelled goes on for as long as the system's resolver takes. The end of the process does not wait for it,
+    as it would for one in the loop's executor.
+    """
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return host
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[str] = loop.create_future()
+
+    def settle(address: str | Exception) -> None:
+        if found.done():
+            return
+        if isinstance(address, Exception):
+            found.set_exception(address)
+        else:
+            found.set_result(address)
+
+    def look_up() -> None:
+        address: str | Exception
+        try:
+            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, ValueError) as error:
+            address = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, address)
+
+    threading.Thread(target=look_up, name=f"resolve-{host}", daemon=True).start()
+    return await found
