@@ -123,6 +123,13 @@ class ClientConnection(HttpToolsProtocol):
         cycle.scope["extensions"] = {EXTENSION: {"reply": self._reply}}
         super()._start_asgi_task(cycle, app)
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        # uvicorn stopped at 64 KiB, and takes it up with an application that asks for more. Nobody asks after
+        # the end of the body; but only who reads sees the client leave.
+        if not self.pipeline:
+            self.flow.resume_reading()
+
     def on_response_complete(self) -> None:
         self._reply = None
         super().on_response_complete()
