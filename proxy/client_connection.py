@@ -60,7 +60,8 @@ class ClientReply:
     def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Give the whole answer."""
         length = (b"content-length", b"%d" % len(body))
-        self._transport.write(self._head(status, (length, *headers)) + body)
+        head = self._head(status, (length, *headers))
+        self._transport.write(head if self._cycle.scope["method"] == "HEAD" else head + body)
         self._complete()
 
     def begin(self, status: int, headers: Iterable[Header]) -> None:

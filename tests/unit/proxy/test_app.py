@@ -234,6 +234,18 @@ async def test_unknown_paths_and_methods_are_typed_errors(stage: Stage) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (405, "not_found")
 
 
+async def test_a_refusal_of_head_has_no_body(stage: Stage) -> None:
+    """The client would take it for the beginning of the next answer on its connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
+    async with asyncio.timeout(5):
+        for request, status in ((b"HEAD /v1/completions", b"405"), (b"GET /health", b"200")):
+            writer.write(request + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 " + status)
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_metrics_tell_what_happened(stage: Stage) -> None:
     await stage.pair()
     await stage.stream({**BODY, "max_tokens": 5})
