@@ -9,15 +9,21 @@ pipelining, TLS, the end.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from proxy.errors import HeadTooLarge, HeadTooSlow, ProxyError
+
 EXTENSION = "kvferry.reply"
 """The ASGI extension of a request's scope whose `reply` is its `ClientReply`."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers. The parser has no bound; one header costs it the square of its size."""
 
 Header = tuple[bytes, bytes]
+CLOSE: Header = (b"connection", b"close")
 
 
 def _nobody(_: bool) -> None:
@@ -88,13 +94,8 @@ class ClientReply:
         assert not cycle.response_started, "answered twice"
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        lines = [STATUS_LINE[status]]
-        for name, value in (*self._connection.server_state.default_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        last = () if cycle.keep_alive else (CLOSE,)
+        return _head(status, (*self._connection.server_state.default_headers, *headers, *last))
 
     def _complete(self) -> None:
         cycle = self._cycle
@@ -109,15 +110,50 @@ class ClientConnection(HttpToolsProtocol):
     """uvicorn's connection, for use as its `http` class.
 
     Args:
+        head_s: Deadline for the head of a request, from the connection's begin or from what came first after
+            the last answer. uvicorn has one for a client that says nothing after an answer, and no other.
         stall_s: A client that takes nothing for so long, while as much waits for it as the transport holds
             (64 KiB), is cut off.
     """
 
-    def __init__(self, *args: Any, stall_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_s: float, stall_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._head_s = head_s
+        self._head_due: asyncio.TimerHandle | None = None
+        self._head_room = MAX_HEAD_BYTES
+        """What the head (or trailers) that is coming may still have; no bound while a body is coming."""
         self._stall_s = stall_s
         self._stalled: asyncio.TimerHandle | None = None
         self._reply: ClientReply | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        now, later = data[: self._head_room], data[self._head_room :]
+        self._head_room -= len(now)
+        super().data_received(now)
+        if self.transport.is_closing():
+            return
+        if not later:
+            self._await_head()
+        elif self._head_room:
+            self.data_received(later)
+        else:
+            self._refuse(HeadTooLarge(f"the request's head exceeds {MAX_HEAD_BYTES} bytes"))
+
+    def on_headers_complete(self) -> None:
+        self._head_room = sys.maxsize
+        self._await_no_head()
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        self._head_room = MAX_HEAD_BYTES  # after the last one, trailers come
+
+    def on_body(self, body: bytes) -> None:
+        self._head_room = sys.maxsize
+        super().on_body(body)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._reply = ClientReply(self, cycle)
@@ -126,6 +162,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._head_room = MAX_HEAD_BYTES
         # uvicorn stopped at 64 KiB, and takes it up with an application that asks for more. Nobody asks after
         # the end of the body; but only who reads sees the client leave.
         if not self.pipeline:
@@ -143,6 +180,7 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._take_notice()
+        self._await_no_head()
         if (reply := self._reply) is not None:
             self._reply = None
             reply._cycle.disconnected = True  # of a pipelined request, uvicorn marks the last one only
@@ -166,3 +204,37 @@ class ClientConnection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+    def _await_head(self) -> None:
+        """Unless a request is being served, the next one's head is due."""
+        if self._reply is None and self._head_due is None:
+            self._head_due = self.loop.call_later(self._head_s, self._head_is_late)
+
+    def _await_no_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _head_is_late(self) -> None:
+        if self._head_room < MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooSlow("the request's head did not arrive in time"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ProxyError) -> None:
+        """Close the connection because of a head that is not whole."""
+        if self._reply is not None:
+            self.transport.abort()  # no refusal fits into another request's answer
+            return
+        body = error.body()
+        content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
+        self.transport.write(_head(error.status, (*self.server_state.default_headers, *content)) + body)
+        self.transport.close()
+
+
+def _head(status: int, headers: Iterable[Header]) -> bytes:
+    lines = [STATUS_LINE[status]]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)

@@ -31,7 +31,7 @@ class ProxyConfig:
         dialect: What the servers speak that name no dialect of their own.
         nodes: YAML file that names servers of other engines.
         max_body_bytes: Largest request body accepted.
-        body_timeout_s: Deadline for a client to send its body, in seconds.
+        body_timeout_s: Deadline for a client to send a request's head, and then one for its body, in seconds.
         connect_timeout_s: Deadline for connecting to an agent, in seconds.
         first_byte_timeout_s: Deadline for a prefill's answer or a stream's first event, in seconds.
         idle_timeout_s: Longest silence within a stream, in seconds.

@@ -96,6 +96,22 @@ class WrongMethod(NotFound):
         return {"Allow": self._allowed}
 
 
+class HeadTooSlow(ProxyError):
+    """The client began a request and did not send its head in time."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "head_timeout"
+
+
+class HeadTooLarge(ProxyError):
+    """The request's line and headers are over the limit."""
+
+    status = 431
+    kind = "invalid_request_error"
+    code = "head_too_large"
+
+
 class BodyTooSlow(ProxyError):
     """The client did not send its body in time."""
 

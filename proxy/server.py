@@ -170,7 +170,14 @@ def base_url(config: ProxyConfig, port: int) -> str:
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         cast(Any, create_app(services)),
-        http=cast(Any, partial(ClientConnection, stall_s=services.config.client_stall_s)),
+        http=cast(
+            Any,
+            partial(
+                ClientConnection,
+                head_s=services.config.body_timeout_s,
+                stall_s=services.config.client_stall_s,
+            ),
+        ),
         lifespan="off",
         log_config=None,
         access_log=False,
