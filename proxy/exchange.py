@@ -296,10 +296,13 @@ class Exchange:
         """The decode leg, to be sent together with the prefill leg; None where it comes after it.
 
         A retry takes the plain way: what the client has must be told to the decode agent, and nothing that
-        made the early leg fail can make it fail again.
+        made the early leg fail can make it fail again. So does a request that finds the connections used up:
+        places go in the order in which they are asked for, the prefill leg asks right after its early leg,
+        and so, of all early legs that have a place, at most one waits for its prefill leg to get the next.
         """
         pair = attempt.pair
-        where = pair.streamed and not self._avoid and native.control_address(pair.prefill.info)
+        may_be_early = pair.streamed and not self._avoid and self._services.upstream.has_places_to_spare
+        where = may_be_early and native.control_address(pair.prefill.info)
         if not where:
             return nullcontext()
         agent = pair.decode.info

@@ -15,6 +15,7 @@ from proxy.agent_connection import AgentConnection, AgentSilent, ConnectionBroke
 from proxy.config import ProxyConfig
 from proxy.dialects import native
 from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from proxy.places import Places
 from proxy.silence import OpenLegs
 from proxy.tls import client_context
 from proxy.wire import Incarnation, Register
@@ -140,7 +141,7 @@ class Leg:
             connection.limit(self._by)  # for the body, whenever somebody asks for it
         except (ConnectionBroken, TimeoutError) as error:
             self._pool.open_legs.discard(self)
-            connection.close()
+            self._pool.give_back(self._origin, connection)
             raise _failure(error, self.agent) from error
         except BaseException:
             self._pool.open_legs.discard(self)
@@ -172,7 +173,7 @@ class Upstream:
         self._config = config
         self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._agent_tls = None if config.agent_ca is None else client_context(config.agent_ca)
-        self._places = asyncio.Semaphore(config.max_connections)
+        self._places = Places(config.max_connections)
         self._idle: dict[Origin, dict[AgentConnection, None]] = {}
         self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -184,6 +185,11 @@ class Upstream:
     def idle_timeout_s(self) -> float:
         """How long an agent may be silent within a stream."""
         return self._config.idle_timeout_s
+
+    @property
+    def has_places_to_spare(self) -> bool:
+        """Whether a leg that waits for another one may be sent: there must be a place left for that one."""
+        return self._places.free >= 2
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -238,30 +244,29 @@ class Upstream:
 
     async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
         """A connection that was kept, or a new one; until it is given back."""
-        kept = self._idle.get(origin)
-        if kept:
+        try:
+            await self._places.take(by)
+        except TimeoutError as error:
+            raise _failure(error, agent) from error
+        if kept := self._idle.get(origin):
             connection = next(reversed(kept))
             self._unkeep(connection)
             return connection
-        if self._places.locked() and self._kept_since:
-            next(iter(self._kept_since)).close()  # the one that nobody used for longest gives its place up
+        if len(self._kept_since) > self._places.free:
+            next(iter(self._kept_since)).close()  # the one that nobody used for longest
         try:
-            async with asyncio.timeout_at(by):
-                await self._places.acquire()
-        except TimeoutError as error:
-            raise _failure(error, agent) from error
-        return await self._connect(origin, agent, by)
+            return await self._connect(origin, agent, by)
+        except BaseException:
+            self._places.give_back()
+            raise
 
     def give_back(self, origin: Origin, connection: AgentConnection) -> None:
         """Keep the connection for another request if it can serve one, else close it."""
-        if not connection.reusable:
+        if connection.reusable:
+            self._keep(origin, connection)
+        else:
             connection.close()
-            return
-        connection.rest()
-        self._kept_since[connection] = (origin, asyncio.get_running_loop().time())
-        self._idle.setdefault(origin, {})[connection] = None
-        if self._sweeper is None:
-            self._sweep()
+        self._places.give_back()
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -279,9 +284,7 @@ class Upstream:
         return f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n{lines}\r\n".encode("latin-1")
 
     async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
-        """A new connection, whose place is taken already."""
         loop = asyncio.get_running_loop()
-        made: AgentConnection | None = None
         try:
             async with asyncio.timeout_at(min(by, loop.time() + self._config.connect_timeout_s)):
                 _, made = await loop.create_connection(
@@ -292,14 +295,18 @@ class Upstream:
                 )
         except OSError as error:  # a TimeoutError is one
             raise _cannot_connect(error, agent) from error
-        finally:
-            if made is None:
-                self._places.release()
         self._open.add(made)
         if made.state is State.CLOSED:  # it was lost before anybody could look
             self._forget(made)
             raise _failure(ConnectionBroken("the connection ended"), agent)
         return made
+
+    def _keep(self, origin: Origin, connection: AgentConnection) -> None:
+        connection.rest()
+        self._kept_since[connection] = (origin, asyncio.get_running_loop().time())
+        self._idle.setdefault(origin, {})[connection] = None
+        if self._sweeper is None:
+            self._sweep()
 
     def _unkeep(self, connection: AgentConnection) -> None:
         origin, _ = self._kept_since.pop(connection)
@@ -323,9 +330,7 @@ class Upstream:
         """The connection was closed, by either side."""
         if connection in self._kept_since:
             self._unkeep(connection)
-        if connection in self._open:
-            self._open.discard(connection)
-            self._places.release()
+        self._open.discard(connection)
 
 
 @lru_cache(maxsize=4096)

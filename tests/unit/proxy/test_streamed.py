@@ -19,7 +19,7 @@ from proxy.errors import AgentLost, AgentRefused
 from proxy.streamed import EarlyLeg, FirstTokens
 from proxy.wire import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
-from tests.unit.proxy.conftest import Stage, StartStage
+from tests.unit.proxy.conftest import FAST, Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "seed": 7}
 DECODE = Incarnation("decode")
@@ -93,6 +93,19 @@ async def test_an_answer_that_ends_with_token_1_gives_the_decode_leg_up(stage: S
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop"] * 2
     assert [choice["text"] for choice in whole["choices"]] == [streamed.text(index) for index in range(2)]
     await decode.until(lambda: decode.aborted == 2)
+
+
+@pytest.mark.parametrize(("places", "streamed"), [(1, 0), (2, 1), (3, 1)])
+async def test_a_decode_leg_takes_no_place_that_a_prefill_leg_needs(
+    start_stage: StartStage, places: int, streamed: int
+) -> None:
+    """I5: with all places taken by decode legs, each would wait for a prefill leg that waits for a place."""
+    stage = await start_stage(stream_pull_min_tokens=1, max_connections=places)
+    await stage.pair()
+    async with asyncio.timeout(FAST["first_byte_timeout_s"] / 2):
+        answers = await asyncio.gather(*(stage.ask(BODY) for _ in range(6)))
+    assert [status for status, _ in answers] == [200] * 6
+    assert stage.metric("kvferry_streamed_pulls_total") >= streamed
 
 
 async def test_the_decode_leg_is_there_before_the_prefill_has_ended(stage: Stage) -> None:
