@@ -153,14 +153,19 @@ class PartLegs:
     async def _concurrent(self, ends: Ends, peer: Peer | None) -> PartAnswer:
         answer = PartAnswer(self._part, ends.decode)
         leg = self._tools.dialect.decode_leg(self._part, ends, Prefilled(), peer)
-        async with asyncio.TaskGroup() as legs:
-            prefill = legs.create_task(self._prefill(ends))
 
-            async def check() -> None:
-                answer.prompt_tokens_details = (await prefill).prompt_tokens_details
+        async def check() -> None:
+            answer.prompt_tokens_details = (await prefill).prompt_tokens_details
 
+        async def receive() -> None:
             async with self._send(ends.decode, leg) as told:
                 await self._receive(told, answer, ends.decode, check)
+
+        async with asyncio.TaskGroup() as legs:
+            # Two tasks made in one go ask for their connections one right after the other, and places go in
+            # that order. So, of all legs with a place, at most one waits for its other to get the next.
+            prefill = legs.create_task(self._prefill(ends))
+            legs.create_task(receive())
         return answer
 
     async def _prefill(self, ends: Ends) -> Prefilled:

@@ -289,6 +289,15 @@ async def test_a_client_that_leaves_ends_both_legs(fleet: Fleet, leg: Any) -> No
     await fleet.stage.proxy.services.drops.settle()
 
 
+@pytest.mark.parametrize("stage", [{"max_connections": 2}, {"max_connections": 3}], indirect=True)
+@only("sglang", "vllm-mooncake", "vllm-moriio-write")
+async def test_legs_that_need_each_other_get_their_connections_together(fleet: Fleet) -> None:
+    """I5: with all connections taken by decode legs, each would wait for a prefill leg that waits for one."""
+    await fleet.pair()
+    answers = await asyncio.gather(*(fleet.stage.ask({**BODY, "n": 2}) for _ in range(6)))
+    assert [status for status, _ in answers] == [200] * 6
+
+
 @only("vllm-nixl-pull", "sglang")
 async def test_one_choice_may_stream_while_another_is_still_in_prefill(fleet: Fleet) -> None:
     """As with two real vLLM servers, of which the prefill side takes a few prompts at a time."""
