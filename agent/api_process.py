@@ -125,7 +125,7 @@ class _Agent:
             self._announcer.close()
 
     def close(self) -> None:
-        """Close the sockets; returns once goodbyes have left, or after their short linger."""
+        """Close the engine's sockets."""
         self._engine.close()
         self._context.term()
 

@@ -81,7 +81,7 @@ class ProxyLink:
     def close(self) -> threading.Thread:
         """Close once what was sent has left, or soon. The thread ends then, or when a name is resolved."""
         self._socket.close(linger=_BYE_LINGER_MS)
-        # Only `term` waits for that thread.
+        # `term` waits for the I/O thread, however long a name takes.
         closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
         closing.start()
         return closing

@@ -22,7 +22,7 @@ from transfer.events import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
 from transfer.layout import num_columns, plan_spans, source_columns
 from transfer.lease import DuplicateTransfer, Grant
-from transfer.link import Link, LinkState, Producer, producer_of
+from transfer.link import Link, LinkState, Source, source_of
 from transfer.mending import Mending
 from transfer.plane import PlaneConfig, Remote
 from transfer.pull import CancelRead as CancelReadEffect
@@ -94,9 +94,9 @@ class Consumer:
         self._emit = emit
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._entries: dict[TransferId, _Entry] = {}
-        self._links: dict[Producer, Link] = {}
+        self._links: dict[Source, Link] = {}
         """Usable links. A retired link lives on in its entries only."""
-        self._refusals: OrderedDict[Producer, str] = OrderedDict()
+        self._refusals: OrderedDict[Source, str] = OrderedDict()
         """Why some producers are never to be asked again."""
         self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
@@ -142,7 +142,7 @@ class Consumer:
     @property
     def refusals(self) -> dict[str, str]:
         """Why we can never pull from some producers, by incarnation."""
-        return {producer.engine_id: why for producer, why in self._refusals.items()}
+        return {source.engine_id: why for source, why in self._refusals.items()}
 
     def check_integrity(self) -> None:
         """Raises AssertionError on an inconsistency."""
@@ -150,8 +150,8 @@ class Consumer:
             assert not entry.pull.over, f"{transfer_id} is over but kept"
         over = sum(not entry.pull.live for entry in self._entries.values())
         assert over == len(self._quarantine), "quarantined transfers"
-        for producer, link in self._links.items():
-            assert link.state is not LinkState.LOST, f"link to {producer} is lost but kept"
+        for source, link in self._links.items():
+            assert link.state is not LinkState.LOST, f"link to {source} is lost but kept"
         used = {entry.link.number for entry in self._entries.values() if entry.link is not None}
         usable = {link.number for link in self._links.values()}
         assert self._by_number.keys() <= used | usable, "a retired link that nothing uses"
@@ -223,16 +223,16 @@ class Consumer:
 
     def _link(self, remote: Remote) -> Link | None:
         """The link to a producer, made now if there is none; None if it refused us for good."""
-        producer = producer_of(remote)
-        link = self._links.get(producer)
-        if link is not None or producer in self._refusals:
+        source = source_of(remote)
+        link = self._links.get(source)
+        if link is not None or source in self._refusals:
             return link
         if self._context is None:
             raise AssertionError("not started")
         number = next(self._numbers)
         link = Link(
             number,
-            producer,
+            source,
             self._config,
             self._ranks,
             self._faults,
@@ -240,22 +240,22 @@ class Consumer:
             on_lost=self._link_lost,
         )
         link.start(self._context)
-        self._links[producer] = link
+        self._links[source] = link
         self._by_number[number] = link
         return link
 
     def _link_ready(self, link: Link) -> None:
         self.handshakes += 1
         for other in list(self._links.values()):
-            if other.producer.address == link.producer.address and other is not link:
-                other.lose("incarnation", f"{link.producer} is there now")
+            if other.source.address == link.source.address and other is not link:
+                other.lose("incarnation", f"{link.source} is there now")
         for entry in self._users(link):
             self._perform(entry, entry.pull.connected(link.transfer))
 
     def _link_lost(self, link: Link, reason: str, detail: str) -> None:
         self._forget(link)
         if link.refusal:
-            self._refusals[link.producer] = link.refusal
+            self._refusals[link.source] = link.refusal
             while len(self._refusals) > MAX_REFUSALS:
                 self._refusals.popitem(last=False)
         for entry in self._users(link):
@@ -267,8 +267,8 @@ class Consumer:
 
     def _retire(self, link: Link) -> None:
         """Use the link for no further transfer."""
-        if self._links.get(link.producer) is link:
-            del self._links[link.producer]
+        if self._links.get(link.source) is link:
+            del self._links[link.source]
 
     def _forget(self, link: Link) -> None:
         self._retire(link)
@@ -330,15 +330,18 @@ class Consumer:
             self._remove(entry)
 
     def _connect(self, entry: _Entry) -> None:
-        producer = producer_of(entry.remote)
-        if entry.link is not None and self._links.get(producer) is not entry.link:
-            self._leave(entry)  # it was retired while the transfer was held
+        self._relink(entry)
         if entry.link is None:
-            entry.link = self._link(entry.remote)
-        if entry.link is None:
-            self._perform(entry, entry.pull.lost("refused", self._refusals[producer]))
+            self._perform(entry, entry.pull.lost("refused", self._refusals[source_of(entry.remote)]))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
+
+    def _relink(self, entry: _Entry) -> None:
+        """Have it use the link that its producer has now: its own may have been retired or lost."""
+        if entry.link is not None and self._links.get(entry.link.source) is not entry.link:
+            self._leave(entry)
+        if entry.link is None:
+            entry.link = self._link(entry.remote)
 
     def _open(self, entry: _Entry, effect: SendOpen) -> None:
         if entry.link is None:
@@ -477,7 +480,7 @@ class Consumer:
     def _leave(self, entry: _Entry) -> None:
         """The transfer needs its link no more; a retired one is closed by its last."""
         link, entry.link = entry.link, None
-        if link is not None and self._links.get(link.producer) is not link and not self._users(link):
+        if link is not None and self._links.get(link.source) is not link and not self._users(link):
             self._by_number.pop(link.number, None)
             link.close()
 
@@ -539,8 +542,8 @@ class Consumer:
         wanted: dict[int, list[str]] = {}
         for transfer_id, entry in self._entries.items():
             if entry.pull.live:
-                if entry.link is None and entry.pull.state is PullState.HELD:
-                    entry.link = self._link(entry.remote)
+                if entry.pull.state is PullState.HELD:
+                    self._relink(entry)
                 if entry.link is not None:
                     wanted.setdefault(entry.link.number, []).append(transfer_id)
         for number, transfer_ids in wanted.items():

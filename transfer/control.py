@@ -131,10 +131,15 @@ class ControlClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._channel: Channel | None = None
         self._monitor: Channel | None = None
+        self._unsent: list[bytes] = []
+        self._closed = False
         self.bad_frames = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
-        """Begin to connect to a numeric address. Raises `zmq.ZMQError` for one that makes no sense."""
+        """Begin to connect to a numeric address, and send what was requested before.
+
+        Raises `zmq.ZMQError` for an address that makes no sense.
+        """
         self._endpoint = tcp_endpoint(host, port)
         socket = context.socket(zmq.DEALER)
         limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
@@ -150,6 +155,9 @@ class ControlClient:
         socket.connect(self._endpoint)
         self._channel.start()
         self._monitor.start()
+        for frame in self._unsent:
+            self._channel.send([frame])
+        self._unsent.clear()
 
     def next_seq(self) -> int:
         """The number for the next request."""
@@ -160,14 +168,14 @@ class ControlClient:
         by the deadline, the queue is full, or the client is closed.
         """
         loop = asyncio.get_running_loop()
-        if self._channel is None or len(self._waiting) >= _QUEUE:
+        if self._closed or len(self._waiting) >= _QUEUE:
             loop.call_soon(on_answer, None)
             return
         timer = loop.call_later(timeout_s, self._settle, request.seq, None)
         self._waiting[request.seq] = (on_answer, timer)
         try:
             for _ in range(self._faults.copies(request)):
-                self._channel.send([encode(request)])
+                self._send(encode(request))
         except ChannelFull:
             timer.cancel()
             del self._waiting[request.seq]
@@ -175,6 +183,8 @@ class ControlClient:
 
     def close(self) -> None:
         """Close; requests that wait are told that no answer comes."""
+        self._closed = True
+        self._unsent.clear()
         socket, channel, monitor = self._socket, self._channel, self._monitor
         self._socket = self._channel = self._monitor = None
         if socket is not None:
@@ -189,6 +199,15 @@ class ControlClient:
             timer.cancel()
             loop.call_soon(on_answer, None)
         self._waiting.clear()
+
+    def _send(self, frame: bytes) -> None:
+        """Raises `ChannelFull`."""
+        if self._channel is not None:
+            self._channel.send([frame])
+        elif len(self._unsent) < _QUEUE:
+            self._unsent.append(frame)
+        else:
+            raise ChannelFull("not connected yet")
 
     def _received(self, frames: list[bytes]) -> None:
         try:

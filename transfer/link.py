@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 class LinkState(enum.Enum):
     GREETING = "greeting"
-    """`hello` is out."""
+    """We dial; then `hello` is out."""
     CONNECTING = "connecting"
     """The producer agreed; our ranks are connecting to its ranks."""
     READY = "ready"
@@ -52,11 +52,11 @@ _TABLE: Mapping[LinkState, frozenset[LinkState]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Producer:
-    """A life of an agent, and where its control channel is said to be.
+class Source:
+    """A life of a producer, and where its control channel is said to be.
 
-    Whoever asks for a transfer names both. What is learnt at one address is not held against the same life at
-    another, or else one wrong request would cost the right ones their producer.
+    Whoever asks for a transfer names both. We do not hold what we learn at one address against the same life
+    at another: one wrong request would cost the right ones their producer.
     """
 
     engine_id: str
@@ -71,9 +71,9 @@ class Producer:
         return self.host, self.port
 
 
-def producer_of(remote: Remote) -> Producer:
+def source_of(remote: Remote) -> Source:
     """Who is to be asked for a prompt's KV."""
-    return Producer(remote.engine_id, remote.host, remote.port)
+    return Source(remote.engine_id, remote.host, remote.port)
 
 
 class Link:
@@ -86,7 +86,7 @@ class Link:
     def __init__(
         self,
         number: int,
-        producer: Producer,
+        source: Source,
         config: PlaneConfig,
         ranks: RankGroup,
         faults: ControlFaults,
@@ -95,7 +95,7 @@ class Link:
         on_lost: Callable[[Link, str, str], None],
     ) -> None:
         self.number = number
-        self.producer = producer
+        self.source = source
         self.state = LinkState.GREETING
         self.transfer = ""
         self.tp_size = 0
@@ -112,7 +112,7 @@ class Link:
         self._deadline: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Link {self.number} to {self.producer} {self.state.value}>"
+        return f"<Link {self.number} to {self.source} {self.state.value}>"
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Begin the handshake."""
@@ -123,7 +123,7 @@ class Link:
 
     async def _dial(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Resolve the host here: ZMQ would do it on the I/O thread that all links share."""
-        host, port = self.producer.host, self.producer.port
+        host, port = self.source.host, self.source.port
         try:
             self._client.start(context, await resolve(host), port)
         except (OSError, ValueError, zmq.ZMQError) as error:
@@ -157,7 +157,7 @@ class Link:
     ) -> None:
         request = wire.Open(
             seq=self._client.next_seq(),
-            incarnation=self.producer.engine_id,
+            incarnation=self.source.engine_id,
             transfer_id=transfer_id,
             consumer=self._config.incarnation,
             have=have,
@@ -169,7 +169,7 @@ class Link:
         for first in range(0, len(transfer_ids), wire.MAX_IDS):
             request = wire.Renew(
                 seq=self._client.next_seq(),
-                incarnation=self.producer.engine_id,
+                incarnation=self.source.engine_id,
                 consumer=self._config.incarnation,
                 transfer_ids=tuple(transfer_ids[first : first + wire.MAX_IDS]),
             )
@@ -180,7 +180,7 @@ class Link:
     ) -> None:
         request = wire.Release(
             seq=self._client.next_seq(),
-            incarnation=self.producer.engine_id,
+            incarnation=self.source.engine_id,
             transfer_id=transfer_id,
             consumer=self._config.incarnation,
             read_ok=read_ok,
@@ -190,7 +190,7 @@ class Link:
     def drop(self, transfer_id: str) -> None:
         self._request(
             wire.Drop(
-                seq=self._client.next_seq(), incarnation=self.producer.engine_id, transfer_id=transfer_id
+                seq=self._client.next_seq(), incarnation=self.source.engine_id, transfer_id=transfer_id
             ),
             ANSWER_S,
             _ignore,
@@ -221,7 +221,7 @@ class Link:
         )
         hello = wire.Hello(
             seq=self._client.next_seq(),
-            incarnation=self.producer.engine_id,
+            incarnation=self.source.engine_id,
             consumer=config.incarnation,
             geometry=config.geometry,
             layout=config.geometry.fingerprint(),
@@ -278,7 +278,7 @@ class Link:
     ) -> None:
         def answered(answer: wire.Answer | None) -> None:
             if isinstance(answer, wire.Refused) and answer.field == "incarnation":
-                self.refusal = f"incarnation: {answer.ours} is there now, not {self.producer}"
+                self.refusal = f"incarnation: {answer.ours} is there now, not {self.source}"
                 self.lose("incarnation", self.refusal)
             else:
                 on_answer(answer)

@@ -105,7 +105,7 @@ class Producer:
         if self._table.is_registered(transfer_id):
             self.ended["failed"] += 1
         self._forget(transfer_id)
-        self._serve_for(self._config.quarantine_s)
+        self._serve_on()
         self._perform(self._table.fail(transfer_id))
 
     def drop(self, transfer_id: TransferId) -> bool:
@@ -201,7 +201,7 @@ class Producer:
         # The answer first: a request waits for it to be decoded, and what else there is to do can wait.
         self._answer(caller, wire.Released, transfer_id=request.transfer_id, valid=valid)
         if not valid:
-            self._serve_for(self._config.quarantine_s)
+            self._serve_on()
         self._perform(effects)
 
     def _refuse(self, caller: Caller, field: str, ours: str, theirs: str) -> None:
@@ -220,7 +220,7 @@ class Producer:
                 case Freed():
                     self.ended[effect.cause] += 1
                     if effect.cause != "released":
-                        self._serve_for(self._config.quarantine_s)
+                        self._serve_on()
                     self._forget(effect.transfer_id)
                     self._emit(LeaseEnded(transfer_id=effect.transfer_id, cause=effect.cause))
         self._update_serving()
@@ -247,10 +247,15 @@ class Producer:
             case Denied(reason):
                 self._answer(reply.waiter, wire.Gone, transfer_id=reply.transfer_id, reason=reason)
 
-    def _serve_for(self, seconds: float) -> None:
-        """Have the ranks serve for a while without a lease that is read: for a peer that is about to begin,
-        or for one whose reads were given up and end only if we take part.
+    def _serve_on(self) -> None:
+        """Some lease did not end well: a reader may have given its reads up, and they may end only if we take
+        part. Nobody reads where nobody was served before.
         """
+        if self._serving:
+            self._serve_for(self._config.quarantine_s)
+
+    def _serve_for(self, seconds: float) -> None:
+        """Have the ranks serve for so long even if no lease is read."""
         self._serving_until = max(self._serving_until, time.monotonic() + seconds)
 
     def _update_serving(self) -> None:

@@ -156,6 +156,16 @@ async def test_closing_tells_those_who_wait(server: Server, connect: Connect) ->
     assert await ask(client) is None
 
 
+async def test_what_is_asked_before_there_is_a_connection_is_sent_with_it(server: Server) -> None:
+    with zmq.Context() as context:
+        client = ControlClient(lambda: None)
+        early = asyncio.ensure_future(ask(client))
+        await asyncio.sleep(0)
+        client.start(context, "127.0.0.1", server.port)
+        assert await early is not None
+        client.close()
+
+
 async def test_closing_while_connecting_leaves_the_next_alone(server: Server, connect: Connect) -> None:
     """ZMQ's I/O thread, which all clients share, must not be left telling a monitor that is gone."""
     for _ in range(100):

@@ -580,6 +580,30 @@ async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytes
             assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
+async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or else its renewals would go nowhere, and its lease would end."""
+    monkeypatch.setattr("transfer.link.ANSWER_S", 0.1)
+    monkeypatch.setattr("transfer.consumer._OPEN_WAIT_S", 0.05)
+    async with Agent(seed=1, lease_s=4.0) as prefill, Agent(seed=2, lease_s=4.0) as decode:
+        forwarder = Forwarder(prefill.plane.control_port)
+        async with forwarder as port:
+            held, remote = prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS, port=port)
+            decode.plane.hold(held, remote, 30.0)
+            decode.plane.pull(prefill.lend([9], 4), prefill.remote(4, port=port), [10], 0, 10.0)
+            await decode.event(PullDone)
+            forwarder.forget()
+            decode.plane.pull(prefill.lend([11], 4), prefill.remote(4, port=port), [12], 0, 10.0)
+            await decode.event(PullFailed)
+            with pytest.raises(TimeoutError):  # but a lease that nobody renews ends
+                while (await prefill.event(LeaseEnded, timeout_s=5.0)).transfer_id != held:
+                    pass
+            decode.plane.pull(held, remote, OURS, 0, 10.0)
+            await decode.event(PullDone)
+            assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
 async def test_a_wrong_address_for_an_incarnation_costs_only_those_who_give_it() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=3) as other, Agent(seed=2) as decode:
         wrong = prefill.remote(TOKENS, port=other.plane.control_port)
