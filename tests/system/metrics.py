@@ -9,6 +9,7 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+STATS_S = 3.0
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -30,6 +31,17 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     """Sum of the samples of that name whose labels include `labels`."""
     wanted = set(labels.items())
     return sum(value for (key, have), value in samples.items() if key == name and wanted <= set(have))
+
+
+async def wait_total(url: str, name: str, wanted: float) -> float:
+    """The total once it is as wanted, or what it is at the deadline.
+
+    The engine's counters reach /metrics with its next snapshot, at most a second after an answer.
+    """
+    deadline = time.monotonic() + STATS_S
+    while (told := total(await scrape(url), name)) != wanted and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    return told
 
 
 async def blocks(url: str) -> dict[str, int]:

@@ -26,12 +26,11 @@ from filelock import AsyncFileLock
 from deploy.launcher import Process, start_process
 from tests.system.client import Answer, Choice, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL, StartAgent, wait_ready
-from tests.system.metrics import scrape, total, wait_idle
+from tests.system.metrics import STATS_S, scrape, total, wait_idle
 
 CONCURRENCY = 16
 TIE = 1e-4
 MAX_TIES = 2
-STATS_S = 3.0
 REFERENCE_S = 900.0
 BLOCK_TOKENS = 16
 # layers × (K, V) × KV heads × head_dim × tokens × bytes of float32, of the bundled model
