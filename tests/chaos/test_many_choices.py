@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
-from tests.system.metrics import Samples, blocks, scrape, total, wait_idle
+from tests.system.metrics import blocks, settled, total, wait_idle
 
 BATCH = 8
 CHOICES = 8
@@ -53,17 +51,11 @@ async def test_eight_choices_over_a_shared_prefix(count: int, start_cluster: Sta
             await wait_idle(prefill, SETTLE_S)
             states = await blocks(prefill)
             assert sum(states.values()) - states["free"] < MAX_KV_USE * sum(states.values()), states
-        done = await settled(prefill, "kvferry_leases_ended_total", count, cause="released")
+        done = await settled(
+            prefill, "kvferry_leases_ended_total", count, timeout_s=SETTLE_S, cause="released"
+        )
         assert total(done, "kvferry_leases_ended_total", cause="released") == count
         assert total(done, "kvferry_leases_ended_total") == count, "no lease expired or was dropped"
-        pulled = await settled(decode, "kvferry_transfers_total", count)
+        pulled = await settled(decode, "kvferry_transfers_total", count, timeout_s=SETTLE_S)
         assert total(pulled, "kvferry_transfers_total") == count
         assert total(pulled, "kvferry_transfer_failures_total") == 0
-
-
-async def settled(url: str, name: str, count: int, **labels: str) -> Samples:
-    """The metrics page, given time for a counter to reach `count`: snapshots are a second old at most."""
-    deadline = time.monotonic() + SETTLE_S
-    while total(samples := await scrape(url), name, **labels) < count and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-    return samples

@@ -33,15 +33,12 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     return sum(value for (key, have), value in samples.items() if key == name and wanted <= set(have))
 
 
-async def wait_total(url: str, name: str, wanted: float) -> float:
-    """The total once it is as wanted, or what it is at the deadline.
-
-    The engine's counters reach /metrics with its next snapshot, at most a second after an answer.
-    """
-    deadline = time.monotonic() + STATS_S
-    while (told := total(await scrape(url), name)) != wanted and time.monotonic() < deadline:
+async def settled(url: str, name: str, count: int, *, timeout_s: float = STATS_S, **labels: str) -> Samples:
+    """The metrics page, given time for a counter to reach `count`: snapshots are a second old at most."""
+    deadline = time.monotonic() + timeout_s
+    while total(samples := await scrape(url), name, **labels) < count and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
-    return told
+    return samples
 
 
 async def blocks(url: str) -> dict[str, int]:

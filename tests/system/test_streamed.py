@@ -18,7 +18,7 @@ import pytest_asyncio
 from deploy.launcher import Cluster
 from tests.system.client import Answer, Prompt, complete, complete_all, heldout, session
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total, wait_idle, wait_total
+from tests.system.metrics import scrape, settled, total, wait_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,8 +70,8 @@ async def test_when_the_prefill_ends_only_its_last_chunk_is_left_to_pull(cluster
             early.append(ours.timing["pull_early_blocks"])
     print(f"of {num_blocks} blocks {early} were here when the prefill ended")
     assert max(early) == before_last
-    decode = cluster.agents["decode-0"].url
-    assert await wait_total(decode, "kvferry_streamed_transfers_total", len(early)) >= 1
+    name = "kvferry_streamed_transfers_total"
+    assert total(await settled(cluster.agents["decode-0"].url, name, 1), name) >= 1
     assert total(await scrape(cluster.url), "kvferry_streamed_pulls_total") == len(early)
 
 

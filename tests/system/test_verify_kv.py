@@ -12,7 +12,7 @@ import aiohttp
 from deploy.launcher import AgentSpec, Cluster, ClusterSpec
 from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL
-from tests.system.metrics import Samples, scrape, total, wait_total
+from tests.system.metrics import Samples, scrape, settled, total
 from tests.system.test_damage import DAMAGED_BLOCK, asked_in_damaged_block, body
 from tests.system.test_equality import BLOCK_BYTES
 
@@ -29,8 +29,7 @@ async def test_damage_in_flight_is_found_counted_and_computed_anew(log_dir: Path
         await running.wait_ready()
         decode, plain = running.agents["decode-0"].url, running.agents["prefill-1"].url
         recomputed = await ask(running.url, asked_in_damaged_block())
-        await wait_total(decode, "kvferry_transfer_failures_total", recomputed)
-        before = await scrape(decode)
+        before = await settled(decode, "kvferry_transfer_failures_total", recomputed)
         await wait_refused(running.url, plain)
         assert await ask(running.url, heldout(6)) == 0
         after = await scrape(decode)

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold, Question
+from proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold
 from proxy.ask import Ask
 from proxy.errors import Overloaded
 from proxy.loads import Loads
@@ -260,23 +260,27 @@ class Defect(Exception):
     """What no question is meant to raise."""
 
 
-def failing_when(full: list[bool]) -> Question:
-    """A question that waits while agents are full, and then cannot be answered."""
+def start_failing(door: Door) -> tuple[asyncio.Task[Hold | NoPair], list[bool]]:
+    """Enter in a task with a question that waits while agents are full, and then cannot be answered.
 
-    def ask() -> Pair | NoPair:
+    Agents are so until the list is empty.
+    """
+    full = [True]
+
+    def question() -> Pair | NoPair:
         if full:
             return NoPair.FULL
         raise Defect
 
-    return ask
+    loop = asyncio.get_running_loop()
+    entering = door.admission.enter(Ask(model="m"), question, by=loop.time() + 5)
+    return loop.create_task(entering), full
 
 
 async def test_one_that_cannot_be_judged_fails_alone(door: Door) -> None:
     """It is judged on behalf of somebody else, who gives a place back: no other request may suffer."""
     holds = await door.fill()
-    full = [True]
-    by = asyncio.get_running_loop().time() + 5
-    failing = asyncio.ensure_future(door.admission.enter(Ask(model="m"), failing_when(full), by=by))
+    failing, full = start_failing(door)
     await ticks()
     behind = door.start()
     await ticks()
@@ -291,9 +295,7 @@ async def test_one_that_cannot_be_judged_fails_alone(door: Door) -> None:
 async def test_one_that_leaves_as_it_fails_has_left(door: Door) -> None:
     """Both in the same pass of the event loop: what is raised in its task is that it was cancelled."""
     holds = await door.fill()
-    full = [True]
-    by = asyncio.get_running_loop().time() + 5
-    leaving = asyncio.ensure_future(door.admission.enter(Ask(model="m"), failing_when(full), by=by))
+    leaving, full = start_failing(door)
     await ticks()
     full.clear()
     holds[0].give_back()
