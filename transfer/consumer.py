@@ -102,6 +102,7 @@ class Consumer:
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
         self._next_seq = 0
+        """Where the next pull's reads begin to be numbered: each has one for every block of ours at most."""
         self._renewal: asyncio.TimerHandle | None = None
         self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
         self._quarantine_timer: asyncio.TimerHandle | None = None
