@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,36 @@ def exact_match(
     return sum(right) / len(right)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A recall prompt of the sample, computed up to its last token."""
+
+    last: torch.Tensor
+    cache: DynamicCache
+    num_tokens: int
+    answer: list[int]
+    asked_block: int
+    """The block of the asked value's first digit, two tokens after the pair's start."""
+
+
+@pytest.fixture(scope="module")
 @torch.inference_mode()
-def answer_from_damaged_cache(
-    model: PreTrainedModel, ids: torch.Tensor, block: int, damage: str, tokens: int
-) -> list[int]:
+def computed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> list[Computed]:
+    made = []
+    for prompt in held_out(len(held_out()) // SAMPLE):
+        if prompt["task"] == "recall":
+            ids, cache = prompt_ids(tokenizer, prompt["prompt"], "raw"), DynamicCache()
+            model(ids[:, :-1], past_key_values=cache)
+            answer = tokenizer(prompt["answer"]).input_ids
+            asked_block = (prompt["asked_pair_token"] + 2) // BLOCK_SIZE
+            made.append(Computed(ids[:, -1:], cache, prompt["prompt_tokens"], answer, asked_block))
+    return made
+
+
+@torch.inference_mode()
+def answer_from_damaged_cache(model: PreTrainedModel, prompt: Computed, block: int, damage: str) -> list[int]:
     """Greedy tokens after the prompt, when one KV block of it is damaged before the last prompt token."""
-    cache = DynamicCache()
-    model(ids[:, :-1], past_key_values=cache)
+    cache = copy.deepcopy(prompt.cache)
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values):
             span = tensor[:, :, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
@@ -77,8 +101,8 @@ def answer_from_damaged_cache(
             elif damage == "zero":
                 span.zero_()
     output: list[int] = []
-    token = ids[:, -1:]
-    while len(output) < tokens:
+    token = prompt.last
+    while len(output) < len(prompt.answer):
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
         output.append(token.item())
     return output
@@ -167,35 +191,26 @@ def test_all_held_out_prompts_are_answered(
 
 @pytest.mark.parametrize("damage", ["flip", "zero"])
 def test_damage_to_the_block_of_the_asked_pair_changes_the_answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, damage: str
+    model: PreTrainedModel, computed: list[Computed], damage: str
 ) -> None:
-    """The block is that of the asked value's first digit, two tokens after the pair's start."""
-    assert changed_answers(model, tokenizer, damage, distance=0) >= LEAST_CHANGED
+    assert changed_answers(model, computed, damage, distance=0) >= LEAST_CHANGED
 
 
-def test_erasing_another_block_leaves_the_answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_erasing_another_block_leaves_the_answer(model: PreTrainedModel, computed: list[Computed]) -> None:
     """The answer rests on the asked pair alone, so the damage test above measures what it says."""
-    assert changed_answers(model, tokenizer, "zero", distance=2) <= 1 - LEAST_CHANGED
+    assert changed_answers(model, computed, "zero", distance=2) <= 1 - LEAST_CHANGED
 
 
-def changed_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, damage: str, *, distance: int
-) -> float:
+def changed_answers(model: PreTrainedModel, computed: list[Computed], damage: str, *, distance: int) -> float:
     """The part of a sample of recall prompts whose answer changes when the block `distance` blocks after
     the asked value's is damaged. Each prompt is its own control: untouched, the same cache answers right."""
     changed = asked = 0
-    for prompt in held_out(len(held_out()) // SAMPLE):
-        if prompt["task"] != "recall":
-            continue
-        block = (prompt["asked_pair_token"] + 2) // BLOCK_SIZE + distance
-        if (block + 1) * BLOCK_SIZE >= prompt["prompt_tokens"] and distance:
+    for prompt in computed:
+        block = prompt.asked_block + distance
+        if (block + 1) * BLOCK_SIZE >= prompt.num_tokens and distance:
             continue  # the query itself, or nothing, is there
-        ids = prompt_ids(tokenizer, prompt["prompt"], "raw")
-        answer = tokenizer(prompt["answer"]).input_ids
-        assert answer_from_damaged_cache(model, ids, block, "none", len(answer)) == answer
-        changed += answer_from_damaged_cache(model, ids, block, damage, len(answer)) != answer
+        assert answer_from_damaged_cache(model, prompt, block, "none") == prompt.answer
+        changed += answer_from_damaged_cache(model, prompt, block, damage) != prompt.answer
         asked += 1
     assert asked >= SAMPLE // 2
     return changed / asked
