@@ -65,6 +65,11 @@ class Node:
     def incarnation(self) -> Incarnation:
         return Incarnation(self.info.incarnation)
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether a probe is under way there, which tells soon whether it works again."""
+        return self.state is NodeState.TRIPPED and self.breaker is BreakerState.HALF_OPEN
+
     def serves(self, leg: Leg) -> bool:
         """Whether a request's `leg` may be given to this agent now."""
         return self.state is NodeState.READY and self.info.role in (leg, "both")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from proxy.ask import Ask
@@ -15,7 +15,7 @@ from proxy.loads import Loads
 from proxy.pairing import mismatch
 from proxy.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
 from proxy.prefix_aware import PrefixAware, PrefixIndex
-from proxy.registry import Leg, Node, Snapshot
+from proxy.registry import Leg, Node, NodeState, Snapshot
 from proxy.wire import Incarnation
 
 NOBODY: frozenset[Incarnation] = frozenset()
@@ -51,7 +51,7 @@ class NoPair(enum.StrEnum):
     NO_DECODE = "no decode agent is ready for this model"
     INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
     FULL = "all agents of this model are busy"
-    """The only one that passes by itself."""
+    """The only one that passes by itself. An agent on trial after failures is busy with its probe."""
 
 
 class Router:
@@ -100,7 +100,12 @@ class Router:
         found = self._choose(_without(snapshot, avoid), ask, apart) if avoid else NoPair.NO_PREFILL
         if isinstance(found, Pair) or found is NoPair.FULL:
             return found
-        return self._choose(snapshot, ask, apart)
+        answer = self._choose(snapshot, ask, apart)
+        if isinstance(answer, Pair) or isinstance(
+            _fitting(_after_trials(snapshot), ask.model, apart), NoPair
+        ):
+            return answer
+        return NoPair.FULL
 
     def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
         if (ask.one_token or ask.undivided) and not apart:
@@ -244,6 +249,12 @@ def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:
 def _without(snapshot: Snapshot, avoid: frozenset[Incarnation]) -> Snapshot:
     kept = tuple(node for node in snapshot.nodes if node.incarnation not in avoid)
     return Snapshot(kept, snapshot.models)
+
+
+def _after_trials(snapshot: Snapshot) -> Snapshot:
+    """As if every agent that is being tried had passed."""
+    nodes = tuple(replace(node, state=NodeState.READY) if node.on_trial else node for node in snapshot.nodes)
+    return Snapshot(nodes, snapshot.models)
 
 
 def _skewed(count: int, prefills: int, decodes: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.ask import Ask
+from proxy.breaker import BreakerState
 from proxy.loads import Loads
 from proxy.pairing import mismatch
 from proxy.policy import PolicyName
@@ -144,6 +146,23 @@ def test_agents_out_of_rotation_are_not_chosen() -> None:
     for state in set(NodeState) - {NodeState.READY}:
         agents = snapshot(registration("both", 1), state=state)
         assert make_router().choose(agents, asked("m")) is NoPair.NO_PREFILL
+
+
+def test_an_agent_on_trial_is_waited_for() -> None:
+    """Whether it works again is known soon. While it rests after a failure, nobody is asked to wait."""
+    prefill, decode = fleet(1, 1).nodes
+    for tripped, other in ((prefill, decode), (decode, prefill)):
+        for breaker, answer in (
+            (BreakerState.HALF_OPEN, {NoPair.FULL}),
+            (BreakerState.OPEN, {NoPair.NO_PREFILL, NoPair.NO_DECODE}),
+        ):
+            node = replace(tripped, state=NodeState.TRIPPED, breaker=breaker)
+            agents = Snapshot((node, other), frozenset({"m"}))
+            assert make_router().choose(agents, asked()) in answer
+            assert make_router().choose(agents, asked(), frozenset({other.incarnation})) in answer
+    tried = replace(decode, state=NodeState.TRIPPED, breaker=BreakerState.HALF_OPEN)
+    alone = Snapshot((tried,), frozenset({"m"}))
+    assert make_router().choose(alone, asked()) is NoPair.NO_PREFILL, "its passing would not help"
 
 
 def test_only_pairs_that_fit_are_chosen_and_they_evenly() -> None:

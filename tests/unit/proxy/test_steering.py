@@ -173,6 +173,32 @@ async def test_a_probe_that_fails_opens_the_breaker_again(start_stage: StartStag
     assert (await node(stage, decode))["breaker"] == "closed"
 
 
+@pytest.mark.parametrize("passes", [True, False])
+async def test_a_request_waits_for_the_outcome_of_a_trial(start_stage: StartStage, passes: bool) -> None:
+    """When an agent dies, all come to the one that is left; its probe is no reason to refuse them."""
+    stage = await start_stage(breaker_failures=1, breaker_pause_s=0.1, retries=0)
+    gate = asyncio.Event()
+    gate.set()
+    prefill = await stage.agent("prefill", prefill_gate=gate)
+    await stage.agent("decode")
+    prefill.faults.append(Fault("prefill", "status"))
+    assert (await stage.ask(BODY))[0] == 502
+    async with asyncio.timeout(5):
+        while (await node(stage, prefill))["state"] == "tripped":
+            await asyncio.sleep(0.01)
+    gate.clear()
+    if not passes:
+        prefill.faults.append(Fault("prefill", "status"))
+    probe = asyncio.ensure_future(stage.ask(BODY))
+    await prefill.until(lambda: len(prefill.asked) == 2)
+    assert (await node(stage, prefill))["state"] == "tripped"
+    waiting = asyncio.ensure_future(stage.ask(BODY))
+    await until_waiting(stage, 1)
+    gate.set()
+    assert (await probe)[0] == (200 if passes else 502)
+    assert (await waiting)[0] == (200 if passes else 503)
+
+
 async def test_what_clients_do_wrong_is_not_held_against_an_agent(start_stage: StartStage) -> None:
     stage = await start_stage(breaker_failures=1)
     prefill, decode = await stage.pair()
