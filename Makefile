@@ -38,8 +38,8 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --durations 12 tests/system tests/chaos
 
 test-parts: $(STAMP) ## the tests that need no cluster
-	@# Six on two cores: most of these wait for something.
-	$(BIN)/pytest -m 'not full' --numprocesses 6 tests/unit tests/model tests/contract
+	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
+	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
 	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
