@@ -9,6 +9,7 @@ GPU_JOBS ?= 8
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NOT_LOADED := /(tests|testing|transformers/models|torch/_inductor|pip|setuptools|mypyc?|networkx|pygments)/
 # Tests start hundreds of Python processes: where this is set, each would compile our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -25,9 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,nixl,mooncake]'
-	@# pip would compile on one core, and thousands of models that nobody loads. What does not compile (some
-	@# packages carry templates) is no matter.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing|transformers/models)/' $(VENV)/lib || true
+	@# pip would compile on one core, and thousands of models and tools that nobody loads. What does not compile
+	@# (some packages carry templates) is no matter.
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_LOADED)' $(VENV)/lib || true
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved
