@@ -97,15 +97,12 @@ class Router:
         Agents in `avoid` (they just failed this request) are taken only if nobody else is left. With `apart`,
         no agent is paired with itself.
         """
-        found = self._choose(_without(snapshot, avoid), ask, apart) if avoid else NoPair.NO_PREFILL
-        if isinstance(found, Pair) or found is NoPair.FULL:
-            return found
-        answer = self._choose(snapshot, ask, apart)
-        if isinstance(answer, Pair) or isinstance(
-            _fitting(_after_trials(snapshot), ask.model, apart), NoPair
-        ):
-            return answer
-        return NoPair.FULL
+        for agents in (_without(snapshot, avoid), snapshot) if avoid else (snapshot,):
+            answer = self._choose(agents, ask, apart)
+            if isinstance(answer, Pair) or answer is NoPair.FULL:
+                return answer
+        later = _fitting(_after_trials(snapshot), ask.model, apart)
+        return answer if isinstance(later, NoPair) else NoPair.FULL
 
     def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
         if (ask.one_token or ask.undivided) and not apart:
