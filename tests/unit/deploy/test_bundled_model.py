@@ -170,13 +170,13 @@ def test_held_out_prompts_differ_within_their_first_block(tokenizer: PreTrainedT
     assert len(set(openings)) == len(openings)
 
 
-def test_a_sample_of_held_out_prompts_is_answered_in_a_chat(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+@pytest.mark.parametrize("form", ["raw", "chat"])
+def test_a_sample_of_held_out_prompts_is_answered(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, form: str
 ) -> None:
-    """Without the template `tests/system/test_equality.py` asks them, of real agents."""
     every = len(held_out()) // SAMPLE
     for task in ("recall", "addition"):
-        assert exact_match(model, tokenizer, task, every, "chat") >= LEAST_EXACT_MATCH
+        assert exact_match(model, tokenizer, task, every, form) >= LEAST_EXACT_MATCH
 
 
 @pytest.mark.full
