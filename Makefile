@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NOT_LOADED := /(tests|testing|transformers/models|torch/_inductor|pip|setuptools|mypyc?|networkx|pygments)/
+PIP_INSTALL := $(BIN)/pip install -qq --no-compile --constraint constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 # Tests start hundreds of Python processes: where this is set, each would compile our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -24,11 +26,12 @@ env: $(STAMP) ## make .venv with pinned dependencies
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,nixl,mooncake]'
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@# pip would compile on one core, and thousands of models and tools that nobody loads. What does not compile
 	@# (some packages carry templates) is no matter.
-	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_LOADED)' $(VENV)/lib || true
+	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & $(PIP_INSTALL) --editable '.[dev,nixl,mooncake]' && wait
+	@$(COMPILE) -j 0 $(VENV)/lib agent deploy proxy transfer || true
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved

@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.standins import mori_io
 from tests.system.client import Answer, complete_all
 from tests.system.conftest import StartAgent, StartCluster
-from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cell, expect_answers
+from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cells, expect_answers
 
 PROMPTS = 20
 PAIRS = [pytest.param(1, id="tp1-1"), pytest.param(2, id="tp1-2", marks=pytest.mark.full)]
@@ -60,4 +60,4 @@ async def pair(
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")
 async def test_apart_equals_together(pair: Pair, references: References, cell: tuple[str, int, str]) -> None:
-    await check_cell(pair, references, cell, PROMPTS)
+    await check_cells(pair, references, [cell], PROMPTS)
