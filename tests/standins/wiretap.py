@@ -21,7 +21,7 @@ class Wiretap:
         self.said = bytearray()
         """What the server has answered."""
         self.alter: Alter | None = None
-        """Applied to what clients send from now on."""
+        """Applied once, to what a client sends next: what a connection begins with may be a few bytes."""
         self.altered = asyncio.Event()
         self._target = port
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,10 +69,11 @@ class Wiretap:
             self._tasks.discard(task)
 
     def _altered(self, data: bytes) -> bytes:
-        if self.alter is None:
+        alter, self.alter = self.alter, None
+        if alter is None:
             return data
         self.altered.set()
-        return self.alter(data)
+        return alter(data)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, log: bytearray, alter: Alter
