@@ -16,8 +16,8 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts test-agent test-others test-full test-gpu test-vllm chaos model-check fuzz-api \
-	fuzz-discovery hammer check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
+.PHONY: help env demo test test-parts test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
+	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -38,19 +38,12 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 	$(BIN)/python -m deploy.demo
 
 test: $(STAMP) ## every check and every test, in the form that CI runs
-	$(MAKE) --jobs 3 check test-parts
+	$(MAKE) --jobs 2 check test-parts
 	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --durations 12 tests/system tests/chaos
 
-test-parts: test-agent test-others ## the tests that need no cluster
-
-# Two runs, because each worker imports what its tests import, and only these need transformers.
-test-agent: $(STAMP)
-	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist worksteal tests/unit/agent tests/unit/deploy
-
-# Four more on two cores: most of these wait for something. The last ones must not be left to one of them.
-test-others: $(STAMP)
-	$(BIN)/pytest -m 'not full' --numprocesses 4 --dist worksteal \
-		tests/unit/proxy tests/unit/transfer tests/unit/test_*.py tests/model tests/contract
+test-parts: $(STAMP) ## the tests that need no cluster
+	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
+	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
 	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
