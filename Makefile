@@ -30,7 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@# pip would compile on one core, and thousands of models and tools that nobody loads. What does not compile
 	@# (some packages carry templates) is no matter.
-	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & $(PIP_INSTALL) --editable '.[dev,nixl,mooncake]' && wait
+	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & \
+		$(PIP_INSTALL) --editable '.[dev,nixl,mooncake]'; status=$$?; wait; exit $$status
 	@$(COMPILE) -j 0 $(VENV)/lib agent deploy proxy transfer || true
 	@touch $(STAMP)
 
@@ -98,7 +99,7 @@ bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled m
 	$(BIN)/python -m tests.bench.streamed_gap
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(PIP_INSTALL) --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
 
 dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
