@@ -38,7 +38,6 @@ from proxy.wire import ClusterKey, Incarnation, Load, Register
 
 log = logging.getLogger(__name__)
 
-ENGINE_MODULE = "agent.engine"
 _READY_TIMEOUT_S = 180.0
 # Requests under way when the agent is told to end get this long; what is left fails with a typed error.
 _DRAIN_TIMEOUT_S = 3.0

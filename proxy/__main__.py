@@ -3,65 +3,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import signal
+import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
-
-import uvloop
-
-from proxy.api_keys import BadKeyFile
-from proxy.config import ProxyConfig, parse_config
-from proxy.engine_server import BadEngineServer
-from proxy.server import RunningProxy, running_proxy
-from proxy.tls import BadCertificate
-from proxy.wire import BadClusterKey
-from proxy.workers import RunningWorkers, WorkersFailed, running_workers
-
-BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
+from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the proxy until SIGTERM or SIGINT. Returns the exit status; 2 for a wrong command line."""
-    try:
-        config = parse_config(sys.argv[1:] if argv is None else argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
-    )
-    status = 0
-    try:
-        uvloop.run(_serve(config))
-    except* (OSError, *BAD_FILES, WorkersFailed) as failed:
-        status = 1
-        for error in _leaves(failed):
-            print(f"kvferry proxy: {error}", file=sys.stderr)
-    return status
+    # Imports make a hundred thousand objects and no garbage: looking for some takes a third of the time to
+    # start, and later collections need not look there again.
+    gc.disable()
+    from proxy.command import run
 
-
-async def _serve(config: ProxyConfig) -> None:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    running: AbstractAsyncContextManager[RunningProxy | RunningWorkers]
-    running = running_proxy(config) if config.workers == 1 else running_workers(config)
-    async with running as proxy:
-        # Launchers read this line: with port 0 only the proxy knows where it listens.
-        where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
-        print(json.dumps({"listening": where}), flush=True)
-        await stop.wait()
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    gc.freeze()
+    gc.enable()
+    return run(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

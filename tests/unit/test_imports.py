@@ -42,7 +42,7 @@ def test_imports_run_one_way(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["proxy.app", "proxy.__main__", "agent.server", "agent.engine", "deploy.cli", "deploy.sidecar"]
+    "module", ["proxy.app", "proxy.command", "agent.command", "agent.engine", "deploy.cli", "deploy.sidecar"]
 )
 def test_torch_stays_out(module: str) -> None:
     """Only ranks import torch and transformers: everything else must start fast and stay small."""

@@ -141,8 +141,8 @@ def test_help_describes_every_option_in_a_sentence() -> None:
 def test_the_module_exits_with_2_and_imports_no_torch() -> None:
     code = (
         "import sys; from agent.__main__ import main\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-        "sys.exit(main(['--nonsense', '1']))"
+        "try:\n    main(['--nonsense', '1'])\n"
+        "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode == 2
