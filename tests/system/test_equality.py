@@ -86,7 +86,7 @@ def prompts(task: str, count: int) -> list[Prompt]:
     return [every[int(len(every) * (index / count) ** 2)] for index in range(count)]
 
 
-def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]:
+def bodies(sampling: str, n: int, task: str, count: int, *, logprobs: bool = True) -> list[dict[str, Any]]:
     """The requests of one cell. Every third is streamed; seeds are fixed."""
     made = []
     for index, prompt in enumerate(prompts(task, count)):
@@ -96,7 +96,7 @@ def bodies(sampling: str, n: int, task: str, count: int) -> list[dict[str, Any]]
             "temperature": SAMPLINGS[sampling],
             "seed": 1000 + index,
             "n": n,
-            "logprobs": 0,
+            "logprobs": 0 if logprobs else None,
             "stream": index % 3 == 0,
             "max_tokens": 16,
         }
@@ -303,13 +303,14 @@ async def check_cells(pair: Pair, references: References, cells: list[Cell], cou
 
 
 async def compare_cell(pair: Pair, references: References, cell: Cell, count: int) -> list[Answer]:
-    """The pair's answers, which are those of one agent."""
+    """The pair's answers, which are those of one agent; at equal TP their logprobs are, too."""
+    equal_tp = pair.prefill_tp == pair.decode_tp
     results, theirs = await asyncio.gather(
-        complete_all(pair.proxy.url, bodies(*cell, count), CONCURRENCY),
-        references.get(pair.decode_tp if pair.prefill_tp == pair.decode_tp else 1, cell, count),
+        complete_all(pair.proxy.url, bodies(*cell, count, logprobs=equal_tp), CONCURRENCY),
+        references.get(pair.decode_tp if equal_tp else 1, cell, count),
     )
     ours = expect_answers(results)
-    if pair.prefill_tp == pair.decode_tp:
+    if equal_tp:
         different = [index for index in range(count) if ours[index].same() != theirs[index].same()]
         assert not different, (ours[different[0]], theirs[different[0]])
     else:
