@@ -37,7 +37,7 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
 async def test_eight_choices_over_a_shared_prefix(count: int, start_cluster: StartCluster) -> None:
     asked = bodies(count)
     async with start_cluster(args=("--prefix-cache", "true")) as cluster:
