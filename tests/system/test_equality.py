@@ -4,8 +4,8 @@
 A cell is (TP of prefill and decode, backend, sampling, n, task). At equal TP everything is equal bit for bit;
 elsewhere the only excuse is a tie at the first differing position. Every cell also proves that KV moved.
 `make test` takes 60 prompts a cell, `make test-full` 500.
-A cell's requests are sent sixteen at a time. The short form runs cells with n = 1 that differ only in their
-sampling side by side, which mixes them in the steps and costs less.
+A cell's requests are sent sixteen at a time. The short form runs all cells of a task side by side, which
+mixes them in the steps: fewer and larger ones cost less.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ BACKENDS = ["tcp", "nixl"]
 SAMPLINGS = {"greedy": 0.0, "t1": 1.0, "t2": 2.0}
 TASKS = ("answers", "ignore_eos")
 CELLS: list[Cell] = list(itertools.product(SAMPLINGS, (1, 4), TASKS))
-# With n = 4, sixteen requests are as many sequences as an agent runs at once.
-CELLS_AT_ONCE = [[(sampling, 1, task) for sampling in SAMPLINGS] for task in TASKS] + [
-    [cell] for cell in CELLS if cell[1] == 4
-]
+CELLS_AT_ONCE = [[cell for cell in CELLS if cell[2] == task] for task in TASKS]
+# Room for all of them, for none to wait or to be preempted: 96 requests, of which half have four choices.
+ROOM = ("--max-num-seqs", "240", "--kv-blocks", "4096")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -129,7 +128,8 @@ class References:
     async def _agent(self, tp: int) -> Process:
         async with self._starting:
             if tp not in self._agents:
-                self._agents[tp] = await self._stack.enter_async_context(self._start_agent("--tp", str(tp)))
+                starting = self._start_agent("--tp", str(tp), *ROOM)
+                self._agents[tp] = await self._stack.enter_async_context(starting)
         return self._agents[tp]
 
 
@@ -196,7 +196,7 @@ class Fleet:
             role, tp, transfer = key
             served = [self._proxies[pair] for pair in PAIRS if key in agents_of(pair)]
             argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
-            flags = ("--tp", str(tp), "--transfer", transfer, *COMMON_ARGS)
+            flags = ("--tp", str(tp), "--transfer", transfer, *ROOM, *COMMON_ARGS)
             announce = (f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in served)
             self._agents[key] = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)
         return self._agents[key]
@@ -226,12 +226,18 @@ def every_cell(groups: list[list[Cell]]) -> list[object]:
         pytest.param(
             key,
             cells := groups[(number + shift) % len(groups)],
-            id=f"{pair_name(key)}-{'+'.join(cell[0] for cell in cells)}-n{cells[0][1]}-{cells[0][2]}",
+            id=f"{pair_name(key)}-{cells_name(cells)}",
             marks=pytest.mark.xdist_group(pair_name(key)),
         )
         for shift, key in enumerate(PAIRS)
         for number in range(len(groups))
     ]
+
+
+def cells_name(cells: list[Cell]) -> str:
+    """For example `greedy-n1-answers`, or `greedy+t1+t2-n1+4-answers` of six."""
+    samplings, counts, tasks = ("+".join(map(str, dict.fromkeys(part))) for part in zip(*cells, strict=True))
+    return f"{samplings}-n{counts}-{tasks}"
 
 
 def first_difference(ours: Choice, theirs: Choice) -> int | None:
