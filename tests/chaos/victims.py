@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ PULL_TIMEOUT_S = 10.0
 MAX_DEATH_S = 5.0
 MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
 BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
+_FIRST_PORT = 10_240
 _MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
 
 
@@ -74,11 +76,21 @@ def make_spec(seed: int, backend: str, decode_tp: int, log_dir: Path) -> Cluster
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that an agent keeps over its lives, so that peers meet another incarnation at a known address."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    """Ports that an agent keeps over its lives, so that peers meet another incarnation at a known address.
+
+    The system lends none of them to clients, who could be there when an agent comes back.
+    """
+    first_lent = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    probes: list[socket.socket] = []
+    for port in random.sample(range(_FIRST_PORT, first_lent), first_lent - _FIRST_PORT):
+        with suppress(OSError):
+            probes.append(socket.create_server(("127.0.0.1", port)))
+        if len(probes) == count:
+            break
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()
+    assert len(ports) == count, f"of the ports {_FIRST_PORT} to {first_lent}, only {len(ports)} are free"
     return ports
 
 
