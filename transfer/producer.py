@@ -26,7 +26,9 @@ from transfer.sealing import Sealer
 from transfer.tokens import mint
 
 _GREETED_S = 15.0
-"""A peer's ranks connect within this time after its `hello`; our ranks stay reachable for so long."""
+"""A peer's ranks connect within this time after its `hello`; our ranks wait for them for so long."""
+_MAX_GREETED = 1024
+"""Peers whose ranks are waited for; one more, and the one that greeted first is not."""
 _TIMER_SLACK_S = 0.001
 
 
@@ -46,8 +48,10 @@ class Producer:
         self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
         self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
         self._timer: asyncio.TimerHandle | None = None
+        self._greeted: dict[bytes, float] = {}
+        """Control connections of peers whose ranks are on their way, and until when they may be, in order."""
         self._serving_until = 0.0
-        self._serving = False
+        self._serving = Serve(on=False, awaited=False)
         self.ended: Counter[str] = Counter()
         self.handshakes = 0
 
@@ -149,7 +153,10 @@ class Producer:
             return
         transfer = next(name for name in hello.transfers if name in self._ranks.transfers)
         self.handshakes += 1
-        self._serve_for(_GREETED_S)
+        self._greeted.pop(caller.identity, None)
+        self._greeted[caller.identity] = time.monotonic() + _GREETED_S
+        if len(self._greeted) > _MAX_GREETED:
+            del self._greeted[next(iter(self._greeted))]
         self._perform([])
         self._answer(
             caller,
@@ -177,6 +184,7 @@ class Producer:
         return None
 
     def _open(self, caller: Caller, request: wire.Open) -> None:
+        self._greeted.pop(caller.identity, None)  # it asks once its ranks are connected
         effects = self._table.open(
             time.monotonic(),
             TransferId(request.transfer_id),
@@ -251,24 +259,25 @@ class Producer:
         """Some lease did not end well: a reader may have given its reads up, and they may end only if we take
         part. Nobody reads where nobody was served before.
         """
-        if self._serving:
-            self._serve_for(self._config.quarantine_s)
-
-    def _serve_for(self, seconds: float) -> None:
-        """Have the ranks serve for so long even if no lease is read."""
-        self._serving_until = max(self._serving_until, time.monotonic() + seconds)
+        if self._serving.on:
+            self._serving_until = time.monotonic() + self._config.quarantine_s
 
     def _update_serving(self) -> None:
-        """Tell the ranks when a peer may, and when no peer can, need them for its reads."""
-        serving = self._table.open_count > 0 or time.monotonic() < self._serving_until
+        """Tell the ranks when a peer needs them, when one may, and when none can."""
+        now = time.monotonic()
+        for identity in [each for each, until in self._greeted.items() if until <= now]:
+            del self._greeted[identity]
+        awaited = bool(self._greeted) or self._table.open_count > 0
+        serving = Serve(on=awaited or now < self._serving_until, awaited=awaited)
         if serving != self._serving:
             self._serving = serving
-            self._ranks.broadcast(Serve(on=serving))
+            self._ranks.broadcast(serving)
 
     def _arm(self) -> None:
         """Set the timer to the next thing that time alone brings about."""
         deadlines = [self._table.next_deadline()]
-        if self._serving and not self._table.open_count:
+        deadlines += [next(iter(self._greeted.values()), None)]
+        if self._serving.on and not self._serving.awaited:
             deadlines.append(self._serving_until)
         due = min((each for each in deadlines if each is not None), default=None)
         if self._timer is not None:

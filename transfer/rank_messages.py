@@ -84,9 +84,12 @@ class SumBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="sum_blocks"):
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
-    """Whether a peer may come to read now, so that backends which need it must be polled."""
+    """Whether peers may need us, so that backends which have to be polled must be; `awaited`: one connects,
+    or has blocks to read.
+    """
 
     on: bool
+    awaited: bool
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):

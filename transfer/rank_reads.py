@@ -13,6 +13,12 @@ from transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer,
 _NONSENSE = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
 """What libraries raise for arguments that make no sense to them."""
 
+_BUSY_MS = 1
+_ATTENTIVE_MS = 20
+"""While nobody waits for us, but a read that was given up may have to end. A poll takes up to 200 µs after a
+sleep, and a rank without work must stay below a hundredth of a core.
+"""
+
 _log = logging.getLogger(__name__)
 
 
@@ -45,16 +51,19 @@ class RankLinks:
         self._report = report
         self._links: dict[int, _Link] = {}
         self._reads: dict[tuple[str, int], _Read] = {}
-        self._serving = False
+        self._serving = wire.Serve(on=False, awaited=False)
 
     @property
-    def polling(self) -> bool:
-        """A backend that has to be polled has, or may get, something to do."""
-        if self._serving and any(engine.fileno() is None for engine in self._engines.values()):
-            return True
-        connecting = [link.engine for link in self._links.values() if link.connecting]
-        reading = [read.engine for read in self._reads.values()]
-        return any(engine.fileno() is None for engine in connecting + reading)
+    def poll_ms(self) -> int | None:
+        """How soon a backend that has to be polled may have something to do; None while there is none."""
+        busy = list(self._engines.values()) if self._serving.awaited else []
+        busy += [link.engine for link in self._links.values() if link.connecting]
+        busy += [read.engine for read in self._reads.values()]
+        if any(engine.fileno() is None for engine in busy):
+            return _BUSY_MS
+        if self._serving.on and any(engine.fileno() is None for engine in self._engines.values()):
+            return _ATTENTIVE_MS
+        return None
 
     def handle(self, command: wire.Command) -> None:
         """Carry out one command of the engine process."""
@@ -64,7 +73,7 @@ class RankLinks:
                     engine.admit(command.secret)
                 self._report(wire.Welcomed(rank=self._rank))
             case wire.Serve():
-                self._serving = command.on
+                self._serving = command
             case wire.Connect():
                 self._connect(command)
             case wire.CloseLink():

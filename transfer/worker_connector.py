@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _OPEN_S = 60.0
 _CLOSE_S = 5.0
-_POLL_MS = 1
 _SWITCH_S = 0.0005
 """Longest that the rank's own Python may keep the interpreter from this thread (5 ms by default)."""
 
@@ -252,8 +251,9 @@ def _unwatch(poller: select.poll, engine: TransferEngine) -> None:
 
 def _wait_ms(links: RankLinks, engines: list[TransferEngine]) -> int | None:
     """How long the thread may sleep on its descriptors; None: until one of them is ready."""
-    if links.polling:
-        return _POLL_MS
+    poll_ms = links.poll_ms
+    if poll_ms is not None:
+        return poll_ms
     deadlines = [each for each in (engine.next_deadline() for engine in engines) if each is not None]
     finite = [each for each in deadlines if each != float("inf")]
     if not finite:
