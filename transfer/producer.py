@@ -275,8 +275,7 @@ class Producer:
 
     def _arm(self) -> None:
         """Set the timer to the next thing that time alone brings about."""
-        deadlines = [self._table.next_deadline()]
-        deadlines += [next(iter(self._greeted.values()), None)]
+        deadlines = [self._table.next_deadline(), next(iter(self._greeted.values()), None)]
         if self._serving.on and not self._serving.awaited:
             deadlines.append(self._serving_until)
         due = min((each for each in deadlines if each is not None), default=None)

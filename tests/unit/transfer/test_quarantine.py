@@ -18,10 +18,10 @@ from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import needs_nixl
 from transfer.backends.nixl import NixlEngine, NixlTransfer
-from transfer.connector import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from transfer.connector import PullDone, PullFailed, PullQuiescent
 from transfer.ids import TransferId
 from transfer.quarantine import GRACE_S, Quarantine
-from transfer.rank_messages import CancelRead, Command, Read, Serve
+from transfer.rank_messages import CancelRead, Command, Read
 from transfer.rank_reads import RankLinks
 
 ELSEWHERE = [10, 11, 12, 13, 14]
@@ -96,37 +96,6 @@ async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(
         assert (await decode.event(PullDone)).transfer_id == other
         await decode.event(PullQuiescent)
         assert decode.plane.stats().rebuilds == 0
-
-
-async def test_a_producer_takes_part_until_a_read_that_was_given_up_can_have_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Over sockets UCX ends a cancelled read only if both processes go on; the lease has ended by then."""
-    monkeypatch.setattr("transfer.producer._GREETED_S", 0.0)
-    handle, loop = RankLinks.handle, asyncio.get_running_loop()
-    reading, silent = asyncio.Event(), asyncio.Event()
-
-    def handle_and_tell(links: RankLinks, command: Command) -> None:
-        handle(links, command)
-        if isinstance(command, Read):
-            loop.call_soon_threadsafe(reading.set)
-        if isinstance(command, Serve) and not command.on and reading.is_set():
-            loop.call_soon_threadsafe(silent.set)
-
-    monkeypatch.setattr(RankLinks, "handle", handle_and_tell)
-    async with (
-        Agent(seed=1, tcp_fault="stall:after=64", quarantine_s=1.0) as prefill,
-        Agent(seed=2) as decode,
-        asyncio.timeout(20.0),
-    ):
-        transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 20.0)
-        await reading.wait()
-        decode.plane.cancel(transfer_id)
-        assert (await prefill.event(LeaseEnded)).cause == "released"
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(silent.wait(), 0.7)
-        await silent.wait()
 
 
 class Stopped:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit.transfer.rig import until
 from transfer import rank_channel
 from transfer.rank_channel import (
     BadFrame,
@@ -60,12 +61,6 @@ async def engine(tmp_path: Path, stop: tuple[socket.socket, socket.socket]) -> A
     await made.listener.start(made.path)
     yield made
     made.listener.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def frames_of(end: RankEnd, count: int) -> list[bytes]:
@@ -151,7 +146,7 @@ async def test_a_rank_that_has_left_or_does_not_read_is_gone(
             return "has left" in str(gone)
         return False
 
-    await until(left)
+    await until(left, WAIT_S)
 
 
 async def test_a_rank_whose_engine_process_has_gone_is_silent(engine: Engine) -> None:
@@ -159,6 +154,6 @@ async def test_a_rank_whose_engine_process_has_gone_is_silent(engine: Engine) ->
     _, end = await engine.meet()
     engine.listener.close()
     assert await asyncio.to_thread(select.select, [end], [], [], WAIT_S)
-    await until(lambda: not list(end.receive()) and end.gone)
+    await until(lambda: not list(end.receive()) and end.gone, WAIT_S)
     end.send(b"anybody?")
     end.close()
