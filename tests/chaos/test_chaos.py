@@ -13,8 +13,7 @@ from tests.chaos.run import Settings, ask_alone, run
 from tests.chaos.victims import BACKENDS
 from tests.system.client import Answer
 
-# Minutes of CI's fifteen: until CI's bound is wider, this form runs with `make test-full`.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400), pytest.mark.full]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
