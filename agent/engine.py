@@ -139,7 +139,7 @@ class Engine:
                 await self._publish_stats()
                 await self._sleep()
                 continue
-            drawn = await self._executor.run(step)
+            drawn = await self._executor.run(step, self._scheduler.written)
             self._scheduler.commit(drawn, self._clock())
             await self._answer(self._scheduler.take_messages())
             await self._publish_stats()

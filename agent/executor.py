@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from agent.step import (
     FromRank,
     RankReady,
     Step,
-    StepDone,
+    StepWritten,
     Stop,
     ToRank,
     step_address,
@@ -43,7 +43,7 @@ class Executor:
         self._run_dir = run_dir
         self._size = boot.config.tp
         self._children: list[ChildProcess] = []
-        # Two frames a rank at most: when it is ready, and when its step is done.
+        # Two frames a rank at most: its step is written, and done.
         self._received: asyncio.Queue[tuple[RankConnection, bytes]] = asyncio.Queue()
         self._listener = RankListener(
             lambda connection, frame: self._received.put_nowait((connection, frame))
@@ -76,18 +76,25 @@ class Executor:
                 task.cancel()
             await asyncio.gather(watch, ready, return_exceptions=True)
 
-    async def run(self, step: Step) -> Sequence[Sequence[Drawn]]:
+    async def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[Drawn]]:
         """Run one step on every rank. Returns the drawn tokens, one tuple per chunk.
 
-        The step's writes to the pool are complete on every rank when this returns. A rank's death does not
-        show here but in `watch`.
+        The step's writes to the pool are complete on every rank when this returns; if the step asks for it,
+        `on_written` is called as soon as they are. A rank's death does not show here but in `watch`.
         """
         self._broadcast(step)
         drawn: Sequence[Sequence[Drawn]] | None = None
-        for _ in range(self._size):
+        unwritten = unfinished = self._size
+        while unfinished:
             _, reply = await self._receive()
-            if not isinstance(reply, StepDone) or reply.number != step.number:
+            if isinstance(reply, RankReady) or reply.number != step.number:
                 raise BrokenRank(f"a rank answered step {step.number} with {reply}")
+            if isinstance(reply, StepWritten):
+                unwritten -= 1
+                if not unwritten:
+                    on_written()
+                continue
+            unfinished -= 1
             drawn = reply.drawn if reply.rank == 0 else drawn
         if drawn is None:
             raise BrokenRank("rank 0 sent no tokens")

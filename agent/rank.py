@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,8 +21,10 @@ from agent.rank_exchange import RankExchange
 from agent.runner import StepRunner
 from agent.step import (
     Boot,
+    FromRank,
     RankReady,
     StepDone,
+    StepWritten,
     Stop,
     ToRank,
     step_address,
@@ -91,16 +94,19 @@ class Rank:
 
     def serve(self) -> None:
         """Report readiness, then run steps until told to stop, or until the engine process has gone."""
-        self._engine.send(msgspec.msgpack.encode(self._ready()))
+        self._send(self._ready())
         decoder = msgspec.msgpack.Decoder(ToRank)
         for message in map(decoder.decode, self._engine.frames()):
             if isinstance(message, Stop):
                 return
+            written = StepWritten(rank=self._group.rank, number=message.number)
             self._computing.set()
-            drawn = self._runner.run(message)
+            drawn = self._runner.run(message, partial(self._send, written))
             self._computing.clear()
-            done = StepDone(rank=self._group.rank, number=message.number, drawn=drawn)
-            self._engine.send(msgspec.msgpack.encode(done))
+            self._send(StepDone(rank=self._group.rank, number=message.number, drawn=drawn))
+
+    def _send(self, message: FromRank) -> None:
+        self._engine.send(msgspec.msgpack.encode(message))
 
     def _ready(self) -> RankReady:
         return RankReady(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,20 +33,30 @@ class StepRunner:
         self._draws = draws
 
     @torch.inference_mode()
-    def run(self, step: Step) -> DrawnByChunk | None:
-        """Run one step. On return the device has completed it. None on ranks that draw nothing."""
+    def run(self, step: Step, on_written: Callable[[], None]) -> DrawnByChunk | None:
+        """Run one step. On return the device has completed it. None on ranks that draw nothing.
+
+        If the step asks for it, `on_written` is called once the device has written its KV. Logits and draws
+        follow, which for a large vocabulary take as long as moving the KV does.
+        """
+        # Not the whole device: KV that is being pulled has a stream of its own, and need not be over.
+        stream = torch.cuda.current_stream(self._pool.device) if self._pool.is_cuda else None
         for source, destination in step.copies:
             self._pool[destination].copy_(self._pool[source])
         batch = make_batch(step.chunks, self._pool)
         if batch.begun_blocks is not None:
             self._pool[batch.begun_blocks] = 0
         hidden = self._model.hidden_states(batch)
+        written = stream.record_event() if stream is not None and step.tells_written else None
         ends = itertools.accumulate(len(chunk.token_ids) for chunk in step.chunks)
         sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         logits = self._model.logits(hidden, sampled) if sampled else None
-        if self._pool.is_cuda:
-            # Not the whole device: KV that is being pulled has a stream of its own, and need not be over.
-            torch.cuda.current_stream(self._pool.device).synchronize()
+        if written is not None:
+            written.synchronize()
+        if step.tells_written:
+            on_written()
+        if stream is not None:
+            stream.synchronize()
         if not self._draws:
             return None
         return tuple(() for _ in step.chunks) if logits is None else self._draw(logits, step.chunks)

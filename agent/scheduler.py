@@ -3,8 +3,8 @@
 
 A step is three calls: `schedule` picks sequences and reserves their blocks, the ranks run, `commit` records
 what they drew; nothing else records results. All calls are synchronous, take the clock as an argument and are
-made between steps, never while the ranks run one: a freed block can therefore be given away only after every
-write to it is over. What must be sent collects in an outbox.
+made between steps, never while the ranks run one (but for `written`, which frees nothing): a freed block can
+therefore be given away only after every write to it is over. What must be sent collects in an outbox.
 
 Order of a step: sequences that decode come first, oldest first; then prompts under way; then the waiting
 queue, first come first served. A chunk of a prompt is computed whole or not at all, so that its bits do not
@@ -210,7 +210,17 @@ class Scheduler:
             number=self.counters.steps,
             copies=tuple(plan.copies),
             chunks=tuple(self._chunk(sequence, end) for sequence, end in plan.parts),
+            tells_written=any(_ends_produced_prompt(sequence, end) for sequence, end in plan.parts),
         )
+
+    def written(self) -> None:
+        """Every rank has written the KV of the step under way, which `tells_written`, and now draws: readers
+        may have the last blocks of prompts that end with it.
+        """
+        assert self._plan is not None, "no step is under way"
+        for sequence, end in self._plan.parts:
+            if _ends_produced_prompt(sequence, end):
+                self._ledger.written(sequence.request)
 
     def commit(self, drawn: Seq[Seq[Drawn]], now: float) -> None:
         """Record a step that every rank has completed: one tuple of tokens per chunk, as drawn."""
@@ -639,6 +649,11 @@ class Scheduler:
         if len(self._waiting) >= limits.max_waiting:
             return 429, "queue_full", "Too many requests are waiting."
         return None
+
+
+def _ends_produced_prompt(sequence: Sequence, end: int) -> bool:
+    request = sequence.request
+    return request.submit.produce is not None and end == request.prompt_len
 
 
 def _is_decoding(sequence: Sequence) -> bool:

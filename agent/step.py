@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine process and its rank processes say to each other (TP ranks, one step at a time).
 
-The engine sends every rank the same `Step`; each rank answers once its device has completed it. A rank that
-cannot go on exits, which the engine sees. msgspec's msgpack over `transfer.rank_channel`, typed unions, no
-pickle.
+The engine sends every rank the same `Step`; each rank answers once its device has completed it, and before
+that says when the KV is written, where a reader may wait for it. A rank that cannot go on exits, which the
+engine sees. msgspec's msgpack over `transfer.rank_channel`, typed unions, no pickle.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One forward pass. Block copies (source, destination) are done first, in order."""
+    """One forward pass. Block copies (source, destination) are done first, in order.
+
+    `tells_written`: `StepWritten` is wanted.
+    """
 
     number: int
     copies: tuple[tuple[int, int], ...]
     chunks: tuple[Chunk, ...]
+    tells_written: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -83,6 +87,13 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weights: str
 
 
+class StepWritten(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
+    """This rank's device has written a step's KV. What is left is to draw the tokens."""
+
+    rank: int
+    number: int
+
+
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """This rank's device has completed a step. Rank 0 adds the drawn tokens: one tuple per chunk."""
 
@@ -91,7 +102,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     drawn: tuple[tuple[Drawn, ...], ...] | None = None
 
 
-FromRank = RankReady | StepDone
+FromRank = RankReady | StepWritten | StepDone
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,13 @@ class TransferLedger:
         """Let the reader see the blocks that are complete on every rank."""
         self._connector.advance(_produced(sequence.request), sequence.num_computed // block_size)
 
+    def written(self, request: Request) -> None:
+        """The whole prompt's KV is in the pool: the reader may fetch it while the first tokens are drawn."""
+        transfer_id = _produced(request)
+        lease = self._leases.get(transfer_id)
+        if lease is not None:
+            self._connector.advance(transfer_id, len(lease.blocks))
+
     def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
         """The whole prompt is computed: from now on only the reader, if there is one still, needs its KV."""
         transfer_id = _produced(request)

@@ -22,6 +22,7 @@ SHORT: Mapping[str, Bounds] = MappingProxyType(
         "one reader, two faults": replace(_ALONE, faults=2, time=0),
         "one reader, renewals": replace(_ALONE, faults=0, renewals=1, time=3),
         "one reader that verifies": replace(_ALONE, verify=True, faults=1, time=1),
+        "one reader that may have all blocks early": replace(_ALONE, whole=True, faults=1, time=1),
         "two ranks": replace(_ALONE, ranks=2, faults=1, time=0, depth=15),
         "two readers of one request": Bounds(
             requests=1, pulls=((0, 0), (1, 0)), faults=1, renewals=1, time=1, depth=9
@@ -40,6 +41,9 @@ LONG: Mapping[str, Bounds] = MappingProxyType(
         "one reader, three faults": replace(_ALONE, faults=3, time=0),
         "one reader, two faults, time": replace(_ALONE, faults=2, renewals=1, time=3, depth=13),
         "one reader that verifies, two faults": replace(_ALONE, verify=True, faults=2, time=1),
+        "one reader that may have all blocks early": replace(
+            _ALONE, verify=True, whole=True, faults=2, time=1, depth=18
+        ),
         "two ranks": replace(_ALONE, ranks=2, faults=1, time=0),
         "two ranks, three faults": replace(_ALONE, ranks=2, faults=3, time=0, depth=14),
         "two readers of one request": Bounds(

@@ -33,7 +33,8 @@ class Bounds:
     damaged on their way, which is a fault like another. `faults` is how many things may go wrong in one
     history, of any kind; `renewals` how many renewals are sent; `time` how far the clock runs; `depth` the
     number of steps of a history, after those of `begin`, which are taken first, by name; `memory` and
-    `staged` bound what the producer remembers of ended leases and of readers that came early.
+    `staged` bound what the producer remembers of ended leases and of readers that came early. With `whole` a
+    prompt's last block may be readable, too, before the prompt is ready.
     """
 
     requests: int = 2
@@ -41,6 +42,7 @@ class Bounds:
     pulls: tuple[tuple[int, int], ...] = ((0, 0), (1, 1))
     ranks: int = 1
     verify: bool = False
+    whole: bool = False
     faults: int = 2
     renewals: int = 1
     time: int = 3

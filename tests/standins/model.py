@@ -5,7 +5,7 @@ token, and the token it draws is a pure function of the whole context."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agent.messages import SamplingParams
 from agent.step import Chunk, Drawn, Step
@@ -40,11 +40,13 @@ class StandInRunner:
         self.chunk_log: list[tuple[int, int]] = []
         """(start, end) of every chunk run."""
 
-    def run(self, step: Step) -> list[list[Drawn]]:
+    def run(self, step: Step, on_written: Callable[[], None]) -> list[list[Drawn]]:
         for source, destination in step.copies:
             self._pool[destination] = list(self._pool[source])
         for chunk in step.chunks:
             self.write(chunk.blocks, chunk.start, chunk.token_ids)
+        if step.tells_written:
+            on_written()
         return [self._draw(chunk) for chunk in step.chunks]
 
     def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:

@@ -54,7 +54,7 @@ async def idle(cluster: Cluster, names: tuple[str, ...]) -> None:
         assert left["used"] == left["leased"] == left["quarantined"] == 0, (name, left)
 
 
-async def test_when_the_prefill_ends_only_its_last_chunk_is_left_to_pull(cluster: Cluster) -> None:
+async def test_when_the_prefill_ends_its_last_chunk_is_left_to_pull_at_most(cluster: Cluster) -> None:
     """A busy machine may miss that once, but not always; and never is a block read before its time."""
     prompt = LONGEST[0]
     before_last = (prompt.prompt_tokens - 1) // CHUNK * CHUNK // BLOCK
@@ -63,13 +63,13 @@ async def test_when_the_prefill_ends_only_its_last_chunk_is_left_to_pull(cluster
     early = []
     async with session() as http:
         theirs = await complete(http, cluster.agents["decode-0"].url, body(prompt))
-        while before_last not in early and len(early) < TRIES:
+        while max(early, default=0) < before_last and len(early) < TRIES:
             ours = await complete(http, cluster.url, body(prompt, stream=True))
             assert ours.same() == theirs.same()
             assert ours.timing["pull_bytes"] and not ours.timing["recomputed"]
             early.append(ours.timing["pull_early_blocks"])
     print(f"of {num_blocks} blocks {early} were here when the prefill ended")
-    assert max(early) == before_last
+    assert max(early) in (before_last, num_blocks)
     name = "kvferry_streamed_transfers_total"
     assert total(await settled(cluster.agents["decode-0"].url, name, 1), name) >= 1
     assert total(await scrape(cluster.url), "kvferry_streamed_pulls_total") == len(early)

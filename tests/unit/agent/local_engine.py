@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from agent.blocks import BlockAllocator
@@ -29,7 +29,7 @@ LIMITS = Limits(
 
 
 class Runner(Protocol):
-    def run(self, step: Step) -> Sequence[Sequence[Drawn]] | None: ...
+    def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[Drawn]] | None: ...
 
 
 class LocalEngine:
@@ -53,7 +53,7 @@ class LocalEngine:
         step = self.last_step = self.scheduler.schedule(self.now)
         assert step is not None or not self.scheduler.num_running, "nothing would ever wake these"
         if step is not None:
-            drawn = self.runner.run(step)
+            drawn = self.runner.run(step, self.scheduler.written)
             assert drawn is not None
             self.now += 0.01
             self.scheduler.commit(drawn, self.now)

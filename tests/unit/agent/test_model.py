@@ -6,12 +6,15 @@ import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config
 
+from agent.messages import SamplingParams
 from agent.model import (
     Model,
     ModelSpec,
@@ -22,9 +25,13 @@ from agent.model import (
     eos_ids,
 )
 from agent.rank_exchange import RankExchange
+from agent.runner import StepRunner
+from agent.sampler import draw
+from agent.step import Chunk, Drawn, Sample, Step
 from agent.tensor_parallel import Group, splits_of
 from agent.weights import CheckpointWeights
 from tests.unit.agent.tiny_models import (
+    BLOCK_SIZE,
     CONFIGS,
     VOCAB_SIZE,
     greedy_tokens,
@@ -62,6 +69,31 @@ def test_greedy_tokens_equal_transformers_generate(
     tokens = greedy_tokens(runner, TABLE, PROMPT, COUNT)
     assert len(set(references[name])) > 3, "a constant answer would prove nothing"
     assert tokens == references[name]
+
+
+def test_a_step_says_that_its_kv_is_written_before_it_draws(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(checkpoints["qwen3"])
+    pool = torch.full(model.geometry(BLOCK_SIZE).pool_shape(NUM_BLOCKS, 2), torch.nan)
+    runner = StepRunner(model, pool, (), draws=True)
+    events: list[object] = []
+
+    def noted(*arguments: Any) -> list[Drawn]:
+        events.append("drawn")
+        return draw(*arguments)
+
+    monkeypatch.setattr("agent.runner.draw", noted)
+    greedy = Sample(choice=0, position=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+    chunk = Chunk(token_ids=tuple(PROMPT), start=0, blocks=TABLE[:4], samples=(greedy,))
+    step = Step(number=1, copies=(), chunks=(chunk,), tells_written=True)
+    runner.run(step, lambda: events.append(pool[list(chunk.blocks)]))
+    written, drawn = events
+    assert drawn == "drawn"
+    assert isinstance(written, torch.Tensor)
+    assert not written.isnan().any()
+    assert written.equal(pool[list(chunk.blocks)])
+    runner.run(msgspec.structs.replace(step, tells_written=False), pytest.fail)
 
 
 RankAnswer = dict[str, tuple[list[int], str, str]]

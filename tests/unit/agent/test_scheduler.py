@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from agent.messages import Failed, Output, Prior
+from agent.step import Chunk, Drawn
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
 
@@ -227,6 +228,39 @@ def test_a_produced_prompt_is_leased_until_the_plane_says_so() -> None:
     assert engine.allocator.counts().leased == 3
     engine.connector.end_lease("t", "released")
     engine.step()
+    engine.assert_all_free()
+
+
+def test_a_produced_prompt_is_readable_before_its_first_token_is_drawn() -> None:
+    """Its last block too, which is not full. That it is ready is said afterwards."""
+    engine = make_engine()
+    seen = []
+
+    class Runner(StandInRunner):
+        def _draw(self, chunk: Chunk) -> list[Drawn]:
+            seen.append((dict(engine.connector.leases), set(engine.connector.ready_leases)))
+            return super()._draw(chunk)
+
+    engine.runner = Runner(40, LIMITS.block_size)
+    engine.submit(request("p", numbers(0, 10), produce="t", ignore_eos=True))
+    engine.run()
+    assert seen == [({"t": 0}, set()), ({"t": 3}, set())]
+    assert engine.connector.ready_leases == {"t"}
+
+
+def test_nobody_is_told_of_a_prompt_that_is_not_produced_or_whose_reader_has_left() -> None:
+    engine = make_engine()
+    engine.submit(request("r", numbers(0, 10)))
+    engine.step()
+    engine.step()
+    assert engine.last_step is not None
+    assert not engine.last_step.tells_written
+    engine.submit(request("p", numbers(20, 10), produce="t", ignore_eos=True))
+    engine.step()
+    engine.connector.end_lease("t", "released")
+    engine.step()
+    assert not engine.connector.leases
+    engine.run()
     engine.assert_all_free()
 
 

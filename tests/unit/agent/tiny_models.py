@@ -108,7 +108,7 @@ def greedy_tokens(runner: StepRunner, table: tuple[int, ...], prompt: list[int],
             blocks=table[: -(-end // BLOCK_SIZE)],
             samples=(sample,) if end == len(tokens) else (),
         )
-        drawn = runner.run(Step(number=0, copies=(), chunks=(chunk,)))
+        drawn = runner.run(Step(number=0, copies=(), chunks=(chunk,)), lambda: None)
         assert drawn is not None
         tokens += [token.token_id for token in drawn[0]]
         done = end

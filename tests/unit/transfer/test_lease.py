@@ -354,7 +354,7 @@ class Leases(RuleBasedStateMachine):
     @rule(transfer_id=ids)
     def advance(self, transfer_id: TransferId) -> None:
         truth = self.truth.get(transfer_id)
-        if truth is not None and truth.readable < 2:
+        if truth is not None and truth.readable < 3:
             truth.readable += 1
             self.apply(self.table.advance(self.now, transfer_id, truth.readable))
 

@@ -125,6 +125,20 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
 
 
 @pytest.mark.parametrize("verify", [False, True])
+async def test_a_pull_that_has_every_block_waits_for_the_word_that_the_prompt_is_ready(verify: bool) -> None:
+    async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
+        transfer_id = new_transfer_id()
+        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        prefill.plane.advance(transfer_id, len(THEIRS))
+        await arrived(prefill, THEIRS[-1], decode, OURS[-1])
+        assert not decode.plane.take_events()
+        prefill.plane.ready(transfer_id)
+        assert (await decode.event(PullDone)).early_blocks == len(THEIRS)
+        assert_same_kv(prefill, THEIRS, decode, OURS)
+
+
+@pytest.mark.parametrize("verify", [False, True])
 async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
     """Design §5, streamed mode; also where blocks become readable only once they are summed."""
     first = FirstTokens(choices=(FirstToken(id=7, logprob=-0.5), FirstToken(id=8, finish="stop")))
