@@ -96,7 +96,7 @@ class ApiChannel:
 class Engine:
     """The scheduler's loop, between the API process, the ranks and the transfer plane.
 
-    All state changes happen between steps, in this one task.
+    All state changes happen between steps, in this one task; readers may hear of blocks during one.
     """
 
     def __init__(

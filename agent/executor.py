@@ -84,17 +84,17 @@ class Executor:
         """
         self._broadcast(step)
         drawn: Sequence[Sequence[Drawn]] | None = None
-        unwritten = unfinished = self._size
+        unwritten, unfinished = set(range(self._size)), set(range(self._size))
         while unfinished:
             _, reply = await self._receive()
             if isinstance(reply, RankReady) or reply.number != step.number:
                 raise BrokenRank(f"a rank answered step {step.number} with {reply}")
             if isinstance(reply, StepWritten):
-                unwritten -= 1
+                unwritten.discard(reply.rank)
                 if not unwritten:
                     on_written()
                 continue
-            unfinished -= 1
+            unfinished.discard(reply.rank)
             drawn = reply.drawn if reply.rank == 0 else drawn
         if drawn is None:
             raise BrokenRank("rank 0 sent no tokens")

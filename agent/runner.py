@@ -39,27 +39,27 @@ class StepRunner:
         If the step asks for it, `on_written` is called once the device has written its KV. Logits and draws
         follow, which for a large vocabulary take as long as moving the KV does.
         """
-        # Not the whole device: KV that is being pulled has a stream of its own, and need not be over.
-        stream = torch.cuda.current_stream(self._pool.device) if self._pool.is_cuda else None
         for source, destination in step.copies:
             self._pool[destination].copy_(self._pool[source])
         batch = make_batch(step.chunks, self._pool)
         if batch.begun_blocks is not None:
             self._pool[batch.begun_blocks] = 0
         hidden = self._model.hidden_states(batch)
-        written = stream.record_event() if stream is not None and step.tells_written else None
+        if step.tells_written:
+            self._settle()
+            on_written()
         ends = itertools.accumulate(len(chunk.token_ids) for chunk in step.chunks)
         sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         logits = self._model.logits(hidden, sampled) if sampled else None
-        if written is not None:
-            written.synchronize()
-        if step.tells_written:
-            on_written()
-        if stream is not None:
-            stream.synchronize()
+        self._settle()
         if not self._draws:
             return None
         return tuple(() for _ in step.chunks) if logits is None else self._draw(logits, step.chunks)
+
+    def _settle(self) -> None:
+        """Wait for the device, but not for all of it: KV that is being pulled has a stream of its own."""
+        if self._pool.is_cuda:
+            torch.cuda.current_stream(self._pool.device).synchronize()
 
     def _draw(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> DrawnByChunk:
         """Draw each chunk's tokens; `logits` has one row per chunk that has samples."""

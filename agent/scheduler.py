@@ -3,8 +3,9 @@
 
 A step is three calls: `schedule` picks sequences and reserves their blocks, the ranks run, `commit` records
 what they drew; nothing else records results. All calls are synchronous, take the clock as an argument and are
-made between steps, never while the ranks run one (but for `written`, which frees nothing): a freed block can
-therefore be given away only after every write to it is over. What must be sent collects in an outbox.
+made between steps, never while the ranks run one: a freed block can therefore be given away only after every
+write to it is over. The exception is `written`, which only tells readers. What must be sent collects in an
+outbox.
 
 Order of a step: sequences that decode come first, oldest first; then prompts under way; then the waiting
 queue, first come first served. A chunk of a prompt is computed whole or not at all, so that its bits do not

@@ -20,7 +20,7 @@ class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     """Consumer: the prompt's KV is here and proven right; decoding may start.
 
     `wait_s` is from `pull` to the first read, `pull_s` from there to the proof; `tail_s` is the part of it
-    after the producer said that all blocks are computed, and `early_blocks` were here before that.
+    after the producer said that the prompt is ready, and `early_blocks` were here before that.
     """
 
     transfer_id: str

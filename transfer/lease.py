@@ -33,7 +33,7 @@ class LeaseState(enum.Enum):
     STAGED = "staged"
     """A reader asked before the prefill was registered."""
     FILLING = "filling"
-    """Registered; the prompt is being computed and its first blocks may be readable."""
+    """Registered; the prompt is being computed, and blocks that are may be readable."""
     READY = "ready"
     """The whole prompt is readable and the lease clock runs."""
     RELEASED = "released"

@@ -28,7 +28,7 @@ class PullState(enum.Enum):
     """Accepted; there is no room for its blocks yet, so the lease is only kept alive."""
     CONNECTING = "connecting"
     OPENING = "opening"
-    """Asking for blocks that are not known yet; earlier ones may be under way."""
+    """Asking for blocks that are not known yet, or whether these are all; earlier ones may be under way."""
     READING = "reading"
     """All blocks are known; some are under way."""
     VERIFYING = "verifying"

@@ -123,7 +123,7 @@ class SchedulerConnector:
         then, and after a failure that is not quiescent until `PullQuiescent`, the blocks belong to the
         transfer. Raises `DuplicateTransfer`. With `ids_hash` the producer's must be equal.
 
-        Blocks are read as soon as they are computed. All must be here `timeout_s` after the last of them is,
+        Blocks are read as soon as they are computed. All must be here `timeout_s` after the prompt is ready,
         and that may take the producer `fill_s` from now.
         """
         self._consumer.pull(

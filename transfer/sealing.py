@@ -18,12 +18,12 @@ from transfer.ranks import RankGroup
 
 @dataclass(slots=True)
 class _Prompt:
-    """Blocks summed, blocks computed, and whether those are all; `summing` while the ranks are at it."""
+    """Blocks summed and computed, and whether the prompt is ready; `summing` while the ranks are at it."""
 
     block_ids: tuple[int, ...]
     summed: int = 0
     computed: int = 0
-    whole: bool = False
+    ready: bool = False
     summing: bool = False
 
 
@@ -56,11 +56,11 @@ class Sealer:
             self._go_on(transfer_id, prompt)
 
     def ready(self, transfer_id: TransferId) -> None:
-        """All of them are."""
+        """All of them are, and the first tokens are drawn."""
         prompt = self._prompts.get(transfer_id)
         if prompt is not None:
             prompt.computed = len(prompt.block_ids)
-            prompt.whole = True
+            prompt.ready = True
             self._go_on(transfer_id, prompt)
 
     def forget(self, transfer_id: TransferId) -> None:
@@ -74,7 +74,7 @@ class Sealer:
             prompt.summing = True
             blocks = prompt.block_ids[prompt.summed : prompt.computed]
             self._ranks.sum_blocks(blocks, partial(self._summed, transfer_id))
-        elif prompt.whole:
+        elif prompt.ready:
             self._ready(transfer_id, ())
 
     def _summed(self, transfer_id: TransferId, table: SumTable) -> None:
@@ -84,7 +84,7 @@ class Sealer:
         prompt.summing = False
         prompt.summed += len(table)
         rows = [pack_sums(row) for row in table]
-        if prompt.whole and prompt.summed == len(prompt.block_ids):
+        if prompt.ready and prompt.summed == len(prompt.block_ids):
             self._ready(transfer_id, rows)
         else:
             self._advance(transfer_id, prompt.summed, rows)

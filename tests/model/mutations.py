@@ -163,6 +163,13 @@ MUTATIONS = (
         world="one reader that verifies",
     ),
     Mutation(
+        sentence="A prompt is ready as soon as its last block is readable.",
+        module="lease",
+        old="whole = ready and upto == self.readable",
+        new="whole = upto == len(self.block_ids)",
+        world="one reader that may have all blocks early",
+    ),
+    Mutation(
         sentence="Only the last chunk is verified.",
         module="pull",
         old="self._checksums += grant.checksums[skip:]",

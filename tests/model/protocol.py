@@ -155,7 +155,7 @@ class Protocol:
         if prompt.phase is Phase.NEW:
             yield self._step(f"register {request}", self.register, world, request)
         if prompt.phase is Phase.FILLING and prompt.pinned:
-            if prompt.computed < BLOCKS - (not self._bounds.whole):
+            if prompt.computed < (BLOCKS if self._bounds.whole else BLOCKS - 1):
                 yield self._step(f"advance {request}", self.advance, world, request)
             yield self._step(f"ready {request}", self.ready, world, request)
         if world.faults:

@@ -55,7 +55,7 @@ class StandInConnector:
 
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
         if transfer_id in self.leases:
-            assert readable_blocks >= self.leases[transfer_id]
+            assert self.leases[transfer_id] <= readable_blocks <= len(self.lease_blocks[transfer_id])
             self.leases[transfer_id] = readable_blocks
 
     def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:

@@ -11,11 +11,14 @@ from tempfile import mkdtemp
 
 import psutil
 import pytest
+import zmq
 
 from agent.messages import Abort, DropTransfer, Failed, Output, Prior, RemoteKV, SamplingParams, Submit
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.tiny_models import reference_tokens, save_checkpoint
+from transfer import messages as wire
+from transfer.control import ControlClient
 
 PROMPT = [(7 * position) % 90 for position in range(53)]
 SAMPLING = SamplingParams(seed=1, max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -87,6 +90,37 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
             assert api.stats.integrity_errors == 0
         assert prefill.stats is not None
         assert prefill.stats.leases_ended == {"released": 1}
+
+
+async def test_a_reader_has_the_last_blocks_before_the_first_token_is_drawn(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """It learns afterwards that the prompt is ready. I6: both ranks have written their part by then."""
+    client, context = ControlClient(lambda: None), zmq.Context()
+    async with StandInApi(tiny_config(checkpoint, tp=2), tmp_path / "prefill") as prefill:
+        assert prefill.ready is not None
+        head = {"incarnation": prefill.ready.incarnation, "consumer": "reader"}
+
+        def ask(kind: type[wire.Request], **fields: object) -> asyncio.Future[wire.Answer | None]:
+            answer = asyncio.get_running_loop().create_future()
+            client.request(kind(seq=client.next_seq(), **head, **fields), 20.0, answer.set_result)
+            return answer
+
+        client.start(context, "127.0.0.1", prefill.ready.control_port)
+        try:
+            asked = ask(wire.Open, transfer_id="t", have=2, wait_s=20.0)
+            await ask(wire.Renew, transfer_ids=())  # then the one before has been taken in
+            await prefill.send(submit("p", produce="t"))
+            last = await asked
+            assert isinstance(last, wire.Opened)
+            assert (last.state, last.first_block, len(last.block_ids)) == ("filling", 2, 2)
+            ready = await ask(wire.Open, transfer_id="t", have=4, wait_s=20.0)
+            assert isinstance(ready, wire.Opened)
+            assert (ready.state, ready.block_ids) == ("ready", ())
+            assert ready.first_tokens is not None
+        finally:
+            client.close()
+            context.term()
 
 
 async def test_requests_end_as_they_should_and_an_idle_engine_sleeps_and_stops(

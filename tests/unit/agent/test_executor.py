@@ -23,7 +23,7 @@ from agent.step import (
     step_address,
 )
 from tests.standins.api_process import tiny_config
-from transfer.rank_channel import RankEnd, connect_at_once
+from transfer.rank_channel import RankConnection, RankEnd, connect_at_once
 
 STEP = Step(number=1, copies=(), chunks=(), tells_written=True)
 START_S = 10.0
@@ -76,23 +76,47 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await executor.close(grace_s=0)
 
 
-async def test_a_step_is_written_once_every_rank_has_written_it(started: SimpleNamespace) -> None:
-    """I6. One rank may be done with it before another has written it."""
-    told: list[bool] = []
-    one, other = started.ranks
-    one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, drawn=((),)))
-    other.say(StepWritten(rank=1, number=1), StepDone(rank=1, number=1))
-    assert await started.executor.run(STEP, lambda: told.append(True)) == ((),)
-    assert told == [True]
+@pytest.fixture
+def consumed(monkeypatch: pytest.MonkeyPatch) -> list[FromRank]:
+    """What an executor has taken in, in order."""
+    messages: list[FromRank] = []
+    receive = Executor._receive
+
+    async def noted(self: Executor) -> tuple[RankConnection, FromRank]:
+        connection, message = await receive(self)
+        messages.append(message)
+        return connection, message
+
+    monkeypatch.setattr(Executor, "_receive", noted)
+    return messages
 
 
-async def test_what_one_rank_has_written_is_not_said_to_be(started: SimpleNamespace) -> None:
-    """I6. The other's word is of another step."""
+async def until(count: int, consumed: list[FromRank]) -> None:
+    async with asyncio.timeout(START_S):
+        while len(consumed) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing_takes(
+    started: SimpleNamespace, consumed: list[FromRank]
+) -> None:
+    """I6. One rank may be done with a step that another has not written yet."""
     told: list[bool] = []
     one, other = started.ranks
     running = asyncio.ensure_future(started.executor.run(STEP, lambda: told.append(True)))
     one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, drawn=((),)))
-    other.say(StepWritten(rank=1, number=7))
-    with pytest.raises(BrokenRank, match="answered step 1"):
-        await running
+    await until(2, consumed)
     assert not told
+    other.say(StepWritten(rank=1, number=1))
+    await until(3, consumed)
+    assert told == [True]
+    assert not running.done()
+    other.say(StepDone(rank=1, number=1))
+    assert await running == ((),)
+    assert told == [True]
+
+
+async def test_a_rank_that_speaks_of_another_step_breaks_the_group(started: SimpleNamespace) -> None:
+    started.ranks[1].say(StepWritten(rank=1, number=7))
+    with pytest.raises(BrokenRank, match="answered step 1"):
+        await started.executor.run(STEP, pytest.fail)

@@ -6,7 +6,7 @@ import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config
 
+from agent.attention import PagedBatch
 from agent.messages import SamplingParams
 from agent.model import (
     Model,
@@ -30,6 +31,7 @@ from agent.sampler import draw
 from agent.step import Chunk, Drawn, Sample, Step
 from agent.tensor_parallel import Group, splits_of
 from agent.weights import CheckpointWeights
+from tests.gpu import needs_gpus
 from tests.unit.agent.tiny_models import (
     BLOCK_SIZE,
     CONFIGS,
@@ -94,6 +96,38 @@ def test_a_step_says_that_its_kv_is_written_before_it_draws(
     assert not written.isnan().any()
     assert written.equal(pool[list(chunk.blocks)])
     runner.run(msgspec.structs.replace(step, tells_written=False), pytest.fail)
+
+
+class SlowModel:
+    """A stand-in whose KV is written long after the host has gone on."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._pool = pool
+
+    def hidden_states(self, batch: PagedBatch) -> torch.Tensor:
+        torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
+        self._pool.fill_(1.0)
+        return torch.zeros(len(batch.positions), 1, device=self._pool.device)
+
+    def logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return hidden[: len(rows)]
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_on_a_gpu_kv_is_written_when_a_step_says_so() -> None:
+    """I1: not when it was launched. Another stream looks, as a reader of another process would."""
+    pool = torch.zeros(2, 1, 1, 2, BLOCK_SIZE, 8, device="cuda")
+    runner = StepRunner(cast(Model, SlowModel(pool)), pool, (), draws=False)
+    seen: list[torch.Tensor] = []
+
+    def look() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen.append(pool.cpu())
+
+    chunk = Chunk(token_ids=(1, 2, 3), start=0, blocks=(1,))
+    runner.run(Step(number=1, copies=(), chunks=(chunk,), tells_written=True), look)
+    assert seen[0].eq(1.0).all()
 
 
 RankAnswer = dict[str, tuple[list[int], str, str]]

@@ -323,6 +323,7 @@ class Leases(RuleBasedStateMachine):
                     truth = self.truth[effect.transfer_id]
                     known = effect.answer.first_block + len(effect.answer.block_ids)
                     assert known <= (len(truth.blocks) if truth.ready else truth.readable)
+                    assert truth.ready or not effect.answer.ready
 
     def give_back(self, transfer_id: TransferId) -> None:
         truth = self.truth.pop(transfer_id)  # KeyError: freed twice, or never pinned
