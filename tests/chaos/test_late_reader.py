@@ -75,14 +75,14 @@ async def ask_late(
     cluster: Cluster,
     count: int,
     decode: Callable[[list[dict[str, Any]]], Awaitable[list[Any]]],
-) -> None:
+) -> Counter[Verdict]:
     """Every prompt prefilled at the one agent and decoded by `decode`, in batches; all answers right."""
     asked = bodies(count)
     # The decode agent computes a request that comes without KV all by itself.
     references = await complete_all(
         cluster.agents["decode-0"].url, [{**body, "logprobs": 0} for body in asked], BATCH
     )
-    verdicts = []
+    verdicts: list[Verdict] = []
     async with session() as http:
         for first in range(0, count, BATCH):
             batch = asked[first : first + BATCH]
@@ -93,6 +93,7 @@ async def ask_late(
                 verdicts.append(judge(result, reference))
                 assert verdicts[-1] in (Verdict.RIGHT, Verdict.TIE, Verdict.FAILED), (result, reference)
     assert verdicts.count(Verdict.RIGHT) >= 0.95 * count
+    return Counter(verdicts)
 
 
 async def failures(cluster: Cluster) -> Counter[str]:
@@ -135,8 +136,9 @@ async def test_a_reader_that_comes_after_the_blocks_were_reused(count: int, clus
         return await complete_all(cluster.agents["decode-0"].url, legs, BATCH)
 
     before = await failures(cluster)
-    await ask_late(cluster, count, decode)
-    assert await failures(cluster) - before == {"lease_expired": count}
+    verdicts = await ask_late(cluster, count, decode)
+    new = await failures(cluster) - before
+    assert new == {"lease_expired": count}, (new, verdicts)
 
 
 @times
@@ -155,7 +157,7 @@ async def test_a_reader_whose_blocks_are_reused_while_it_reads(count: int, clust
         return await results
 
     before = await failures(cluster)
-    await ask_late(cluster, count, decode)
+    verdicts = await ask_late(cluster, count, decode)
     new = await failures(cluster) - before
     # On a slow machine some come too late even to open.
-    assert new.total() == count and new["invalid"] >= count / 2, new
+    assert new.total() == count and new["invalid"] >= count / 2, (new, verdicts)
