@@ -221,7 +221,7 @@ class Scheduler:
         assert self._plan is not None, "no step is under way"
         for sequence, end in self._plan.parts:
             if _ends_produced_prompt(sequence, end):
-                self._ledger.written(sequence.request)
+                self._ledger.advance(sequence.request, self._blocks_for(end))
 
     def commit(self, drawn: Seq[Seq[Drawn]], now: float) -> None:
         """Record a step that every rank has completed: one tuple of tokens per chunk, as drawn."""
@@ -333,7 +333,7 @@ class Scheduler:
             self._fail(request, 409, "duplicate_transfer", "This transfer id was used before.")
             return False
         if sequence.num_computed:
-            self._ledger.advance(sequence, self._limits.block_size)
+            self._ledger.advance(request, sequence.num_computed // self._limits.block_size)
         return True
 
     def _usable_prefix(self, sequence: Sequence) -> list[int]:
@@ -403,7 +403,7 @@ class Scheduler:
         self._remember_blocks(sequence)
         if not request.forked:
             if request.submit.produce is not None and end < request.prompt_len:
-                self._ledger.advance(sequence, self._limits.block_size)
+                self._ledger.advance(request, end // self._limits.block_size)
             if end == request.prompt_len:
                 self._prompt_done(sequence, now)
         if not drawn:

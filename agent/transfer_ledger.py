@@ -93,16 +93,9 @@ class TransferLedger:
         self._allocator.lease(sequence.blocks)
         self._leases[transfer_id] = _Lease(list(sequence.blocks), request)
 
-    def advance(self, sequence: Sequence, block_size: int) -> None:
-        """Let the reader see the blocks that are complete on every rank."""
-        self._connector.advance(_produced(sequence.request), sequence.num_computed // block_size)
-
-    def written(self, request: Request) -> None:
-        """The whole prompt's KV is in the pool: the reader may fetch it while the first tokens are drawn."""
-        transfer_id = _produced(request)
-        lease = self._leases.get(transfer_id)
-        if lease is not None:
-            self._connector.advance(transfer_id, len(lease.blocks))
+    def advance(self, request: Request, num_blocks: int) -> None:
+        """Let the reader, if there is one still, see the first blocks: they are complete on every rank."""
+        self._connector.advance(_produced(request), num_blocks)
 
     def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
         """The whole prompt is computed: from now on only the reader, if there is one still, needs its KV."""

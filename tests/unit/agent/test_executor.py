@@ -23,6 +23,7 @@ from agent.step import (
     step_address,
 )
 from tests.standins.api_process import tiny_config
+from tests.unit.transfer.rig import until
 from transfer.rank_channel import RankConnection, RankEnd, connect_at_once
 
 STEP = Step(number=1, copies=(), chunks=(), tells_written=True)
@@ -91,12 +92,6 @@ def consumed(monkeypatch: pytest.MonkeyPatch) -> list[FromRank]:
     return messages
 
 
-async def until(count: int, consumed: list[FromRank]) -> None:
-    async with asyncio.timeout(START_S):
-        while len(consumed) < count:
-            await asyncio.sleep(0.001)
-
-
 async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing_takes(
     started: SimpleNamespace, consumed: list[FromRank]
 ) -> None:
@@ -105,10 +100,10 @@ async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing
     one, other = started.ranks
     running = asyncio.ensure_future(started.executor.run(STEP, lambda: told.append(True)))
     one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, drawn=((),)))
-    await until(2, consumed)
+    await until(lambda: len(consumed) == 2)
     assert not told
     other.say(StepWritten(rank=1, number=1))
-    await until(3, consumed)
+    await until(lambda: len(consumed) == 3)
     assert told == [True]
     assert not running.done()
     other.say(StepDone(rank=1, number=1))
