@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved
-	$(BIN)/python -m deploy.demo
+	$(BIN)/python -m kvferry.deploy.demo
 
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) --jobs 2 check test-parts
@@ -74,7 +74,12 @@ fuzz-discovery: $(STAMP) ## 100,000 random and mutated frames at the discovery s
 hammer: $(STAMP) ## agents that join, leave and restart 200 times under 64 streams
 	$(BIN)/python -m pytest -m full tests/unit/proxy/test_hammer.py --timeout 1200
 
-check: $(STAMP) ## lint, format and types only
+TYPING := build/typing/kvferry
+$(TYPING):
+	mkdir -p $@
+	ln -sfn $(CURDIR)/agent $(CURDIR)/deploy $(CURDIR)/proxy $(CURDIR)/transfer $@/
+
+check: $(STAMP) $(TYPING) ## lint, format and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -106,7 +111,7 @@ dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date
 	$(BIN)/python -m tests.unit.proxy.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
-	$(BIN)/python -m deploy.train --out deploy/models/ferry-tiny
+	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info

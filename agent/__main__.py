@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Sequence
 
-ENGINE_MODULE = "agent.engine"
+ENGINE_MODULE = "kvferry.agent.engine"
 
 
 def main(argv: Sequence[str], *, engine_module: str = ENGINE_MODULE) -> int:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str], *, engine_module: str = ENGINE_MODULE) -> int:
     # Imports make a hundred thousand objects and no garbage: looking for some takes a third of the time to
     # start, and later collections need not look there again.
     gc.disable()
-    from agent.command import run
+    from kvferry.agent.command import run
 
     gc.freeze()
     gc.enable()

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from agent.generation import Delta, Generation, GenerationRequest, Usage
-from agent.kv_params import FirstToken
-from agent.messages import Timing
-from agent.phases import phases
+from kvferry.agent.generation import Delta, Generation, GenerationRequest, Usage
+from kvferry.agent.kv_params import FirstToken
+from kvferry.agent.messages import Timing
+from kvferry.agent.phases import phases
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _END_LINE = b": t end\n"

@@ -20,21 +20,21 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from agent.config import AgentConfig
-from agent.engine_client import BadEngineMessage, EngineClient
-from agent.errors import ApiError, unavailable
-from agent.frontend import Frontend
-from agent.ids import host_id, mint_incarnation
-from agent.lifecycle import Lifecycle
-from agent.messages import EngineReady
-from agent.metrics import Metrics
-from agent.ping import Announcer
-from agent.processes import ChildProcess
-from agent.run_dir import private_run_dir
-from agent.server import HttpServer, create_app, create_server, listen_http
-from agent.tls import server_context
-from agent.tokenizer import Tokenizer
-from proxy.wire import ClusterKey, Incarnation, Load, Register
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine_client import BadEngineMessage, EngineClient
+from kvferry.agent.errors import ApiError, unavailable
+from kvferry.agent.frontend import Frontend
+from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.lifecycle import Lifecycle
+from kvferry.agent.messages import EngineReady
+from kvferry.agent.metrics import Metrics
+from kvferry.agent.ping import Announcer
+from kvferry.agent.processes import ChildProcess
+from kvferry.agent.run_dir import private_run_dir
+from kvferry.agent.server import HttpServer, create_app, create_server, listen_http
+from kvferry.agent.tls import server_context
+from kvferry.agent.tokenizer import Tokenizer
+from kvferry.proxy.wire import ClusterKey, Incarnation, Load, Register
 
 log = logging.getLogger(__name__)
 

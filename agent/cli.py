@@ -11,7 +11,7 @@ from typing import get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
-from agent.config import AgentConfig
+from kvferry.agent.config import AgentConfig
 
 BUNDLED_MODELS = Path(__file__).parents[1] / "deploy" / "models"
 _WILDCARDS = ("0.0.0.0", "::", "")

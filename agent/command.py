@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import uvloop
 
-from agent.api_process import run_agent
-from agent.cli import parse_config
-from agent.logs import configure_logging
-from agent.tls import BadCertificate
-from proxy.wire import BadClusterKey
+from kvferry.agent.api_process import run_agent
+from kvferry.agent.cli import parse_config
+from kvferry.agent.logs import configure_logging
+from kvferry.agent.tls import BadCertificate
+from kvferry.proxy.wire import BadClusterKey
 
 log = logging.getLogger(__name__)
 

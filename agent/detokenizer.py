@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from agent.tokenizer import Tokenizer
+from kvferry.agent.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 

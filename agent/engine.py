@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m agent.engine`: the process that schedules. Started by the API process only.
+"""`python -m kvferry.agent.engine`: the process that schedules. Started by the API process only.
 
 One loop: take what arrived (requests, transfer events) → schedule → run on the ranks → commit → answer. It
 only ever awaits the ranks, so the control channel, lease renewals and answers never wait for a model step;
@@ -21,12 +21,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from agent.blocks import BlockAllocator, IntegrityError
-from agent.config import AgentConfig
-from agent.executor import BrokenRank, Executor
-from agent.ids import host_id
-from agent.logs import configure_logging
-from agent.messages import (
+from kvferry.agent.blocks import BlockAllocator, IntegrityError
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.executor import BrokenRank, Executor
+from kvferry.agent.ids import host_id
+from kvferry.agent.logs import configure_logging
+from kvferry.agent.messages import (
     Abort,
     DropTransfer,
     EngineReady,
@@ -39,13 +39,13 @@ from agent.messages import (
     Submit,
     ToEngine,
 )
-from agent.processes import die_with_parent
-from agent.scheduler import Limits, Scheduler
-from agent.step import Boot, RankReady, transfer_address
-from transfer.curve import CurveKey
-from transfer.layout import KVGeometry
-from transfer.plane import PlaneConfig
-from transfer.scheduler_connector import SchedulerConnector
+from kvferry.agent.processes import die_with_parent
+from kvferry.agent.scheduler import Limits, Scheduler
+from kvferry.agent.step import Boot, RankReady, transfer_address
+from kvferry.transfer.curve import CurveKey
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import PlaneConfig
+from kvferry.transfer.scheduler_connector import SchedulerConnector
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from agent.errors import ApiError, unavailable
-from agent.messages import (
+from kvferry.agent.errors import ApiError, unavailable
+from kvferry.agent.messages import (
     Abort,
     DropTransfer,
     EngineReady,

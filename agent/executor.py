@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from agent.processes import ChildProcess
-from agent.step import (
+from kvferry.agent.processes import ChildProcess
+from kvferry.agent.step import (
     Boot,
     Drawn,
     FromRank,
@@ -22,7 +22,7 @@ from agent.step import (
     ToRank,
     step_address,
 )
-from transfer.rank_channel import RankConnection, RankGone, RankListener
+from kvferry.transfer.rank_channel import RankConnection, RankGone, RankListener
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Executor:
         await self._listener.start(step_address(self._run_dir))
         stdin = msgspec.json.encode(msgspec.structs.replace(self._boot, curve_secret=None))
         for rank in range(self._size):
-            argv = ["-m", "agent.worker", "--run-dir", str(self._run_dir), "--rank", str(rank)]
+            argv = ["-m", "kvferry.agent.worker", "--run-dir", str(self._run_dir), "--rank", str(rank)]
             self._children.append(await ChildProcess.start(argv, stdin, f"rank {rank}"))
         watch = asyncio.ensure_future(self.watch())
         ready = asyncio.ensure_future(self._all_ready())

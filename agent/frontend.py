@@ -23,18 +23,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from agent import answers
-from agent.chat_template import TemplateRefused
-from agent.config import AgentConfig
-from agent.engine_client import EngineClient, Reply
-from agent.errors import ApiError, bad_request, unavailable
-from agent.generation import Delta, Generation, GenerationRequest
-from agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, mint_seed
-from agent.journal import Entry
-from agent.kv_params import KVTransferParams, prefill_answer_params
-from agent.lifecycle import Lifecycle
-from agent.messages import Output, Submit
-from agent.openai_api import (
+from kvferry.agent import answers
+from kvferry.agent.chat_template import TemplateRefused
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine_client import EngineClient, Reply
+from kvferry.agent.errors import ApiError, bad_request, unavailable
+from kvferry.agent.generation import Delta, Generation, GenerationRequest
+from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, mint_seed
+from kvferry.agent.journal import Entry
+from kvferry.agent.kv_params import KVTransferParams, prefill_answer_params
+from kvferry.agent.lifecycle import Lifecycle
+from kvferry.agent.messages import Output, Submit
+from kvferry.agent.openai_api import (
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -44,7 +44,7 @@ from agent.openai_api import (
     completion_prompt,
     sampling_params,
 )
-from agent.tokenizer import Tokenizer
+from kvferry.agent.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.detokenizer import Detokenizer
-from agent.errors import bad_request
-from agent.ids import AnswerId, AnswerKind
-from agent.kv_params import FirstToken, Resume
-from agent.logprobs import RENDER_LOGPROBS, merge_logprobs
-from agent.messages import FinishReason, RemoteKV, SamplingParams, Timing, Token
-from agent.tokenizer import Tokenizer
+from kvferry.agent.detokenizer import Detokenizer
+from kvferry.agent.errors import bad_request
+from kvferry.agent.ids import AnswerId, AnswerKind
+from kvferry.agent.kv_params import FirstToken, Resume
+from kvferry.agent.logprobs import RENDER_LOGPROBS, merge_logprobs
+from kvferry.agent.messages import FinishReason, RemoteKV, SamplingParams, Timing, Token
+from kvferry.agent.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

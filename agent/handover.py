@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agent.messages import SamplingParams, Token, TokenLogprob
-from transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.agent.messages import SamplingParams, Token, TokenLogprob
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 
 
 def to_hand_over(tokens: Sequence[Token], cached_tokens: int) -> FirstTokens:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from agent.errors import ApiError
-from agent.generation import Generation
-from agent.metrics import Metrics
-from agent.phases import phases
+from kvferry.agent.errors import ApiError
+from kvferry.agent.generation import Generation
+from kvferry.agent.metrics import Metrics
+from kvferry.agent.phases import phases
 
 log = logging.getLogger("agent.request")
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from agent.errors import bad_request
-from agent.ids import MAX_ID_CHARS, is_plain_id
-from agent.messages import Prior, RemoteKV
+from kvferry.agent.errors import bad_request
+from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
+from kvferry.agent.messages import Prior, RemoteKV
 
 _PARAM = "kv_transfer_params"
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]

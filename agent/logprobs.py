@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent.ids import AnswerKind
-from agent.messages import TokenLogprob
-from agent.tokenizer import Tokenizer
+from kvferry.agent.ids import AnswerKind
+from kvferry.agent.messages import TokenLogprob
+from kvferry.agent.tokenizer import Tokenizer
 
 # JSON has no infinity; OpenAI's reference documents this value for tokens that cannot be drawn.
 _LOWEST = -9999.0

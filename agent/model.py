@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from agent.attention import ATTENTION_NAME, ROW_MULTIPLE, PagedBatch, register_attention
-from agent.tensor_parallel import Group, RowwiseLinear, Split, shard_dimension, splits_of
-from agent.weights import CheckpointWeights, DummyWeights, WeightSource
-from transfer.layout import KVGeometry
+from kvferry.agent.attention import ATTENTION_NAME, ROW_MULTIPLE, PagedBatch, register_attention
+from kvferry.agent.tensor_parallel import Group, RowwiseLinear, Split, shard_dimension, splits_of
+from kvferry.agent.weights import CheckpointWeights, DummyWeights, WeightSource
+from kvferry.transfer.layout import KVGeometry
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _ROTARY_TABLE_STEP = 1024

@@ -13,10 +13,10 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta
 
-from agent.errors import ApiError, bad_request
-from agent.ids import MAX_SEED
-from agent.kv_params import KVTransferParams, Resume, check_resume
-from agent.messages import SamplingParams
+from kvferry.agent.errors import ApiError, bad_request
+from kvferry.agent.ids import MAX_SEED
+from kvferry.agent.kv_params import KVTransferParams, Resume, check_resume
+from kvferry.agent.messages import SamplingParams
 
 MAX_STOP_STRINGS = 16
 # Dividing float32 logits by less than this could overflow; the draw would be the greedy one anyway.

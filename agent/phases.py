@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from agent.messages import Timing
+from kvferry.agent.messages import Timing
 
 
 def phases(timing: Timing) -> dict[str, float]:

@@ -54,7 +54,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, argv: Sequence[str], stdin: bytes, name: str) -> ChildProcess:
-        """Start this interpreter with `argv` (for example `-m agent.engine`) and feed it `stdin`, then EOF.
+        """Start this interpreter with `argv` (say `-m kvferry.agent.engine`) and feed it `stdin`, then EOF.
 
         The child gets a session of its own, so that Ctrl-C in a terminal reaches only the process that
         decides what to do about it. A child that ends before it has read everything shows in `wait()`.

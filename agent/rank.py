@@ -15,11 +15,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from agent.config import AgentConfig
-from agent.model import Model, ModelSpec, eos_ids
-from agent.rank_exchange import RankExchange
-from agent.runner import StepRunner
-from agent.step import (
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.model import Model, ModelSpec, eos_ids
+from kvferry.agent.rank_exchange import RankExchange
+from kvferry.agent.runner import StepRunner
+from kvferry.agent.step import (
     Boot,
     FromRank,
     RankReady,
@@ -30,10 +30,10 @@ from agent.step import (
     step_address,
     transfer_address,
 )
-from agent.tensor_parallel import Group
-from transfer.connector import WorkerConnector
-from transfer.pool import allocate_pool
-from transfer.rank_channel import connect_at_once
+from kvferry.agent.tensor_parallel import Group
+from kvferry.transfer.connector import WorkerConnector
+from kvferry.transfer.pool import allocate_pool
+from kvferry.transfer.rank_channel import connect_at_once
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16

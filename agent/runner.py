@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from agent.attention import make_batch
-from agent.model import Model
-from agent.sampler import draw
-from agent.step import Chunk, Drawn, Step
+from kvferry.agent.attention import make_batch
+from kvferry.agent.model import Model
+from kvferry.agent.sampler import draw
+from kvferry.agent.step import Chunk, Drawn, Step
 
 DrawnByChunk = tuple[tuple[Drawn, ...], ...]
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from agent.messages import SamplingParams, TokenLogprob
-from agent.step import Drawn, Sample, uses_earlier_ids
+from kvferry.agent.messages import SamplingParams, TokenLogprob
+from kvferry.agent.step import Drawn, Sample, uses_earlier_ids
 
 _UINT64 = 2**64 - 1
 

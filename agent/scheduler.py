@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from agent.blocks import BlockAllocator, OutOfBlocks
-from agent.handover import handed_over, to_hand_over
-from agent.messages import Failed, FinishReason, Output, Submit, Token
-from agent.sequence import Clock, Request, Sequence, SequenceState
-from agent.step import Chunk, Drawn, Step
-from agent.transfer_ledger import Connector, TransferLedger
-from transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
-from transfer.first_tokens import FirstTokens
-from transfer.lease import DuplicateTransfer
+from kvferry.agent.blocks import BlockAllocator, OutOfBlocks
+from kvferry.agent.handover import handed_over, to_hand_over
+from kvferry.agent.messages import Failed, FinishReason, Output, Submit, Token
+from kvferry.agent.sequence import Clock, Request, Sequence, SequenceState
+from kvferry.agent.step import Chunk, Drawn, Step
+from kvferry.agent.transfer_ledger import Connector, TransferLedger
+from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.lease import DuplicateTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

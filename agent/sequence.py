@@ -9,9 +9,9 @@ from enum import Enum
 
 import msgspec
 
-from agent.blocks import BlockHash, hash_blocks
-from agent.messages import Prior, Submit, Timing, Token
-from agent.step import Sample, uses_earlier_ids
+from kvferry.agent.blocks import BlockHash, hash_blocks
+from kvferry.agent.messages import Prior, Submit, Timing, Token
+from kvferry.agent.step import Sample, uses_earlier_ids
 
 log = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ from quart import Quart, Response, g, request
 from quart.wrappers.response import ResponseBody
 from werkzeug.exceptions import HTTPException
 
-from agent.config import AgentConfig
-from agent.engine_client import EngineClient
-from agent.errors import ApiError, bad_request
-from agent.frontend import Frontend, Identity
-from agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
-from agent.journal import Journal
-from agent.lifecycle import Lifecycle
-from agent.metrics import Metrics
-from agent.openai_api import ChatBody, CompletionBody, GenerationBody, decode_body
-from proxy.wire import Incarnation
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine_client import EngineClient
+from kvferry.agent.errors import ApiError, bad_request
+from kvferry.agent.frontend import Frontend, Identity
+from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
+from kvferry.agent.journal import Journal
+from kvferry.agent.lifecycle import Lifecycle
+from kvferry.agent.metrics import Metrics
+from kvferry.agent.openai_api import ChatBody, CompletionBody, GenerationBody, decode_body
+from kvferry.proxy.wire import Incarnation
 
 log = logging.getLogger(__name__)
 

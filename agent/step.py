@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from agent.config import AgentConfig
-from agent.messages import SamplingParams, TokenLogprob
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.messages import SamplingParams, TokenLogprob
 
 
 def uses_earlier_ids(sampling: SamplingParams) -> bool:
@@ -75,7 +75,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The rank holds its weights and its pool. Every rank reports the same values.
 
-    `geometry` is a transfer.layout.KVGeometry as built-in types.
+    `geometry` is a kvferry.transfer.layout.KVGeometry as built-in types.
     """
 
     rank: int

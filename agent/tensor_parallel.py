@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from agent.rank_exchange import SLOT_BYTES, RankExchange
+from kvferry.agent.rank_exchange import SLOT_BYTES, RankExchange
 
 Split = Literal["colwise", "rowwise"]
 

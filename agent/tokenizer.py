@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from agent.chat_template import ChatTemplate
+from kvferry.agent.chat_template import ChatTemplate
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.blocks import BlockAllocator, hash_prompt
-from agent.sequence import Request, Sequence
-from transfer.first_tokens import FirstTokens
-from transfer.plane import Remote
+from kvferry.agent.blocks import BlockAllocator, hash_prompt
+from kvferry.agent.sequence import Request, Sequence
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.plane import Remote
 
 
 class Connector(Protocol):

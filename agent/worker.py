@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m agent.worker`: the process of one tensor-parallel rank. Started by the engine process only."""
+"""`python -m kvferry.agent.worker`: the process of one tensor-parallel rank. Only the engine starts it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from agent.logs import configure_logging
-from agent.processes import die_with_parent
-from agent.step import Boot
+from kvferry.agent.logs import configure_logging
+from kvferry.agent.processes import die_with_parent
+from kvferry.agent.step import Boot
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST_FROM_THE_HEAP = 32 << 20  # glibc takes no more
@@ -50,7 +50,7 @@ def main() -> int:
     # Not at the top: torch takes seconds to import, and reads the environment when it is. Starting makes a
     # million objects and no garbage; looking for some, then or at any later collection, takes a second.
     gc.disable()
-    from agent.rank import Rank
+    from kvferry.agent.rank import Rank
 
     with Rank(boot, options.run_dir, options.rank) as rank:
         gc.freeze()

@@ -3,6 +3,6 @@
 
 import sys
 
-from deploy.cli import main
+from kvferry.deploy.cli import main
 
 sys.exit(main())

@@ -9,13 +9,13 @@ from importlib.metadata import version
 
 # Modules are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("deploy.up", "start a proxy and its agents on this machine, until Ctrl-C"),
-    "proxy": ("proxy.__main__", "start the proxy that clients talk to"),
-    "agent": ("agent.__main__", "start one prefill or decode agent"),
-    "keygen": ("deploy.keygen", "make the key that proxies and agents of one cluster share"),
-    "doctor": ("deploy.doctor", "say which KV transfer backends work here, and why others do not"),
+    "up": ("kvferry.deploy.up", "start a proxy and its agents on this machine, until Ctrl-C"),
+    "proxy": ("kvferry.proxy.__main__", "start the proxy that clients talk to"),
+    "agent": ("kvferry.agent.__main__", "start one prefill or decode agent"),
+    "keygen": ("kvferry.deploy.keygen", "make the key that proxies and agents of one cluster share"),
+    "doctor": ("kvferry.deploy.doctor", "say which KV transfer backends work here, and why others do not"),
 }
-SIDECAR = "deploy.sidecar"
+SIDECAR = "kvferry.deploy.sidecar"
 """What `kvferry agent --attach` runs: an agent in front of a server of another engine."""
 
 

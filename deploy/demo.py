@@ -20,8 +20,8 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from deploy.launcher import Cluster, LaunchError
-from deploy.up import UpConfig, cluster_spec
+from kvferry.deploy.launcher import Cluster, LaunchError
+from kvferry.deploy.up import UpConfig, cluster_spec
 
 REQUEST_TIMEOUT_S = 60.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

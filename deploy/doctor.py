@@ -8,7 +8,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from transfer.engine import BACKENDS, usable
+from kvferry.transfer.engine import BACKENDS, usable
 
 
 def main(argv: list[str]) -> int:

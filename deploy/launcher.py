@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
-from agent.processes import die_with_parent
+from kvferry.agent.processes import die_with_parent
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -152,7 +152,7 @@ class Cluster:
         try:
             self.proxy = await self._start(
                 "proxy",
-                "-m", "proxy", "--host", spec.host, "--port", str(spec.port),
+                "-m", "kvferry.proxy", "--host", spec.host, "--port", str(spec.port),
                 "--discovery-port", str(spec.discovery_port), *spec.proxy_args,
             )  # fmt: skip
             starts = [self.start_agent(agent) for agent in spec.agents]
@@ -180,7 +180,7 @@ class Cluster:
         """Start one agent; also used to bring one back after its death."""
         process = await self._start(
             agent.name,
-            "-m", "agent", "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
+            "-m", "kvferry.agent", "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
             "--port", "0", "--control-port", "0",
             "--proxy", f"{self.spec.host}:{self.proxy.listening['discovery_port']}", *agent.args,
         )  # fmt: skip

@@ -21,12 +21,12 @@ import aiohttp
 import msgspec
 import uvloop
 
-from agent.logs import configure_logging
-from agent.ping import Announcer
-from proxy.engine_server import EngineDialect, EngineServer, TransferMode
-from proxy.engine_watch import EngineWatch
-from proxy.flags import parse_flags
-from proxy.wire import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
+from kvferry.agent.logs import configure_logging
+from kvferry.agent.ping import Announcer
+from kvferry.proxy.engine_server import EngineDialect, EngineServer, TransferMode
+from kvferry.proxy.engine_watch import EngineWatch
+from kvferry.proxy.flags import parse_flags
+from kvferry.proxy.wire import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
-from proxy.flags import parse_flags
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
+from kvferry.proxy.flags import parse_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from proxy.wire import Register
+from kvferry.proxy.wire import Register
 
 _NAME = re.compile(r"\.?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 # MoRIIO's "host:IP,handshake:PORT,notify:PORT".

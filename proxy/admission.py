@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from proxy.ask import Ask
-from proxy.errors import Overloaded
-from proxy.metrics import Metrics
-from proxy.router import NoPair, Pair
-from proxy.slots import Slots
-from proxy.wire import Incarnation
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.router import NoPair, Pair
+from kvferry.proxy.slots import Slots
+from kvferry.proxy.wire import Incarnation
 
 MAX_RETRY_AFTER_S = 30
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from proxy.errors import RateLimited
+from kvferry.proxy.errors import RateLimited
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RATE = re.compile(r"(\d{1,12})/(s|min|h)")

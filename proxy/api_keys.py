@@ -19,8 +19,8 @@ from pathlib import Path
 
 from quart import Quart, Response, request
 
-from proxy.allowance import Allowance, Rate
-from proxy.errors import Unauthorized
+from kvferry.proxy.allowance import Allowance, Rate
+from kvferry.proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})

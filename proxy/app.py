@@ -9,20 +9,20 @@ import msgspec
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from proxy import openapi
-from proxy.api_keys import guard
-from proxy.completions import Completions
-from proxy.errors import NotFound, ProxyError
-from proxy.exchange import Services
-from proxy.fleet import JSON, Page, PageName
-from proxy.ids import RequestId, request_id_from
-from proxy.operator_page import add_operator_page
-from proxy.wire import Incarnation
+from kvferry.proxy import openapi
+from kvferry.proxy.api_keys import guard
+from kvferry.proxy.completions import Completions
+from kvferry.proxy.errors import NotFound, ProxyError
+from kvferry.proxy.exchange import Services
+from kvferry.proxy.fleet import JSON, Page, PageName
+from kvferry.proxy.ids import RequestId, request_id_from
+from kvferry.proxy.operator_page import add_operator_page
+from kvferry.proxy.wire import Incarnation
 
 
 def create_app(services: Services) -> Quart:
     """The application; `services` must stay open for as long as it serves."""
-    app = Quart("proxy")
+    app = Quart("kvferry.proxy")
     app.config["MAX_CONTENT_LENGTH"] = services.config.max_body_bytes
     app.config["BODY_TIMEOUT"] = services.config.body_timeout_s
     # Quart would cut the operator's page off after 60 s.

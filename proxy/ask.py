@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.openai_api import ClientRequest
+from kvferry.proxy.openai_api import ClientRequest
 
 BYTES_PER_TOKEN = 4
 """Of ordinary text under a large vocabulary; other text is misjudged by a small factor."""

@@ -16,7 +16,7 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from proxy.wire import Incarnation
+from kvferry.proxy.wire import Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from proxy.errors import HeadTooLarge, HeadTooSlow, ProxyError
+from kvferry.proxy.errors import HeadTooLarge, HeadTooSlow, ProxyError
 
 EXTENSION = "kvferry.reply"
 """The ASGI extension of a request's scope whose `reply` is its `ClientReply`."""

@@ -13,13 +13,13 @@ from contextlib import AbstractAsyncContextManager
 
 import uvloop
 
-from proxy.api_keys import BadKeyFile
-from proxy.config import ProxyConfig, parse_config
-from proxy.engine_server import BadEngineServer
-from proxy.server import RunningProxy, running_proxy
-from proxy.tls import BadCertificate
-from proxy.wire import BadClusterKey
-from proxy.workers import RunningWorkers, WorkersFailed, running_workers
+from kvferry.proxy.api_keys import BadKeyFile
+from kvferry.proxy.config import ProxyConfig, parse_config
+from kvferry.proxy.engine_server import BadEngineServer
+from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.tls import BadCertificate
+from kvferry.proxy.wire import BadClusterKey
+from kvferry.proxy.workers import RunningWorkers, WorkersFailed, running_workers
 
 BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
 

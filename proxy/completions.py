@@ -10,16 +10,16 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from proxy import sse
-from proxy.allowance import Allowance
-from proxy.api_keys import NOBODY, admitted
-from proxy.client_connection import EXTENSION, ClientReply, Header
-from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
-from proxy.exchange import Exchange, Services
-from proxy.ids import Endpoint, RequestId, new_identity, request_id_from
-from proxy.openai_api import parse_request
-from proxy.record import Phase, Record
-from proxy.reply import ClientStream
+from kvferry.proxy import sse
+from kvferry.proxy.allowance import Allowance
+from kvferry.proxy.api_keys import NOBODY, admitted
+from kvferry.proxy.client_connection import EXTENSION, ClientReply, Header
+from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
+from kvferry.proxy.exchange import Exchange, Services
+from kvferry.proxy.ids import Endpoint, RequestId, new_identity, request_id_from
+from kvferry.proxy.openai_api import parse_request
+from kvferry.proxy.record import Phase, Record
+from kvferry.proxy.reply import ClientStream
 
 logger = logging.getLogger(__name__)
 

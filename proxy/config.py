@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from proxy.address_rules import AddressRules
-from proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
-from proxy.flags import parse_flags
-from proxy.policy import PolicyName
-from proxy.wire import DEFAULT_DISCOVERY_PORT
+from kvferry.proxy.address_rules import AddressRules
+from kvferry.proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
+from kvferry.proxy.flags import parse_flags
+from kvferry.proxy.policy import PolicyName
+from kvferry.proxy.wire import DEFAULT_DISCOVERY_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
-from proxy import wire
-from proxy.dialects import atom, vllm_moriio
-from proxy.gate import Gate
-from proxy.metrics import Metrics
-from proxy.registry import Registry
+from kvferry.proxy import wire
+from kvferry.proxy.dialects import atom, vllm_moriio
+from kvferry.proxy.gate import Gate
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from proxy.dialects import native
-from proxy.dialects.base import Leg
-from proxy.errors import ProxyError
-from proxy.ids import TransferId
-from proxy.metrics import Metrics
-from proxy.upstream import Upstream
-from proxy.wire import Register
+from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.base import Leg
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.ids import TransferId
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.upstream import Upstream
+from kvferry.proxy.wire import Register
 
 logger = logging.getLogger(__name__)
 

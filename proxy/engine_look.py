@@ -17,8 +17,8 @@ import aiohttp
 import msgspec
 from msgspec import Meta
 
-from proxy.errors import NOT_JSON
-from proxy.wire import Load
+from kvferry.proxy.errors import NOT_JSON
+from kvferry.proxy.wire import Load
 
 LOOK_TIMEOUT_S = 2.0
 """With `PING_INTERVAL_S` after it still less than a node's expiry: a slow look does not take it out."""

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from proxy.wire import Role
+from kvferry.proxy.wire import Role
 
 EngineDialect = Literal["vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
 TransferMode = Literal["read", "write"]

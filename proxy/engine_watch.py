@@ -22,10 +22,10 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from proxy.engine_look import EngineDown, Sighting, look
-from proxy.engine_server import EngineServer
-from proxy.foreign import foreign_registration
-from proxy.wire import PING_INTERVAL_S, Bye, Register
+from kvferry.proxy.engine_look import EngineDown, Sighting, look
+from kvferry.proxy.engine_server import EngineServer
+from kvferry.proxy.foreign import foreign_registration
+from kvferry.proxy.wire import PING_INTERVAL_S, Bye, Register
 
 logger = logging.getLogger(__name__)
 

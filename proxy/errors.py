@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from proxy.wire import Incarnation
+from kvferry.proxy.wire import Incarnation
 
 RETRY_AFTER_S = 1
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -30,15 +30,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from proxy import sse
-from proxy.admission import Hold
-from proxy.api_keys import ApiKeys
-from proxy.ask import ask_about
-from proxy.config import ProxyConfig
-from proxy.dialects import native
-from proxy.dialects.base import Dialect, Leg, Part
-from proxy.drops import Drops
-from proxy.errors import (
+from kvferry.proxy import sse
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.api_keys import ApiKeys
+from kvferry.proxy.ask import ask_about
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.base import Dialect, Leg, Part
+from kvferry.proxy.drops import Drops
+from kvferry.proxy.errors import (
     AgentLost,
     AgentRefused,
     AgentTimeout,
@@ -48,26 +48,26 @@ from proxy.errors import (
     NoAgent,
     StreamBroken,
 )
-from proxy.fleet import Call, Fleet
-from proxy.history import History
-from proxy.ids import Identity, TransferId, new_transfer_id
-from proxy.legs import Tools
-from proxy.live import Live
-from proxy.metrics import Metrics
-from proxy.open_requests import OpenRequests
-from proxy.openai_api import ClientRequest, check_context
-from proxy.parts import cut, uncut
-from proxy.peers import Peers
-from proxy.progress import Progress
-from proxy.record import Phase, Record
-from proxy.relay import Relay
-from proxy.reply import ClientStream
-from proxy.retry_budget import RetryBudget
-from proxy.router import NOBODY, NoPair, Pair
-from proxy.spread import Spread
-from proxy.streamed import EarlyLeg, FirstTokens
-from proxy.upstream import AgentAnswer, Upstream
-from proxy.wire import Incarnation, Register
+from kvferry.proxy.fleet import Call, Fleet
+from kvferry.proxy.history import History
+from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
+from kvferry.proxy.legs import Tools
+from kvferry.proxy.live import Live
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.open_requests import OpenRequests
+from kvferry.proxy.openai_api import ClientRequest, check_context
+from kvferry.proxy.parts import cut, uncut
+from kvferry.proxy.peers import Peers
+from kvferry.proxy.progress import Progress
+from kvferry.proxy.record import Phase, Record
+from kvferry.proxy.relay import Relay
+from kvferry.proxy.reply import ClientStream
+from kvferry.proxy.retry_budget import RetryBudget
+from kvferry.proxy.router import NOBODY, NoPair, Pair
+from kvferry.proxy.spread import Spread
+from kvferry.proxy.streamed import EarlyLeg, FirstTokens
+from kvferry.proxy.upstream import AgentAnswer, Upstream
+from kvferry.proxy.wire import Incarnation, Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

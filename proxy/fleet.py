@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from proxy.admission import Hold
-from proxy.ask import Ask
-from proxy.router import NOBODY, NoPair
-from proxy.wire import Incarnation, Register
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.router import NOBODY, NoPair
+from kvferry.proxy.wire import Incarnation, Register
 
 JSON = "application/json"
 

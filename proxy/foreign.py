@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from proxy.engine_server import TransferMode
-from proxy.wire import Load, Register, Role
+from kvferry.proxy.engine_server import TransferMode
+from kvferry.proxy.wire import Load, Register, Role
 
 _UNKNOWN_LOAD = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from proxy.wire import ClusterKey
+from kvferry.proxy.wire import ClusterKey
 
 DOMAIN = "kvferry"
 

@@ -13,12 +13,12 @@ import itertools
 import logging
 from collections.abc import Coroutine
 
-from proxy import metrics, reports
-from proxy.admission import Hold
-from proxy.errors import Overloaded
-from proxy.fleet import Call, Page, PageName
-from proxy.link import Link, LinkLost
-from proxy.link_messages import (
+from kvferry.proxy import metrics, reports
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.fleet import Call, Page, PageName
+from kvferry.proxy.link import Link, LinkLost
+from kvferry.proxy.link_messages import (
     Collect,
     Doubt,
     Drain,
@@ -42,11 +42,11 @@ from proxy.link_messages import (
     TurnedAway,
     Unanswered,
 )
-from proxy.local_fleet import LocalFleet, as_json
-from proxy.overview import overview
-from proxy.reports import Report, Reports
-from proxy.router import NoPair
-from proxy.slots import Slots
+from kvferry.proxy.local_fleet import LocalFleet, as_json
+from kvferry.proxy.overview import overview
+from kvferry.proxy.reports import Report, Reports
+from kvferry.proxy.router import NoPair
+from kvferry.proxy.slots import Slots
 
 logger = logging.getLogger(__name__)
 

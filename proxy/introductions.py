@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from proxy.engine_look import EngineDown, Sighting, look
-from proxy.wire import Register
+from kvferry.proxy.engine_look import EngineDown, Sighting, look
+from kvferry.proxy.wire import Register
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import enum
 import logging
 from types import TracebackType
 
-from proxy.errors import ProxyError
-from proxy.upstream import Upstream
-from proxy.wire import Register
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.upstream import Upstream
+from kvferry.proxy.wire import Register
 
 logger = logging.getLogger(__name__)
 

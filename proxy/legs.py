@@ -18,16 +18,16 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from proxy import sse
-from proxy.dialects.base import Dialect, Ends, Leg, Part, Peer, Prefilled, Shape, draw_rank
-from proxy.drops import Drops
-from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer
-from proxy.lease_watch import LeaseWatch, Verdict
-from proxy.metrics import Metrics
-from proxy.parts import PartAnswer, as_events
-from proxy.peers import Peers
-from proxy.upstream import AgentAnswer, Upstream
-from proxy.wire import Incarnation, Register
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import Dialect, Ends, Leg, Part, Peer, Prefilled, Shape, draw_rank
+from kvferry.proxy.drops import Drops
+from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer
+from kvferry.proxy.lease_watch import LeaseWatch, Verdict
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.parts import PartAnswer, as_events
+from kvferry.proxy.peers import Peers
+from kvferry.proxy.upstream import AgentAnswer, Upstream
+from kvferry.proxy.wire import Incarnation, Register
 
 LOOKED_UP_FOR_S = 10.0
 """How long an engine id that was looked up is believed: its server may have restarted at the same address."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
-from proxy.ask import Ask
-from proxy.fleet import Page, PageName
-from proxy.reports import Report
-from proxy.router import NoPair, Pair
-from proxy.wire import Incarnation, Register
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.fleet import Page, PageName
+from kvferry.proxy.reports import Report
+from kvferry.proxy.router import NoPair, Pair
+from kvferry.proxy.wire import Incarnation, Register
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):

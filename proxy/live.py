@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from proxy import sse
-from proxy.fleet import Fleet
+from kvferry.proxy import sse
+from kvferry.proxy.fleet import Fleet
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32

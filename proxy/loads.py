@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from proxy.registry import Leg, Node
-from proxy.slots import Slots
+from kvferry.proxy.registry import Leg, Node
+from kvferry.proxy.slots import Slots
 
 
 class Loads:

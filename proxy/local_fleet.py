@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
-from proxy import metrics as metrics_page
-from proxy.address_rules import AddressRules
-from proxy.admission import Admission, Hold
-from proxy.breaker import BreakerSettings
-from proxy.config import ProxyConfig
-from proxy.engine_watch import EngineWatch
-from proxy.errors import NotFound
-from proxy.fleet import Call, Page, PageName
-from proxy.history import History
-from proxy.loads import Loads
-from proxy.metrics import Metrics
-from proxy.overview import overview
-from proxy.pages import models_page, nodes_page, readiness, scrape_targets
-from proxy.pairing import alike
-from proxy.registry import Registry
-from proxy.router import NoPair, Pair, Router, make_policy
-from proxy.slots import Slots
-from proxy.wire import Incarnation, Register
+from kvferry.proxy import metrics as metrics_page
+from kvferry.proxy.address_rules import AddressRules
+from kvferry.proxy.admission import Admission, Hold
+from kvferry.proxy.breaker import BreakerSettings
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.engine_watch import EngineWatch
+from kvferry.proxy.errors import NotFound
+from kvferry.proxy.fleet import Call, Page, PageName
+from kvferry.proxy.history import History
+from kvferry.proxy.loads import Loads
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.overview import overview
+from kvferry.proxy.pages import models_page, nodes_page, readiness, scrape_targets
+from kvferry.proxy.pairing import alike
+from kvferry.proxy.registry import Registry
+from kvferry.proxy.router import NoPair, Pair, Router, make_policy
+from kvferry.proxy.slots import Slots
+from kvferry.proxy.wire import Incarnation, Register
 
 
 class LocalFleet:

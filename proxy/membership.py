@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from proxy.config import ProxyConfig
-from proxy.discovery import Discovery
-from proxy.engine_server import EngineServer, check_distinct, servers_from_file
-from proxy.engine_watch import EngineWatch
-from proxy.introductions import Introductions
-from proxy.local_fleet import LocalFleet
-from proxy.refusals import Refusal
-from proxy.tls import client_context
-from proxy.wire import Bye, ClusterKey, Incarnation, Register
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.discovery import Discovery
+from kvferry.proxy.engine_server import EngineServer, check_distinct, servers_from_file
+from kvferry.proxy.engine_watch import EngineWatch
+from kvferry.proxy.introductions import Introductions
+from kvferry.proxy.local_fleet import LocalFleet
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.tls import client_context
+from kvferry.proxy.wire import Bye, ClusterKey, Incarnation, Register
 
 logger = logging.getLogger(__name__)
 

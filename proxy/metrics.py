@@ -11,10 +11,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from proxy.pairing import Mismatch, refused_pairs
-from proxy.refusals import Refusal
-from proxy.registry import NodeState, Snapshot
-from proxy.tally import Gauges, Histogram, Histograms
+from kvferry.proxy.pairing import Mismatch, refused_pairs
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.registry import NodeState, Snapshot
+from kvferry.proxy.tally import Gauges, Histogram, Histograms
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

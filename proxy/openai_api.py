@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from proxy.errors import NOT_JSON, InvalidRequest
-from proxy.ids import Endpoint
+from kvferry.proxy.errors import NOT_JSON, InvalidRequest
+from kvferry.proxy.ids import Endpoint
 
 MAX_CHOICES = 128
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from proxy.openai_api import MAX_CHOICES, Chat, Completion
-from proxy.sse import CONTENT_TYPE
+from kvferry.proxy.openai_api import MAX_CHOICES, Chat, Completion
+from kvferry.proxy.sse import CONTENT_TYPE
 
 JSON = "application/json"
 _REF = "#/components/schemas/{name}"

@@ -11,9 +11,9 @@ from pathlib import Path
 from quart import Quart, Response, redirect
 from werkzeug.wrappers import Response as AnyResponse
 
-from proxy import sse
-from proxy.errors import TooManyViewers
-from proxy.live import Live
+from kvferry.proxy import sse
+from kvferry.proxy.errors import TooManyViewers
+from kvferry.proxy.live import Live
 
 FOLDER = Path(__file__).parent / "ui"
 CONTENT_TYPES = {

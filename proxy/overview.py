@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.history import History
-from proxy.pages import nodes_page, readiness
-from proxy.registry import Snapshot
-from proxy.slots import Slots
+from kvferry.proxy.history import History
+from kvferry.proxy.pages import nodes_page, readiness
+from kvferry.proxy.registry import Snapshot
+from kvferry.proxy.slots import Slots
 
 MAX_SHOWN = 200
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy.dialects.catalogue import SUPPORTED
-from proxy.pairing import Mismatch, mismatch, reason, refused_pairs
-from proxy.registry import Leg, Node, NodeState, Snapshot
-from proxy.router import can_serve
-from proxy.slots import Slots
-from proxy.wire import Register
+from kvferry.proxy.dialects.catalogue import SUPPORTED
+from kvferry.proxy.pairing import Mismatch, mismatch, reason, refused_pairs
+from kvferry.proxy.registry import Leg, Node, NodeState, Snapshot
+from kvferry.proxy.router import can_serve
+from kvferry.proxy.slots import Slots
+from kvferry.proxy.wire import Register
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:

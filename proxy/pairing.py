@@ -7,10 +7,10 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from proxy.dialects import native
-from proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
-from proxy.registry import Snapshot
-from proxy.wire import Register
+from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
+from kvferry.proxy.registry import Snapshot
+from kvferry.proxy.wire import Register
 
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 

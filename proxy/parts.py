@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from proxy import sse
-from proxy.dialects.base import Part
-from proxy.errors import NOT_JSON, AgentLost, AgentRefused, BadAnswer
-from proxy.ids import Identity, TransferId
-from proxy.openai_api import ClientRequest, prompts_of
-from proxy.wire import Incarnation, Register
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import Part
+from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRefused, BadAnswer
+from kvferry.proxy.ids import Identity, TransferId
+from kvferry.proxy.openai_api import ClientRequest, prompts_of
+from kvferry.proxy.wire import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
 _NO_ANSWER = ("error", "abort")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from proxy.dialects.base import Ends, Peer
-from proxy.wire import Incarnation
+from kvferry.proxy.dialects.base import Ends, Peer
+from kvferry.proxy.wire import Incarnation
 
 MAX_PEERS = 4096
 

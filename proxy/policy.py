@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Literal
 
-from proxy.ask import Ask
-from proxy.registry import Node
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.registry import Node
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 LoadOf = Callable[[Node], int]

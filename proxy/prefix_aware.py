@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from proxy.ask import CHUNK_TOKENS, Ask
-from proxy.policy import LoadOf, Policy, least_loaded
-from proxy.registry import Node
-from proxy.wire import Incarnation
+from kvferry.proxy.ask import CHUNK_TOKENS, Ask
+from kvferry.proxy.policy import LoadOf, Policy, least_loaded
+from kvferry.proxy.registry import Node
+from kvferry.proxy.wire import Incarnation
 
 MAX_CHUNKS_KNOWN = 65536
 """About 25 MB, and the beginnings of four million tokens."""

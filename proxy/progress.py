@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.dialects.native import FirstToken, PrefillAnswer
-from proxy.errors import AnswerDiverged, BadAnswer
+from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer
+from kvferry.proxy.errors import AnswerDiverged, BadAnswer
 
 MARK = b": t "
 _END_LINE = b": t end\n"

@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Sequence
 
-from proxy import sse
-from proxy.allowance import Allowance
-from proxy.ask import ask_about
-from proxy.history import Failure, History
-from proxy.ids import Endpoint, RequestId, TransferId
-from proxy.metrics import Metrics
-from proxy.openai_api import ClientRequest, completion_tokens
-from proxy.router import Pair
+from kvferry.proxy import sse
+from kvferry.proxy.allowance import Allowance
+from kvferry.proxy.ask import ask_about
+from kvferry.proxy.history import Failure, History
+from kvferry.proxy.ids import Endpoint, RequestId, TransferId
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.openai_api import ClientRequest, completion_tokens
+from kvferry.proxy.router import Pair
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from proxy.wire import Register
+from kvferry.proxy.wire import Register
 
 MAX_SHOWN = 64
 MAX_ADDRESS_CHARS = 200

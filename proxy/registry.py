@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from proxy.address_rules import AddressRules, speaks_tls
-from proxy.breaker import Breaker, BreakerSettings, BreakerState
-from proxy.refusals import Refusal, RefusedAgent, RefusedAgents
-from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
+from kvferry.proxy.address_rules import AddressRules, speaks_tls
+from kvferry.proxy.breaker import Breaker, BreakerSettings, BreakerState
+from kvferry.proxy.refusals import Refusal, RefusedAgent, RefusedAgents
+from kvferry.proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
 
 logger = logging.getLogger(__name__)
 

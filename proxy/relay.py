@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from proxy import sse
-from proxy.dialects import native
-from proxy.errors import AgentLost
-from proxy.progress import MARK, Progress
-from proxy.reply import ClientStream
-from proxy.streamed import FirstTokens
-from proxy.wire import Incarnation, Register
+from kvferry.proxy import sse
+from kvferry.proxy.dialects import native
+from kvferry.proxy.errors import AgentLost
+from kvferry.proxy.progress import MARK, Progress
+from kvferry.proxy.reply import ClientStream
+from kvferry.proxy.streamed import FirstTokens
+from kvferry.proxy.wire import Incarnation, Register
 
 
 class Relay:

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from proxy.admission import Hold
-from proxy.errors import NoAgent, Overloaded, ProxyError
-from proxy.fleet import Call, Page, PageName
-from proxy.link import Link, LinkLost
-from proxy.link_messages import (
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.errors import NoAgent, Overloaded, ProxyError
+from kvferry.proxy.fleet import Call, Page, PageName
+from kvferry.proxy.link import Link, LinkLost
+from kvferry.proxy.link_messages import (
     Begin,
     Collect,
     Doubt,
@@ -37,9 +37,9 @@ from proxy.link_messages import (
     TurnedAway,
     Unanswered,
 )
-from proxy.reports import Report
-from proxy.router import NoPair
-from proxy.wire import Incarnation, Register
+from kvferry.proxy.reports import Report
+from kvferry.proxy.router import NoPair
+from kvferry.proxy.wire import Incarnation, Register
 
 logger = logging.getLogger(__name__)
 

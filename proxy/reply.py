@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from proxy import sse
-from proxy.client_connection import ClientReply, Header
-from proxy.errors import ProxyError
-from proxy.record import CLIENT_LEFT, Record
+from kvferry.proxy import sse
+from kvferry.proxy.client_connection import ClientReply, Header
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.record import CLIENT_LEFT, Record
 
 AGENT_ERROR = 502
 """What an error event that an agent wrote stands for."""

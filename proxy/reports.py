@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from proxy.history import History, HistoryState
+from kvferry.proxy.history import History, HistoryState
 
 GAUGE = "gauge"
 CREATED = "_created"

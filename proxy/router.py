@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from proxy.ask import Ask
-from proxy.dialects.catalogue import SERVING_ALONE
-from proxy.loads import Loads
-from proxy.pairing import mismatch
-from proxy.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
-from proxy.prefix_aware import PrefixAware, PrefixIndex
-from proxy.registry import Leg, Node, NodeState, Snapshot
-from proxy.wire import Incarnation
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.dialects.catalogue import SERVING_ALONE
+from kvferry.proxy.loads import Loads
+from kvferry.proxy.pairing import mismatch
+from kvferry.proxy.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
+from kvferry.proxy.prefix_aware import PrefixAware, PrefixIndex
+from kvferry.proxy.registry import Leg, Node, NodeState, Snapshot
+from kvferry.proxy.wire import Incarnation
 
 NOBODY: frozenset[Incarnation] = frozenset()
 

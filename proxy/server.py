@@ -15,25 +15,25 @@ from typing import Any, cast
 
 import uvicorn
 
-from proxy.api_keys import ApiKeys
-from proxy.app import create_app
-from proxy.client_connection import ClientConnection
-from proxy.config import ProxyConfig
-from proxy.dialects.catalogue import other_dialects
-from proxy.drops import Drops
-from proxy.exchange import Services
-from proxy.fleet import Fleet
-from proxy.history import History
-from proxy.live import Live
-from proxy.local_fleet import LocalFleet
-from proxy.membership import all_servers, membership
-from proxy.metrics import Metrics
-from proxy.open_requests import OpenRequests
-from proxy.peers import Peers
-from proxy.retry_budget import RESERVE, RetryBudget
-from proxy.tls import server_context
-from proxy.upstream import Upstream
-from proxy.wire import ClusterKey
+from kvferry.proxy.api_keys import ApiKeys
+from kvferry.proxy.app import create_app
+from kvferry.proxy.client_connection import ClientConnection
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.drops import Drops
+from kvferry.proxy.exchange import Services
+from kvferry.proxy.fleet import Fleet
+from kvferry.proxy.history import History
+from kvferry.proxy.live import Live
+from kvferry.proxy.local_fleet import LocalFleet
+from kvferry.proxy.membership import all_servers, membership
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.open_requests import OpenRequests
+from kvferry.proxy.peers import Peers
+from kvferry.proxy.retry_budget import RESERVE, RetryBudget
+from kvferry.proxy.tls import server_context
+from kvferry.proxy.upstream import Upstream
+from kvferry.proxy.wire import ClusterKey
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75

@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from proxy.errors import NoAgent
-from proxy.fleet import Fleet
-from proxy.wire import NODE_EXPIRY_S, Incarnation, Register
+from kvferry.proxy.errors import NoAgent
+from kvferry.proxy.fleet import Fleet
+from kvferry.proxy.wire import NODE_EXPIRY_S, Incarnation, Register
 
 LOOK_INTERVAL_S = 0.5
 

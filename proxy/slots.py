@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from proxy.wire import Incarnation
+from kvferry.proxy.wire import Incarnation
 
 
 class Slots:

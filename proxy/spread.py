@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import NoReturn
 
-from proxy.admission import Hold
-from proxy.dialects.base import Part
-from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, StreamBroken
-from proxy.funnel import Funnel
-from proxy.legs import PartLegs, Put, Tools
-from proxy.parts import PartAnswer, ending, join
-from proxy.record import Phase, Record
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.dialects.base import Part
+from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, StreamBroken
+from kvferry.proxy.funnel import Funnel
+from kvferry.proxy.legs import PartLegs, Put, Tools
+from kvferry.proxy.parts import PartAnswer, ending, join
+from kvferry.proxy.record import Phase, Record
 
 WAITING_EVENTS = 64
 """Pieces that may wait for a slow client, of all parts together; past that the servers wait too."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.errors import NOT_JSON, BadAnswer
 
 CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from proxy.dialects.native import PrefillAnswer
-from proxy.errors import AgentLost, AgentRefused, error_object
-from proxy.upstream import AgentAnswer
-from proxy.wire import Incarnation
+from kvferry.proxy.dialects.native import PrefillAnswer
+from kvferry.proxy.errors import AgentLost, AgentRefused, error_object
+from kvferry.proxy.upstream import AgentAnswer
+from kvferry.proxy.wire import Incarnation
 
 LAST_WORD_S = 1.0
 """How long the failure of one leg waits for the other's end, which may be its cause."""

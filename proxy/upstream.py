@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from urllib.parse import urlsplit
 
-from proxy.agent_connection import AgentConnection, AgentSilent, ConnectionBroken, Sink, State
-from proxy.config import ProxyConfig
-from proxy.dialects import native
-from proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
-from proxy.places import Places
-from proxy.silence import OpenLegs
-from proxy.tls import client_context
-from proxy.wire import Incarnation, Register
+from kvferry.proxy.agent_connection import AgentConnection, AgentSilent, ConnectionBroken, Sink, State
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects import native
+from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from kvferry.proxy.places import Places
+from kvferry.proxy.silence import OpenLegs
+from kvferry.proxy.tls import client_context
+from kvferry.proxy.wire import Incarnation, Register
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m proxy.worker FD`: one of the processes that serve the clients of a proxy with `--workers`.
+"""`python -m kvferry.proxy.worker FD`: one process of those that serve the clients with `--workers`.
 
 Started by `proxy.workers` alone. `FD` is this worker's end of the link to the hub, over which it is told
 everything, its settings included. It ends when the hub says so, or when the hub ends.
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from proxy import reports
-from proxy.config import ProxyConfig, config_from_json
-from proxy.history import History
-from proxy.link import Link
-from proxy.link_messages import Begin, Listening, Spent, ToWorker
-from proxy.metrics import Metrics
-from proxy.remote_fleet import HubLink, RemoteFleet
-from proxy.reports import Report
-from proxy.server import Keys, listening_socket, serving
+from kvferry.proxy import reports
+from kvferry.proxy.config import ProxyConfig, config_from_json
+from kvferry.proxy.history import History
+from kvferry.proxy.link import Link
+from kvferry.proxy.link_messages import Begin, Listening, Spent, ToWorker
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.remote_fleet import HubLink, RemoteFleet
+from kvferry.proxy.reports import Report
+from kvferry.proxy.server import Keys, listening_socket, serving
 
 BEGIN_TIMEOUT_S = 10.0
 

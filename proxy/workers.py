@@ -23,15 +23,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from proxy.config import ProxyConfig, config_to_json
-from proxy.history import History
-from proxy.hub import Hub, WorkerLink
-from proxy.link import Link
-from proxy.link_messages import Begin, ToHub
-from proxy.local_fleet import LocalFleet
-from proxy.membership import all_servers, membership
-from proxy.metrics import Metrics
-from proxy.server import Keys, base_url, listening_socket
+from kvferry.proxy.config import ProxyConfig, config_to_json
+from kvferry.proxy.history import History
+from kvferry.proxy.hub import Hub, WorkerLink
+from kvferry.proxy.link import Link
+from kvferry.proxy.link_messages import Begin, ToHub
+from kvferry.proxy.local_fleet import LocalFleet
+from kvferry.proxy.membership import all_servers, membership
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.server import Keys, base_url, listening_socket
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Crew:
         ours, theirs = socket.socketpair()
         with theirs:
             child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "proxy.worker", str(theirs.fileno())),
+                *(sys.executable, "-m", "kvferry.proxy.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,  # stdout is for the line that says where the proxy listens

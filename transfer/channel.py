@@ -13,7 +13,7 @@ from typing import cast
 
 import zmq
 
-from transfer import keepalive
+from kvferry.transfer import keepalive
 
 _BURST = 256
 """Frames taken before other work of the loop gets its turn."""

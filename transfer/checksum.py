@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from transfer.layout import KVGeometry
+from kvferry.transfer.layout import KVGeometry
 
 if TYPE_CHECKING:
     import torch

@@ -14,19 +14,19 @@ from functools import partial
 
 import zmq
 
-from transfer import messages as wire
-from transfer.aggregate import Outcome
-from transfer.checksum import SumTable
-from transfer.control_fault import ControlFaults
-from transfer.events import PullDone, PullFailed, PullQuiescent
-from transfer.ids import TransferId
-from transfer.layout import num_columns, plan_spans, source_columns
-from transfer.lease import DuplicateTransfer, Grant
-from transfer.link import Link, LinkState, Source, source_of
-from transfer.mending import Mending
-from transfer.plane import PlaneConfig, Remote
-from transfer.pull import CancelRead as CancelReadEffect
-from transfer.pull import (
+from kvferry.transfer import messages as wire
+from kvferry.transfer.aggregate import Outcome
+from kvferry.transfer.checksum import SumTable
+from kvferry.transfer.control_fault import ControlFaults
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.layout import num_columns, plan_spans, source_columns
+from kvferry.transfer.lease import DuplicateTransfer, Grant
+from kvferry.transfer.link import Link, LinkState, Source, source_of
+from kvferry.transfer.mending import Mending
+from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.pull import CancelRead as CancelReadEffect
+from kvferry.transfer.pull import (
     Connect,
     Effect,
     Emit,
@@ -38,11 +38,11 @@ from transfer.pull import (
     SendRelease,
     Verify,
 )
-from transfer.quarantine import Quarantine
-from transfer.rank_messages import CancelRead, Rebuild, pack_spans
-from transfer.rank_messages import Read as ReadCommand
-from transfer.ranks import RankGroup
-from transfer.verification import flaw, rows
+from kvferry.transfer.quarantine import Quarantine
+from kvferry.transfer.rank_messages import CancelRead, Rebuild, pack_spans
+from kvferry.transfer.rank_messages import Read as ReadCommand
+from kvferry.transfer.ranks import RankGroup
+from kvferry.transfer.verification import flaw, rows
 
 _OPEN_WAIT_S = 1.0
 MAX_REFUSALS = 64

@@ -18,10 +18,10 @@ from uuid import uuid4
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from transfer.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
-from transfer.control_fault import ControlFaults
-from transfer.curve import CurveKey, Gate
-from transfer.messages import (
+from kvferry.transfer.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
+from kvferry.transfer.control_fault import ControlFaults
+from kvferry.transfer.curve import CurveKey, Gate
+from kvferry.transfer.messages import (
     MAX_FRAME_BYTES,
     Answer,
     BadFrame,

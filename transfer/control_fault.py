@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import get_args
 
-from transfer.messages import Answer, Request
+from kvferry.transfer.messages import Answer, Request
 
 _TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(Request), *get_args(Answer)))
 

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from transfer.layout import SpanTable
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
-        "mori": "transfer.backends.mori",
-        "cuda_ipc": "transfer.backends.cuda_ipc",
-        "nixl": "transfer.backends.nixl",
-        "mooncake": "transfer.backends.mooncake",
-        "nccl": "transfer.backends.nccl",
-        "tcp": "transfer.backends.tcp",
+        "mori": "kvferry.transfer.backends.mori",
+        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc",
+        "nixl": "kvferry.transfer.backends.nixl",
+        "mooncake": "kvferry.transfer.backends.mooncake",
+        "nccl": "kvferry.transfer.backends.nccl",
+        "tcp": "kvferry.transfer.backends.tcp",
     },
 )
 """Backend name to module, best first."""

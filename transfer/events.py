@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from transfer.first_tokens import FirstTokens
-from transfer.lease import EndCause
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.lease import EndCause
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):

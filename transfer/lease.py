@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from transfer.first_tokens import FirstTokens
-from transfer.ids import Incarnation, TransferId
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import Incarnation, TransferId
 
 MAX_BLOCKS = 1 << 17
 """Blocks named in one answer."""

@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 import zmq
 
-from transfer import messages as wire
-from transfer.aggregate import Outcome
-from transfer.control import ControlClient
-from transfer.control_fault import ControlFaults
-from transfer.plane import PlaneConfig, Remote
-from transfer.rank_messages import Connect
-from transfer.ranks import RankGroup
-from transfer.resolve import resolve
+from kvferry.transfer import messages as wire
+from kvferry.transfer.aggregate import Outcome
+from kvferry.transfer.control import ControlClient
+from kvferry.transfer.control_fault import ControlFaults
+from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.rank_messages import Connect
+from kvferry.transfer.ranks import RankGroup
+from kvferry.transfer.resolve import resolve
 
 HANDSHAKE_S = 5.0
 ANSWER_S = 2.0

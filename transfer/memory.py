@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Protocol
 
-from transfer.layout import SpanTable
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from transfer.first_tokens import FirstTokens
-from transfer.ids import TransferId
-from transfer.layout import KVGeometry
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.layout import KVGeometry
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20

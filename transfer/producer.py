@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from transfer import messages as wire
-from transfer.checksum import SUM_BYTES
-from transfer.control import Caller, ControlServer
-from transfer.control_fault import ControlFaults
-from transfer.events import LeaseEnded
-from transfer.first_tokens import FirstTokens
-from transfer.ids import Incarnation, TransferId
-from transfer.layout import differences, num_columns
-from transfer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
-from transfer.plane import PlaneConfig
-from transfer.rank_messages import Serve
-from transfer.ranks import RankGroup
-from transfer.sealing import Sealer
-from transfer.tokens import mint
+from kvferry.transfer import messages as wire
+from kvferry.transfer.checksum import SUM_BYTES
+from kvferry.transfer.control import Caller, ControlServer
+from kvferry.transfer.control_fault import ControlFaults
+from kvferry.transfer.events import LeaseEnded
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.layout import differences, num_columns
+from kvferry.transfer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
+from kvferry.transfer.plane import PlaneConfig
+from kvferry.transfer.rank_messages import Serve
+from kvferry.transfer.ranks import RankGroup
+from kvferry.transfer.sealing import Sealer
+from kvferry.transfer.tokens import mint
 
 _GREETED_S = 15.0
 """A peer's ranks connect within this time after its `hello`; our ranks wait for them for so long."""

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from transfer.aggregate import Outcome
-from transfer.events import PullDone, PullFailed, PullQuiescent
-from transfer.first_tokens import FirstTokens
-from transfer.ids import TransferId
-from transfer.lease import Grant
+from kvferry.transfer.aggregate import Outcome
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.lease import Grant
 
 MAX_ATTEMPTS = 3
 """Times a control request is sent before the producer counts as unreachable."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transfer.ids import TransferId
+from kvferry.transfer.ids import TransferId
 
 MAX_SHARE = 0.25
 """Of the pool, in quarantine at once."""

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transfer.layout import SpanTable
-from transfer.messages import EngineDescription
+from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.messages import EngineDescription
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

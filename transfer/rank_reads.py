@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from transfer import rank_messages as wire
-from transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
+from kvferry.transfer import rank_messages as wire
+from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
 
 _NONSENSE = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
 """What libraries raise for arguments that make no sense to them."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer.checksum import PoolSums, SumTable, pack_sums
-from transfer.rank_messages import BlocksSummed, SumBlocks
+from kvferry.transfer.checksum import PoolSums, SumTable, pack_sums
+from kvferry.transfer.rank_messages import BlocksSummed, SumBlocks
 
 _SLICE_BYTES = 8 << 20
 """About 2 ms on one core, for which transfers have to wait."""

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from transfer import rank_messages as wire
-from transfer.aggregate import Aggregator, Outcome, RankReport
-from transfer.checksum import SumTable, unpack_sums
-from transfer.engine import BACKENDS
-from transfer.ids import TransferId
-from transfer.messages import EngineDescription
-from transfer.rank_channel import RankConnection, RankGone, RankListener
-from transfer.tokens import new_secret
+from kvferry.transfer import rank_messages as wire
+from kvferry.transfer.aggregate import Aggregator, Outcome, RankReport
+from kvferry.transfer.checksum import SumTable, unpack_sums
+from kvferry.transfer.engine import BACKENDS
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.messages import EngineDescription
+from kvferry.transfer.rank_channel import RankConnection, RankGone, RankListener
+from kvferry.transfer.tokens import new_secret
 
 _log = logging.getLogger(__name__)
 

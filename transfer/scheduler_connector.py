@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from transfer.consumer import Consumer
-from transfer.events import LeaseEnded, PlaneEvent, PlaneStats
-from transfer.first_tokens import FirstTokens
-from transfer.ids import TransferId
-from transfer.plane import PlaneConfig, Remote
-from transfer.producer import Producer
-from transfer.ranks import EngineBroken, LinkConnected, RankEvent, RankGroup, ReadEnded, ReadQuiescent
+from kvferry.transfer.consumer import Consumer
+from kvferry.transfer.events import LeaseEnded, PlaneEvent, PlaneStats
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.producer import Producer
+from kvferry.transfer.ranks import EngineBroken, LinkConnected, RankEvent, RankGroup, ReadEnded, ReadQuiescent
 
 
 class SchedulerConnector:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from transfer.checksum import SumTable, pack_sums
-from transfer.ids import TransferId
-from transfer.ranks import RankGroup
+from kvferry.transfer.checksum import SumTable, pack_sums
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.ranks import RankGroup
 
 
 @dataclass(slots=True)

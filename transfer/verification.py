@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transfer.checksum import SUM_BYTES, SumTable, unpack_sums
+from kvferry.transfer.checksum import SUM_BYTES, SumTable, unpack_sums
 
 
 def rows(packed: bytes, columns: int) -> tuple[bytes, ...]:

@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transfer import rank_messages as wire
-from transfer.checksum import PoolSums
-from transfer.engine import (
+from kvferry.transfer import rank_messages as wire
+from kvferry.transfer.checksum import PoolSums
+from kvferry.transfer.engine import (
     BackendUnavailable,
     EngineOptions,
     TransferEngine,
@@ -31,11 +31,11 @@ from transfer.engine import (
     open_engine,
     parse_backend_options,
 )
-from transfer.layout import KVGeometry
-from transfer.messages import EngineDescription
-from transfer.rank_channel import RankEnd, connect
-from transfer.rank_reads import RankLinks
-from transfer.rank_sums import RankSums
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.messages import EngineDescription
+from kvferry.transfer.rank_channel import RankEnd, connect
+from kvferry.transfer.rank_reads import RankLinks
+from kvferry.transfer.rank_sums import RankSums
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy.dialects.base import (
+from kvferry.proxy.dialects.base import (
     Dialect,
     Ends,
     Leg,
@@ -27,10 +27,10 @@ from proxy.dialects.base import (
     refuse,
     refuse_ranking,
 )
-from proxy.errors import NOT_JSON, BadAnswer
-from proxy.foreign import foreign_registration
-from proxy.openai_api import ClientRequest
-from proxy.wire import BadFrame, Register, Role
+from kvferry.proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.foreign import foreign_registration
+from kvferry.proxy.openai_api import ClientRequest
+from kvferry.proxy.wire import BadFrame, Register, Role
 
 NAME = "atom"
 _ENGINE = "ATOM servers"

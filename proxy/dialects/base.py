@@ -17,10 +17,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from proxy.errors import InvalidRequest
-from proxy.ids import Identity, TransferId
-from proxy.openai_api import ClientRequest
-from proxy.wire import Register
+from kvferry.proxy.errors import InvalidRequest
+from kvferry.proxy.ids import Identity, TransferId
+from kvferry.proxy.openai_api import ClientRequest
+from kvferry.proxy.wire import Register
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from proxy.config import ProxyConfig
-from proxy.dialects import native
-from proxy.dialects.atom import Atom
-from proxy.dialects.base import Dialect
-from proxy.dialects.sglang import Sglang
-from proxy.dialects.vllm_mooncake import VllmMooncake
-from proxy.dialects.vllm_moriio import VllmMoriio
-from proxy.dialects.vllm_nixl import VllmNixl
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.atom import Atom
+from kvferry.proxy.dialects.base import Dialect
+from kvferry.proxy.dialects.sglang import Sglang
+from kvferry.proxy.dialects.vllm_mooncake import VllmMooncake
+from kvferry.proxy.dialects.vllm_moriio import VllmMoriio
+from kvferry.proxy.dialects.vllm_nixl import VllmNixl
 
 _OTHERS: tuple[type[Dialect], ...] = (Atom, Sglang, VllmMooncake, VllmMoriio, VllmNixl)
 SUPPORTED = frozenset({native.NAME} | {dialect.name for dialect in _OTHERS})

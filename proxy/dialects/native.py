@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy import sse
-from proxy.dialects.base import refuse
-from proxy.errors import NOT_JSON, BadAnswer, InvalidRequest
-from proxy.ids import Identity, TransferId
-from proxy.openai_api import ClientRequest
-from proxy.wire import Register
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import refuse
+from kvferry.proxy.errors import NOT_JSON, BadAnswer, InvalidRequest
+from kvferry.proxy.ids import Identity, TransferId
+from kvferry.proxy.openai_api import ClientRequest
+from kvferry.proxy.wire import Register
 
 NULL = msgspec.Raw(b"null")
 NAME = "native"

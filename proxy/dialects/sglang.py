@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy import sse
-from proxy.dialects.base import (
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import (
     Dialect,
     Ends,
     Leg,
@@ -28,8 +28,8 @@ from proxy.dialects.base import (
     refuse,
     refuse_ranking,
 )
-from proxy.errors import BadAnswer, InvalidRequest, error_object
-from proxy.openai_api import ClientRequest
+from kvferry.proxy.errors import BadAnswer, InvalidRequest, error_object
+from kvferry.proxy.openai_api import ClientRequest
 
 NAME = "sglang"
 _ENGINE = "SGLang servers"

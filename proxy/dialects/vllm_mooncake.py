@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import msgspec
 
-from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
-from proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.dialects import vllm
+from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
+from kvferry.proxy.errors import NOT_JSON, BadAnswer
 
 NAME = "vllm-mooncake"
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
-from proxy.errors import BadAnswer
-from proxy.foreign import foreign_registration
-from proxy.wire import BadFrame, Register, Role
+from kvferry.proxy.dialects import vllm
+from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
+from kvferry.proxy.errors import BadAnswer
+from kvferry.proxy.foreign import foreign_registration
+from kvferry.proxy.wire import BadFrame, Register, Role
 
 NAME = "vllm-moriio"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects import vllm
-from proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg, traceable_id
-from proxy.errors import BadAnswer
+from kvferry.proxy.dialects import vllm
+from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg, traceable_id
+from kvferry.proxy.errors import BadAnswer
 
 NAME = "vllm-nixl"
 

@@ -28,8 +28,8 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from agent.cli import BUNDLED_MODELS
-from deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from kvferry.agent.cli import BUNDLED_MODELS
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
 from tests.gpu import count_gpus, gpu_names
 
 TARGET = 0.25

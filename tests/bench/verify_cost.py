@@ -14,11 +14,11 @@ import time
 
 import torch
 
+from kvferry.transfer.checksum import PoolSums
+from kvferry.transfer.connector import PullDone
+from kvferry.transfer.engine import usable
+from kvferry.transfer.layout import KVGeometry
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
-from transfer.checksum import PoolSums
-from transfer.connector import PullDone
-from transfer.engine import usable
-from transfer.layout import KVGeometry
 
 GEOMETRY = KVGeometry(
     num_layers=9, num_kv_heads=8, head_dim=128, dtype="float32", block_size=16, rope="default:1000000"

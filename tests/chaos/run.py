@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.launcher import Cluster, start_process
+from kvferry.deploy.launcher import Cluster, start_process
 from tests.chaos.judge import ClientLeft, Tally
 from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_questions, make_rounds
 from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
@@ -79,7 +79,7 @@ class _Progress:
 
 async def ask_alone(settings: Settings, log_dir: Path) -> list[Answer]:
     """The right answer to every question, from one undisturbed agent with role `both`."""
-    argv = ("-m", "agent", "--role", "both", "--model", MODEL, "--port", "0", "--control-port", "0")
+    argv = ("-m", "kvferry.agent", "--role", "both", "--model", MODEL, "--port", "0", "--control-port", "0")
     agent = await start_process("alone", (*argv, "--prefix-cache", "false", "--threads", "1"), log_dir)
     try:
         await wait_ready(agent)

@@ -15,13 +15,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from deploy.launcher import Cluster, Process
+from kvferry.deploy.launcher import Cluster, Process
+from kvferry.transfer.ids import new_transfer_id
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.victims import BACKENDS, library, processes, stopped
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, wait_idle
-from transfer.ids import new_transfer_id
 
 LEASE_S = 1.0
 EXPIRY_S = 10.0

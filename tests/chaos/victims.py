@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
 from tests.chaos.plan import ROLES, Part, Strike
 from tests.standins import mori_io
 from tests.system.conftest import wait_ready
@@ -25,7 +25,7 @@ MAX_DEATH_S = 5.0
 MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
 BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _FIRST_PORT = 10_240
-_MODULES = {"engine": "agent.engine", "rank": "agent.worker"}
+_MODULES = {"engine": "kvferry.agent.engine", "rank": "kvferry.agent.worker"}
 
 
 class OutlivedItself(AssertionError):

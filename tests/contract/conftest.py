@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.pools import pattern
-from tests.contract.serving_peer import serve
-from tests.forked import Forked
-from tests.gpu import count_gpus, needs_gpus
-from tests.standins import mori_io
-from transfer.engine import (
+from kvferry.transfer.engine import (
     BACKENDS,
     EngineOptions,
     Peer,
@@ -27,7 +22,12 @@ from transfer.engine import (
     open_engine,
     usable,
 )
-from transfer.tokens import mint, new_secret
+from kvferry.transfer.tokens import mint, new_secret
+from tests.contract.pools import pattern
+from tests.contract.serving_peer import serve
+from tests.forked import Forked
+from tests.gpu import count_gpus, needs_gpus
+from tests.standins import mori_io
 
 POOL_BYTES = 16 << 20
 DEADLINE_S = 20.0

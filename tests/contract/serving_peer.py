@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
+from kvferry.transfer.engine import EngineOptions, open_engine
 from tests.contract.pools import pattern
-from transfer.engine import EngineOptions, open_engine
 
 MAX_KNOWN_BYTES = 64 << 20
 """What follows in a larger pool is zero."""

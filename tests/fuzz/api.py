@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from proxy.config import ProxyConfig
-from proxy.server import running_proxy
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.server import running_proxy
 from tests.standins.agents import StandInAgent
 
 CASES = 20_000

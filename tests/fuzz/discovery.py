@@ -18,10 +18,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from proxy import wire
-from proxy.config import ProxyConfig
-from proxy.registry import NodeState
-from proxy.server import RunningProxy, running_proxy
+from kvferry.proxy import wire
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.registry import NodeState
+from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.builders import registration
 

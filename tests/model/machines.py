@@ -15,9 +15,9 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-import transfer.aggregate
-import transfer.lease
-import transfer.pull
+import kvferry.transfer.aggregate
+import kvferry.transfer.lease
+import kvferry.transfer.pull
 
 Handle = int
 
@@ -28,9 +28,9 @@ class Machines:
     def __init__(
         self,
         *,
-        lease: ModuleType = transfer.lease,
-        pull: ModuleType = transfer.pull,
-        aggregate: ModuleType = transfer.aggregate,
+        lease: ModuleType = kvferry.transfer.lease,
+        pull: ModuleType = kvferry.transfer.pull,
+        aggregate: ModuleType = kvferry.transfer.aggregate,
     ) -> None:
         self.lease = lease
         self.pull = pull

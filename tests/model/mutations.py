@@ -8,12 +8,16 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-import transfer.aggregate
-import transfer.lease
-import transfer.pull
+import kvferry.transfer.aggregate
+import kvferry.transfer.lease
+import kvferry.transfer.pull
 from tests.model.machines import Machines
 
-_MODULES = {"lease": transfer.lease, "pull": transfer.pull, "aggregate": transfer.aggregate}
+_MODULES = {
+    "lease": kvferry.transfer.lease,
+    "pull": kvferry.transfer.pull,
+    "aggregate": kvferry.transfer.aggregate,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from kvferry.transfer.aggregate import RankReport
+from kvferry.transfer.ids import Incarnation, TransferId
 from tests.model.machines import Handle
-from transfer.aggregate import RankReport
-from transfer.ids import Incarnation, TransferId
 
 BLOCKS = 2
 """Blocks of every prompt; one can be readable before the other is computed."""

@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from proxy import wire
+from kvferry.proxy import wire
 
 Leg = Literal["prefill", "decode", "alone"]
 CONTEXT_TOKENS = 4096

@@ -14,10 +14,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from agent.config import AgentConfig
-from agent.messages import EngineReady, Failed, FromEngine, Output, Outputs, Stats, ToEngine
-from agent.processes import ChildProcess
-from agent.step import Boot
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.messages import EngineReady, Failed, FromEngine, Output, Outputs, Stats, ToEngine
+from kvferry.agent.processes import ChildProcess
+from kvferry.agent.step import Boot
 
 Answer = list[Output | Failed]
 
@@ -42,7 +42,7 @@ class StandInApi:
         self._to_engine.setsockopt(zmq.LINGER, 0)
         self._to_engine.connect(f"ipc://{self.run_dir}/to-engine")
         boot = msgspec.json.encode(Boot(config=self.config, incarnation=secrets.token_hex(8)))
-        argv = ["-m", "agent.engine", "--run-dir", str(self.run_dir)]
+        argv = ["-m", "kvferry.agent.engine", "--run-dir", str(self.run_dir)]
         self.engine = await ChildProcess.start(argv, boot, "engine")
         self._reader = asyncio.ensure_future(self._read())
         try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
-from transfer.first_tokens import FirstTokens
-from transfer.lease import DuplicateTransfer
-from transfer.plane import Remote
+from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.lease import DuplicateTransfer
+from kvferry.transfer.plane import Remote
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from transfer.backends.cuda_ipc_device import MAX_FLIGHTS
-from transfer.backends.cuda_ipc_driver import HANDLE_BYTES, Borrowed, CudaError, Lent
-from transfer.backends.cuda_ipc_work import Work
+from kvferry.transfer.backends.cuda_ipc_device import MAX_FLIGHTS
+from kvferry.transfer.backends.cuda_ipc_driver import HANDLE_BYTES, Borrowed, CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc_work import Work
 
 _ADDRESS = struct.Struct("<Q")
 

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from agent.messages import (
+from kvferry.agent.messages import (
     Abort,
     DropTransfer,
     EngineReady,
@@ -41,7 +41,7 @@ from agent.messages import (
     Token,
     TokenLogprob,
 )
-from agent.processes import die_with_parent
+from kvferry.agent.processes import die_with_parent
 
 CACHED_TOKENS = 2
 CONTROL_PORT = 6399

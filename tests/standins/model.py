@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from agent.messages import SamplingParams
-from agent.step import Chunk, Drawn, Step
+from kvferry.agent.messages import SamplingParams
+from kvferry.agent.step import Chunk, Drawn, Step
 
 VOCAB_SIZE = 50
 EOS_ID = 0

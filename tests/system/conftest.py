@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
 
 MODEL = "ferry-tiny"
 # Every test that compares answers wants a cold prefix cache (I4), and one thread per rank on small machines.
@@ -72,7 +72,18 @@ def start_agent(log_dir: Path) -> StartAgent:
     @asynccontextmanager
     async def start(*args: str, model: str = MODEL) -> AsyncIterator[Process]:
         number = len(list(log_dir.iterdir()))
-        argv = ("-m", "agent", "--role", "both", "--model", model, "--port", "0", "--control-port", "0")
+        argv = (
+            "-m",
+            "kvferry.agent",
+            "--role",
+            "both",
+            "--model",
+            model,
+            "--port",
+            "0",
+            "--control-port",
+            "0",
+        )
         process = await start_process("both", (*argv, *COMMON_ARGS, *args), log_dir / f"{number}")
         try:
             await wait_ready(process)

@@ -25,7 +25,7 @@ import pytest
 import pytest_asyncio
 from filelock import AsyncFileLock
 
-from deploy.launcher import Process, start_process
+from kvferry.deploy.launcher import Process, start_process
 from tests.system.client import Answer, Choice, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL, StartAgent, wait_ready
 from tests.system.metrics import STATS_S, scrape, total, wait_idle
@@ -179,7 +179,7 @@ class Fleet:
 
     async def start_proxies(self) -> None:
         for key in PAIRS:
-            argv = ("-m", "proxy", "--port", "0", "--discovery-port", "0")
+            argv = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
             self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv)
 
     async def pair(self, key: PairKey) -> Pair:
@@ -195,7 +195,18 @@ class Fleet:
         if key not in self._agents:
             role, tp, transfer = key
             served = [self._proxies[pair] for pair in PAIRS if key in agents_of(pair)]
-            argv = ("-m", "agent", "--role", role, "--model", MODEL, "--port", "0", "--control-port", "0")
+            argv = (
+                "-m",
+                "kvferry.agent",
+                "--role",
+                role,
+                "--model",
+                MODEL,
+                "--port",
+                "0",
+                "--control-port",
+                "0",
+            )
             flags = ("--tp", str(tp), "--transfer", transfer, *ROOM, *COMMON_ARGS)
             announce = (f"--proxy=127.0.0.1:{proxy.listening['discovery_port']}" for proxy in served)
             self._agents[key] = await self._start(f"{role}-{tp}-{transfer}", *argv, *flags, *announce)

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 

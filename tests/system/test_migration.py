@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.launcher import Process
+from kvferry.deploy.launcher import Process
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total, wait_idle
@@ -60,7 +60,7 @@ def kill_api(agent: Process) -> None:
 def kill_rank(agent: Process) -> None:
     """The agent still says in its streams that its engine has died."""
     family = psutil.Process(agent.pid).children(recursive=True)
-    next(member for member in family if "agent.worker" in member.cmdline()).kill()
+    next(member for member in family if "kvferry.agent.worker" in member.cmdline()).kill()
 
 
 @pytest.mark.timeout(120)  # two runs, and five processes to start on two cores

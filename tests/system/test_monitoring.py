@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import heldout
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total

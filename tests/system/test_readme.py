@@ -49,7 +49,7 @@ def argv(command: str, ports: dict[str, str]) -> list[str]:
         command = re.sub(rf"(?<!\d){printed}(?!\d)", chosen, command)
     words = shlex.split(command)
     if words[0] == ".venv/bin/kvferry":
-        return [sys.executable, "-m", "deploy.cli", *words[1:]]
+        return [sys.executable, "-m", "kvferry.deploy.cli", *words[1:]]
     return words
 
 
@@ -98,7 +98,7 @@ def test_every_command_is_covered() -> None:
 async def test_make_demo(tmp_path: Path) -> None:
     """`make demo` exits 0, shows that KV moved, and leaves no process behind."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.demo", cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "kvferry.deploy.demo", cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     output = (await process.stdout.read()).decode()
@@ -151,7 +151,7 @@ async def test_the_parts_one_by_one(ports: dict[str, str], tmp_path: Path) -> No
 )
 async def test_a_wrong_command_line_ends_at_once_and_names_it(words: list[str], named: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.cli", *words, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "kvferry.deploy.cli", *words, cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     said = (await process.stderr.read()).decode()

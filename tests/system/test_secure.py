@@ -12,14 +12,14 @@ import aiohttp
 import pytest
 import zmq
 
-from deploy.cli import main
-from deploy.launcher import AgentSpec
+from kvferry.deploy.cli import main
+from kvferry.deploy.launcher import AgentSpec
+from kvferry.transfer import messages
+from kvferry.transfer.control import ControlClient
+from kvferry.transfer.curve import CurveKey
 from tests.standins.certificates import make_certificate
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import COMMON_ARGS, StartCluster
-from transfer import messages
-from transfer.control import ControlClient
-from transfer.curve import CurveKey
 
 STRANGER_S = 4.0
 """How long a stranger may try: several of its pings."""

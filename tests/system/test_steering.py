@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import Answer, Prompt, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total, wait_idle

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import Answer, Prompt, complete, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, settled, total, wait_idle

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
 from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL
 from tests.system.metrics import Samples, scrape, settled, total

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from transfer.engine import Status
+from kvferry.transfer.engine import Status
 
 
 class BaseTransfer:

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from transfer import tokens
-from transfer.backends.cuda_ipc_device import CudaDevice, Device
-from transfer.backends.cuda_ipc_driver import CudaError, Lent
-from transfer.backends.cuda_ipc_launches import CudaIpcTransfer, Launches
-from transfer.backends.cuda_ipc_peer import CudaIpcPeer, EngineAddress
-from transfer.backends.cuda_ipc_settings import CudaIpcSettings, parse_settings
-from transfer.backends.greeting import Doorkeeper, Visit
-from transfer.backends.timer import Timer
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
-from transfer.layout import SpanTable
+from kvferry.transfer import tokens
+from kvferry.transfer.backends.cuda_ipc_device import CudaDevice, Device
+from kvferry.transfer.backends.cuda_ipc_driver import CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc_launches import CudaIpcTransfer, Launches
+from kvferry.transfer.backends.cuda_ipc_peer import CudaIpcPeer, EngineAddress
+from kvferry.transfer.backends.cuda_ipc_settings import CudaIpcSettings, parse_settings
+from kvferry.transfer.backends.greeting import Doorkeeper, Visit
+from kvferry.transfer.backends.timer import Timer
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

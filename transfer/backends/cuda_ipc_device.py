@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from transfer.backends.cuda_ipc_driver import Borrowed, CudaError, Driver, Lent
-from transfer.backends.cuda_ipc_settings import CudaIpcSettings
-from transfer.backends.cuda_ipc_work import WIDE_BYTES, Shape, Words, Work
-from transfer.engine import BackendUnavailable
+from kvferry.transfer.backends.cuda_ipc_driver import Borrowed, CudaError, Driver, Lent
+from kvferry.transfer.backends.cuda_ipc_settings import CudaIpcSettings
+from kvferry.transfer.backends.cuda_ipc_work import WIDE_BYTES, Shape, Words, Work
+from kvferry.transfer.engine import BackendUnavailable
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class CudaDevice:
         if not pool.is_cuda:
             raise BackendUnavailable("cuda_ipc: the pool is not on a GPU")
         try:
-            from transfer.backends.cuda_ipc_kernel import gather
+            from kvferry.transfer.backends.cuda_ipc_kernel import gather
 
             self._driver = Driver(pool.get_device())
         except (ImportError, CudaError) as error:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from transfer.backends.cuda_ipc_work import Words
+from kvferry.transfer.backends.cuda_ipc_work import Words
 
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.backends.cuda_ipc_device import MAX_FLIGHTS, Device, Flight
-from transfer.backends.cuda_ipc_pace import Pace
-from transfer.backends.cuda_ipc_work import Work
-from transfer.engine import Status
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.backends.cuda_ipc_device import MAX_FLIGHTS, Device, Flight
+from kvferry.transfer.backends.cuda_ipc_pace import Pace
+from kvferry.transfer.backends.cuda_ipc_work import Work
+from kvferry.transfer.engine import Status
+from kvferry.transfer.layout import SpanTable
 
 LAUNCH_BYTES = 1 << 30
 """A launch takes no further read beyond this, about 3 ms of an NVLink's time."""

@@ -7,13 +7,13 @@ import time
 
 import msgspec
 
-from transfer.backends.cuda_ipc_device import Device
-from transfer.backends.cuda_ipc_driver import Borrowed, CudaError, Lent
-from transfer.backends.cuda_ipc_launches import CudaIpcTransfer, Launches
-from transfer.backends.greeted_peer import GreetedPeer, PeerState
-from transfer.backends.greeting import GreetingAddress, Visit
-from transfer.engine import PeerUnreachable
-from transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.backends.cuda_ipc_device import Device
+from kvferry.transfer.backends.cuda_ipc_driver import Borrowed, CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc_launches import CudaIpcTransfer, Launches
+from kvferry.transfer.backends.greeted_peer import GreetedPeer, PeerState
+from kvferry.transfer.backends.greeting import GreetingAddress, Visit
+from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.layout import SpanTable, check_bounds
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer.layout import SpanTable
+from kvferry.transfer.layout import SpanTable
 
 WIDE_BYTES = 16
 """What a GPU thread moves at once where everything is aligned to it."""

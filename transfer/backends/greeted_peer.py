@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.backends.greeting import Visit, VisitState
-from transfer.engine import PeerUnreachable
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.backends.greeting import Visit, VisitState
+from kvferry.transfer.engine import PeerUnreachable
 
 
 class PeerState(enum.Enum):

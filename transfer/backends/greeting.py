@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from transfer.backends import sockets
-from transfer.backends.address import Port
-from transfer.backends.tcp_wire import GREETING, NONCE_BYTES, WELCOME
+from kvferry.transfer.backends import sockets
+from kvferry.transfer.backends.address import Port
+from kvferry.transfer.backends.tcp_wire import GREETING, NONCE_BYTES, WELCOME
 
 _MAGIC = b"KVG1"
 _MAX_VISITORS = 1024

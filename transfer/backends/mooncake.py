@@ -29,11 +29,17 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from transfer.backends.mooncake_library import PROOF_BYTES, Library, MooncakeAddress, PoolAddress, probe
-from transfer.backends.mooncake_peer import MooncakePeer, MooncakeTransfer, cut
-from transfer.backends.waker import Waker
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
-from transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.backends.mooncake_library import (
+    PROOF_BYTES,
+    Library,
+    MooncakeAddress,
+    PoolAddress,
+    probe,
+)
+from kvferry.transfer.backends.mooncake_peer import MooncakePeer, MooncakeTransfer, cut
+from kvferry.transfer.backends.waker import Waker
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable, check_bounds
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from transfer.backends.address import MemoryAddress, NumBytes
-from transfer.engine import BackendUnavailable, PeerUnreachable, Status
+from kvferry.transfer.backends.address import MemoryAddress, NumBytes
+from kvferry.transfer.engine import BackendUnavailable, PeerUnreachable, Status
 
 PROOF_BYTES = 32
 _ACCEPT_TIMEOUT = struct.pack("@ll", 0, 100_000)

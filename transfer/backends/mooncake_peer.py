@@ -10,10 +10,16 @@ from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from transfer.backends.mooncake_library import PROOF_BYTES, Library, MooncakeAddress, Piece, PoolAddress
-from transfer.backends.waker import Waker
-from transfer.engine import PeerUnreachable, Status
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.mooncake_library import (
+    PROOF_BYTES,
+    Library,
+    MooncakeAddress,
+    Piece,
+    PoolAddress,
+)
+from kvferry.transfer.backends.waker import Waker
+from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.layout import SpanTable
 
 PIECE_BYTES = 64 << 20
 """Longest single read. Mooncake takes none back, so this is the most that a cancelled one still brings."""

@@ -24,16 +24,23 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from transfer import tokens
-from transfer.backends.greeting import Doorkeeper, GreetingAddress, Visit
-from transfer.backends.mori_library import Library
-from transfer.backends.mori_peer import MoriPeer
-from transfer.backends.mori_probe import find_reason
-from transfer.backends.mori_regions import MoriRegion, PoolAddress, RemotePool
-from transfer.backends.mori_settings import parse_settings
-from transfer.backends.mori_transfer import MoriTransfer
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerBroken, PeerUnreachable, Region
-from transfer.layout import SpanTable
+from kvferry.transfer import tokens
+from kvferry.transfer.backends.greeting import Doorkeeper, GreetingAddress, Visit
+from kvferry.transfer.backends.mori_library import Library
+from kvferry.transfer.backends.mori_peer import MoriPeer
+from kvferry.transfer.backends.mori_probe import find_reason
+from kvferry.transfer.backends.mori_regions import MoriRegion, PoolAddress, RemotePool
+from kvferry.transfer.backends.mori_settings import parse_settings
+from kvferry.transfer.backends.mori_transfer import MoriTransfer
+from kvferry.transfer.engine import (
+    BackendUnavailable,
+    EngineOptions,
+    Peer,
+    PeerBroken,
+    PeerUnreachable,
+    Region,
+)
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

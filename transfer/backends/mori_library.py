@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transfer.backends.mori_settings import MoriSettings, create_engine
-from transfer.backends.mori_transfer import Lanes
-from transfer.engine import BackendUnavailable
+from kvferry.transfer.backends.mori_settings import MoriSettings, create_engine
+from kvferry.transfer.backends.mori_transfer import Lanes
+from kvferry.transfer.engine import BackendUnavailable
 
 
 class Library:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from transfer.backends.greeted_peer import GreetedPeer, PeerState
-from transfer.backends.greeting import Visit
-from transfer.backends.mori_library import Library
-from transfer.backends.mori_regions import MoriRegion, RemotePool, by_regions
-from transfer.backends.mori_transfer import BatchState, MoriBatch, MoriTransfer
-from transfer.engine import PeerUnreachable
-from transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.backends.greeted_peer import GreetedPeer, PeerState
+from kvferry.transfer.backends.greeting import Visit
+from kvferry.transfer.backends.mori_library import Library
+from kvferry.transfer.backends.mori_regions import MoriRegion, RemotePool, by_regions
+from kvferry.transfer.backends.mori_transfer import BatchState, MoriBatch, MoriTransfer
+from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.layout import SpanTable, check_bounds
 
 
 class MoriPeer(GreetedPeer[MoriTransfer]):

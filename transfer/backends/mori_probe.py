@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether MORI-IO works here, found out in a process that it may end.
 
-    python -m transfer.backends.mori_probe '{"host": "127.0.0.1", "options": {}}'
+    python -m kvferry.transfer.backends.mori_probe '{"host": "127.0.0.1", "options": {}}'
 
 The library ends its process when it finds no GPU topology or cannot register memory, so this process does
 what a rank will do: it makes two engines and has one read from the other. It prints a line of JSON, whose
@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transfer.backends.mori_settings import create_engine, parse_settings
+from kvferry.transfer.backends.mori_settings import create_engine, parse_settings
 
-_MODULE = "transfer.backends.mori_probe"
+_MODULE = "kvferry.transfer.backends.mori_probe"
 _TIMEOUT_S = 30.0
 _WAIT_MS = 5000
 _NBYTES = 1 << 16

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from transfer.backends.mori_library import Library
-from transfer.engine import BackendUnavailable, PeerUnreachable
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.mori_library import Library
+from kvferry.transfer.engine import BackendUnavailable, PeerUnreachable
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.engine import Status
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.engine import Status
+from kvferry.transfer.layout import SpanTable
 
 _FENCE_BYTES = 8
 _NEVER_POSTED = (

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from transfer import tokens
-from transfer.backends import sockets
-from transfer.backends.nccl_client import NcclPeer, NcclTransfer
-from transfer.backends.nccl_server import ServedPair
-from transfer.backends.nccl_wire import ID_BYTES, NcclAddress
-from transfer.backends.waker import Waker
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
-from transfer.layout import SpanTable
+from kvferry.transfer import tokens
+from kvferry.transfer.backends import sockets
+from kvferry.transfer.backends.nccl_client import NcclPeer, NcclTransfer
+from kvferry.transfer.backends.nccl_server import ServedPair
+from kvferry.transfer.backends.nccl_wire import ID_BYTES, NcclAddress
+from kvferry.transfer.backends.waker import Waker
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

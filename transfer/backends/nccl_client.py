@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from transfer.backends import sockets
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.backends.nccl_fabric import Communicator, PairBroken
-from transfer.backends.nccl_pair import GRACE_S, PairState, PairThread, reader_end
-from transfer.backends.nccl_socket import BadPeer, PairSocket
-from transfer.backends.nccl_staging import Copy, staging
-from transfer.backends.nccl_wire import (
+from kvferry.transfer.backends import sockets
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.backends.nccl_fabric import Communicator, PairBroken
+from kvferry.transfer.backends.nccl_pair import GRACE_S, PairState, PairThread, reader_end
+from kvferry.transfer.backends.nccl_socket import BadPeer, PairSocket
+from kvferry.transfer.backends.nccl_staging import Copy, staging
+from kvferry.transfer.backends.nccl_wire import (
     GREETING,
     ID_BYTES,
     MAGIC,
@@ -36,9 +36,9 @@ from transfer.backends.nccl_wire import (
     Pieces,
     split,
 )
-from transfer.backends.waker import Waker
-from transfer.engine import PeerUnreachable, Status
-from transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.backends.waker import Waker
+from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.layout import SpanTable, check_bounds
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transfer.backends.nccl_fabric import Communicator, GlooPair, NcclPair, PairBroken, broken_pair, time_left
-from transfer.backends.nccl_staging import Staging
-from transfer.backends.nccl_wire import HEAD_BYTES, pack_head, tag
-from transfer.backends.waker import Waker
+from kvferry.transfer.backends.nccl_fabric import (
+    Communicator,
+    GlooPair,
+    NcclPair,
+    PairBroken,
+    broken_pair,
+    time_left,
+)
+from kvferry.transfer.backends.nccl_staging import Staging
+from kvferry.transfer.backends.nccl_wire import HEAD_BYTES, pack_head, tag
+from kvferry.transfer.backends.waker import Waker
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transfer.backends.nccl_fabric import Communicator
-from transfer.backends.nccl_pair import GRACE_S, PairState, PairThread, Rendezvous, server_end
-from transfer.backends.nccl_socket import BadPeer, PairSocket
-from transfer.backends.nccl_staging import staging
-from transfer.backends.nccl_wire import (
+from kvferry.transfer.backends.nccl_fabric import Communicator
+from kvferry.transfer.backends.nccl_pair import GRACE_S, PairState, PairThread, Rendezvous, server_end
+from kvferry.transfer.backends.nccl_socket import BadPeer, PairSocket
+from kvferry.transfer.backends.nccl_staging import staging
+from kvferry.transfer.backends.nccl_wire import (
     GREETING,
     MAGIC,
     MAX_PIECES,
@@ -26,7 +26,7 @@ from transfer.backends.nccl_wire import (
     pack_head,
     split,
 )
-from transfer.backends.waker import Waker
+from kvferry.transfer.backends.waker import Waker
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from transfer.backends.nccl_wire import HEAD_BYTES, PART_BYTES, Pieces
+from kvferry.transfer.backends.nccl_wire import HEAD_BYTES, PART_BYTES, Pieces
 
 if TYPE_CHECKING:
     import torch

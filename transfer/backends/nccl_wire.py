@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from transfer.backends.address import Port
-from transfer.tokens import TOKEN_BYTES
+from kvferry.transfer.backends.address import Port
+from kvferry.transfer.tokens import TOKEN_BYTES
 
 MAGIC = b"KVN1"
 ID_BYTES = 16

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
-from transfer.backends.address import MemoryAddress
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.backends.nixl_lists import DescriptorLists, PoolAddress
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.address import MemoryAddress
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.backends.nixl_lists import DescriptorLists, PoolAddress
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
+from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from transfer.backends.address import MemoryAddress, NumBytes
-from transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.backends.address import MemoryAddress, NumBytes
+from kvferry.transfer.layout import SpanTable, check_bounds
 
 _Indices = np.ndarray[Any, np.dtype[np.int32]]
 

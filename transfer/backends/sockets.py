@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import socket
 
-from transfer import keepalive
-from transfer.engine import PeerUnreachable
+from kvferry.transfer import keepalive
+from kvferry.transfer.engine import PeerUnreachable
 
 _BACKLOG = 128
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from transfer import tokens
-from transfer.backends import sockets
-from transfer.backends.tcp_client import TcpPeer, TcpTransfer
-from transfer.backends.tcp_fault import FaultInjector, parse_fault
-from transfer.backends.tcp_server import ServedConnection
-from transfer.backends.tcp_wire import NONCE_BYTES, TcpAddress
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
-from transfer.layout import SpanTable
-from transfer.memory import PoolMemory, pool_memory
+from kvferry.transfer import tokens
+from kvferry.transfer.backends import sockets
+from kvferry.transfer.backends.tcp_client import TcpPeer, TcpTransfer
+from kvferry.transfer.backends.tcp_fault import FaultInjector, parse_fault
+from kvferry.transfer.backends.tcp_server import ServedConnection
+from kvferry.transfer.backends.tcp_wire import NONCE_BYTES, TcpAddress
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.memory import PoolMemory, pool_memory
 
 if TYPE_CHECKING:
     import torch

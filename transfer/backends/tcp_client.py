@@ -14,12 +14,12 @@ import socket
 import time
 from collections import deque
 
-from transfer.backends import sockets
-from transfer.backends.base_transfer import BaseTransfer
-from transfer.backends.tcp_wire import GREETING, MAGIC, PIECE, REQUEST, RESPONSE, WELCOME, TcpAddress
-from transfer.engine import PeerUnreachable, Status
-from transfer.layout import SpanTable, check_bounds
-from transfer.memory import PoolMemory
+from kvferry.transfer.backends import sockets
+from kvferry.transfer.backends.base_transfer import BaseTransfer
+from kvferry.transfer.backends.tcp_wire import GREETING, MAGIC, PIECE, REQUEST, RESPONSE, WELCOME, TcpAddress
+from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.memory import PoolMemory
 
 _VIEWS_PER_CALL = 64
 _SLICE_BYTES = 8 << 20

@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from transfer.backends.tcp_fault import Fault, FaultInjector, flip
-from transfer.backends.tcp_wire import GREETING, MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE, WELCOME
-from transfer.memory import PoolMemory
+from kvferry.transfer.backends.tcp_fault import Fault, FaultInjector, flip
+from kvferry.transfer.backends.tcp_wire import GREETING, MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE, WELCOME
+from kvferry.transfer.memory import PoolMemory
 
 _VIEWS_PER_CALL = 64
 _SLICE_BYTES = 8 << 20

@@ -11,8 +11,8 @@ import struct
 
 import msgspec
 
-from transfer.backends.address import Port
-from transfer.tokens import TOKEN_BYTES
+from kvferry.transfer.backends.address import Port
+from kvferry.transfer.tokens import TOKEN_BYTES
 
 MAGIC = b"KVF1"
 NONCE_BYTES = 16

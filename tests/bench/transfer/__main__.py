@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from kvferry.transfer.engine import usable
 from tests.bench.transfer import control, on_cpu, on_gpu
 from tests.bench.transfer.report import Report
-from transfer.engine import usable
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 
+from kvferry.transfer.layout import KVGeometry
 from tests.bench.transfer.plane import LendingProcess, Puller
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.report import Report
-from transfer.layout import KVGeometry
 
 GEOMETRY = KVGeometry(
     num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_size=16, rope="default:10000"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvferry.transfer.engine import usable
+from kvferry.transfer.layout import SpanTable
 from tests.bench.transfer.pools import poisoned_pool, random_pool, scattered
 from tests.bench.transfer.raw_socket import RawSocket
 from tests.bench.transfer.reader import PeerProcess, Reader
 from tests.bench.transfer.report import Chart, Report
-from transfer.engine import usable
-from transfer.layout import SpanTable
 
 POOL_BYTES = 256 << 20
 READ_BYTES = 128 << 20

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from kvferry.transfer.engine import usable
+from kvferry.transfer.layout import KVGeometry, SpanTable
 from tests.bench.transfer.decode_step import DecodeStep
 from tests.bench.transfer.plane import LendingProcess, Puller
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import poisoned_pool, scattered
 from tests.bench.transfer.reader import PeerProcess, Reader
 from tests.bench.transfer.report import Chart, Report
-from transfer.engine import usable
-from transfer.layout import KVGeometry, SpanTable
 
 QWEN3_8B = KVGeometry(
     num_layers=36, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16, rope="default:1000000"

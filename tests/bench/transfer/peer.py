@@ -12,8 +12,8 @@ import json
 import select
 import sys
 
+from kvferry.transfer.engine import EngineOptions, open_engine
 from tests.bench.transfer.pools import random_pool
-from transfer.engine import EngineOptions, open_engine
 
 
 def main(backend: str, device: str, pool_bytes: str, seed: str, secret: str) -> None:

@@ -15,11 +15,11 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from kvferry.transfer.connector import PullDone, Remote
+from kvferry.transfer.layout import KVGeometry
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
 from tests.bench.transfer.reader import ROOT
-from transfer.connector import PullDone, Remote
-from transfer.layout import KVGeometry
 
 _DEADLINE_S = 60.0
 

@@ -22,12 +22,12 @@ from typing import Self
 import msgspec
 import torch
 
+from kvferry.transfer.connector import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
+from kvferry.transfer.events import PlaneEvent
+from kvferry.transfer.ids import new_incarnation, new_transfer_id
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.ranks import RankEvent, ReadEnded
 from tests.bench.transfer.pools import poisoned_pool, random_pool
-from transfer.connector import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
-from transfer.events import PlaneEvent
-from transfer.ids import new_incarnation, new_transfer_id
-from transfer.layout import KVGeometry
-from transfer.ranks import RankEvent, ReadEnded
 
 LEASE_S = 30.0
 _START_S = 60.0

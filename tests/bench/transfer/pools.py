@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from transfer.layout import SpanTable
-from transfer.pool import allocate_pool
+from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.pool import allocate_pool
 
 POISON = 0xA5
 

@@ -16,8 +16,8 @@ from typing import Self
 
 import numpy as np
 
+from kvferry.transfer.layout import SpanTable
 from tests.bench.transfer.reader import ROOT
-from transfer.layout import SpanTable
 
 _ORDER = struct.Struct("<QQ")
 """Bytes per block, and how many."""

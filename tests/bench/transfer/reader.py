@@ -14,10 +14,10 @@ from typing import Self
 
 import torch
 
+from kvferry.transfer.engine import EngineOptions, Peer, Status, Transfer, open_engine
+from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.tokens import mint, new_secret
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
-from transfer.engine import EngineOptions, Peer, Status, Transfer, open_engine
-from transfer.layout import SpanTable
-from transfer.tokens import mint, new_secret
 
 ROOT = Path(__file__).resolve().parents[3]
 _DEADLINE_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.launcher import start_process
+from kvferry.deploy.launcher import start_process
 from tests.system.client import complete_all, heldout, session
 from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
 
@@ -51,7 +51,7 @@ async def started(stack: AsyncExitStack, tmp_path: Path) -> Stack:
     decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", tmp_path))
     words = ("--prefill", prefill.url, "--decode", decode.url, "--dialect", "vllm-nixl")
     proxy = await start_process(
-        "proxy", ("-m", "proxy", "--port", "0", "--discovery-port", "0", *words), tmp_path
+        "proxy", ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *words), tmp_path
     )
     stack.push_async_callback(proxy.stop)
     async with asyncio.timeout(60), aiohttp.ClientSession() as http:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agent.messages import Output, Prior, Submit, Token
-from agent.model import Model
-from agent.runner import StepRunner
+from kvferry.agent.messages import Output, Prior, Submit, Token
+from kvferry.agent.model import Model
+from kvferry.agent.runner import StepRunner
 from tests.unit.agent.local_engine import LocalEngine, remote, request
 from tests.unit.agent.tiny_models import BLOCK_SIZE, VOCAB_SIZE, load_model, save_checkpoint
 

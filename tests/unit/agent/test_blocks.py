@@ -3,7 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from agent.blocks import BlockAllocator, BlockCounts, IntegrityError, OutOfBlocks, hash_blocks, hash_prompt
+from kvferry.agent.blocks import (
+    BlockAllocator,
+    BlockCounts,
+    IntegrityError,
+    OutOfBlocks,
+    hash_blocks,
+    hash_prompt,
+)
 
 
 def remembered(allocator: BlockAllocator, tokens: list[int]) -> list[int]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import BUNDLED_MODELS, build_parser, parse_config
+from kvferry.agent.cli import BUNDLED_MODELS, build_parser, parse_config
+from kvferry.transfer.engine import candidates
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
-from transfer.engine import candidates
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_help_describes_every_option_in_a_sentence() -> None:
 
 def test_the_module_exits_with_2_and_imports_no_torch() -> None:
     code = (
-        "import sys; from agent.__main__ import main\n"
+        "import sys; from kvferry.agent.__main__ import main\n"
         "try:\n    main(['--nonsense', '1'])\n"
         "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
     )

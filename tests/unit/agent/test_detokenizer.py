@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.detokenizer import Detokenizer
-from agent.tokenizer import Tokenizer
+from kvferry.agent.detokenizer import Detokenizer
+from kvferry.agent.tokenizer import Tokenizer
 from tests.standins.checkpoint import byte_fallback_tokenizer, byte_level_tokenizer, write_checkpoint
 
 KINDS = {"byte-level": byte_level_tokenizer, "byte-fallback": byte_fallback_tokenizer}

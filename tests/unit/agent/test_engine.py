@@ -13,12 +13,21 @@ import psutil
 import pytest
 import zmq
 
-from agent.messages import Abort, DropTransfer, Failed, Output, Prior, RemoteKV, SamplingParams, Submit
+from kvferry.agent.messages import (
+    Abort,
+    DropTransfer,
+    Failed,
+    Output,
+    Prior,
+    RemoteKV,
+    SamplingParams,
+    Submit,
+)
+from kvferry.transfer import messages as wire
+from kvferry.transfer.control import ControlClient
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.tiny_models import reference_tokens, save_checkpoint
-from transfer import messages as wire
-from transfer.control import ControlClient
 
 PROMPT = [(7 * position) % 90 for position in range(53)]
 SAMPLING = SamplingParams(seed=1, max_tokens=20, temperature=0.0, ignore_eos=True)

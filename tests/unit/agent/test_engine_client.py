@@ -13,9 +13,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from agent.engine_client import BadEngineMessage, EngineClient, Reply
-from agent.errors import ApiError
-from agent.messages import (
+from kvferry.agent.engine_client import BadEngineMessage, EngineClient, Reply
+from kvferry.agent.errors import ApiError
+from kvferry.agent.messages import (
     Abort,
     Failed,
     FromEngine,

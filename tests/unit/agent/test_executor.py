@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from agent.executor import BrokenRank, Executor
-from agent.step import (
+from kvferry.agent.executor import BrokenRank, Executor
+from kvferry.agent.step import (
     Boot,
     FromRank,
     RankReady,
@@ -22,9 +22,9 @@ from agent.step import (
     StepWritten,
     step_address,
 )
+from kvferry.transfer.rank_channel import RankConnection, RankEnd, connect_at_once
 from tests.standins.api_process import tiny_config
 from tests.unit.transfer.rig import until
-from transfer.rank_channel import RankConnection, RankEnd, connect_at_once
 
 STEP = Step(number=1, copies=(), chunks=(), tells_written=True)
 START_S = 10.0
@@ -70,7 +70,7 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         )
         return rank
 
-    monkeypatch.setattr("agent.executor.ChildProcess.start", start)
+    monkeypatch.setattr("kvferry.agent.executor.ChildProcess.start", start)
     executor = Executor(Boot(config=tiny_config(tmp_path, tp=2), incarnation="0" * 16), tmp_path)
     await executor.start(START_S)
     yield SimpleNamespace(executor=executor, ranks=ranks)

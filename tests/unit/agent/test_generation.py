@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import answers
-from agent.errors import ApiError
-from agent.generation import Delta, Generation, GenerationRequest
-from agent.ids import AnswerId, AnswerKind
-from agent.kv_params import FirstToken, Resume
-from agent.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
-from agent.messages import FinishReason, SamplingParams, Timing, Token, TokenLogprob
-from agent.tokenizer import Tokenizer
+from kvferry.agent import answers
+from kvferry.agent.errors import ApiError
+from kvferry.agent.generation import Delta, Generation, GenerationRequest
+from kvferry.agent.ids import AnswerId, AnswerKind
+from kvferry.agent.kv_params import FirstToken, Resume
+from kvferry.agent.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
+from kvferry.agent.messages import FinishReason, SamplingParams, Timing, Token, TokenLogprob
+from kvferry.agent.tokenizer import Tokenizer
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 
 

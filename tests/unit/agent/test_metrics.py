@@ -9,10 +9,10 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.errors import bad_request
-from agent.journal import CLIENT_GONE, Journal
-from agent.messages import Stats, Timing
-from agent.metrics import Metrics
+from kvferry.agent.errors import bad_request
+from kvferry.agent.journal import CLIENT_GONE, Journal
+from kvferry.agent.messages import Stats, Timing
+from kvferry.agent.metrics import Metrics
 
 STATS = Stats(
     steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config
 
-from agent.attention import PagedBatch
-from agent.messages import SamplingParams
-from agent.model import (
+from kvferry.agent.attention import PagedBatch
+from kvferry.agent.messages import SamplingParams
+from kvferry.agent.model import (
     Model,
     ModelSpec,
     RotaryTable,
@@ -25,12 +25,12 @@ from agent.model import (
     check_supported,
     eos_ids,
 )
-from agent.rank_exchange import RankExchange
-from agent.runner import StepRunner
-from agent.sampler import draw
-from agent.step import Chunk, Drawn, Sample, Step
-from agent.tensor_parallel import Group, splits_of
-from agent.weights import CheckpointWeights
+from kvferry.agent.rank_exchange import RankExchange
+from kvferry.agent.runner import StepRunner
+from kvferry.agent.sampler import draw
+from kvferry.agent.step import Chunk, Drawn, Sample, Step
+from kvferry.agent.tensor_parallel import Group, splits_of
+from kvferry.agent.weights import CheckpointWeights
 from tests.gpu import needs_gpus
 from tests.unit.agent.tiny_models import (
     BLOCK_SIZE,
@@ -85,7 +85,7 @@ def test_a_step_says_that_its_kv_is_written_before_it_draws(
         events.append("drawn")
         return draw(*arguments)
 
-    monkeypatch.setattr("agent.runner.draw", noted)
+    monkeypatch.setattr("kvferry.agent.runner.draw", noted)
     greedy = Sample(choice=0, position=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     chunk = Chunk(token_ids=tuple(PROMPT), start=0, blocks=TABLE[:4], samples=(greedy,))
     step = Step(number=1, copies=(), chunks=(chunk,), tells_written=True)

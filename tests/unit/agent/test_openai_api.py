@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.errors import ApiError
-from agent.messages import SamplingParams
-from agent.openai_api import (
+from kvferry.agent.errors import ApiError
+from kvferry.agent.messages import SamplingParams
+from kvferry.agent.openai_api import (
     ChatBody,
     CompletionBody,
     GenerationBody,

@@ -13,10 +13,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from agent.ids import host_id
-from agent.lifecycle import IllegalTransition, Lifecycle
-from agent.ping import Announcer
-from proxy.wire import (
+from kvferry.agent.ids import host_id
+from kvferry.agent.lifecycle import IllegalTransition, Lifecycle
+from kvferry.agent.ping import Announcer
+from kvferry.proxy.wire import (
     Ack,
     AgentMessage,
     Bye,
@@ -142,7 +142,7 @@ async def test_goodbye_is_said_when_the_agent_leaves() -> None:
 
 async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """X3: no answer of a peer may end the pinging."""
-    caplog.set_level("INFO", "agent.ping")
+    caplog.set_level("INFO", "kvferry.agent.ping")
     proxies: list[Proxy] = []
 
     def make(context: zmq.asyncio.Context) -> list[str]:
@@ -159,7 +159,9 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
         await proxies[0].hear_ping()
         lifecycle.transition("draining")
         await proxies[0].hear_ping("draining")
-    told = [record.message.partition(": ")[2] for record in caplog.records if record.name == "agent.ping"]
+    told = [
+        record.message.partition(": ")[2] for record in caplog.records if record.name == "kvferry.agent.ping"
+    ]
     assert told.count("refused: no such model") == 1
     assert any(words.startswith("answered nonsense") for words in told)
     assert told[-1] == "registered with p1"

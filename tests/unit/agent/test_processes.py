@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from agent.processes import ChildProcess, ParentGone
+from kvferry.agent.processes import ChildProcess, ParentGone
 
-CHILD = "import os; from agent.processes import die_with_parent; die_with_parent(os.getppid()); "
+CHILD = "import os; from kvferry.agent.processes import die_with_parent; die_with_parent(os.getppid()); "
 
 
 async def wait_gone(pid: int, timeout_s: float) -> float:
@@ -50,7 +50,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
         f"time.sleep(0.5); {CHILD} time.sleep(60)"
     )
     code = (
-        "import asyncio; from agent.processes import ChildProcess\n"
+        "import asyncio; from kvferry.agent.processes import ChildProcess\n"
         "async def main():\n"
         f"    await (await ChildProcess.start(['-c', {grandchild!r}], b'', 'late')).wait()\n"
         "asyncio.run(main())"
@@ -66,7 +66,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
 
 def test_a_parent_that_is_gone_already_is_an_error() -> None:
     parent = os.getppid()
-    code = f"from agent.processes import die_with_parent; die_with_parent({parent})"
+    code = f"from kvferry.agent.processes import die_with_parent; die_with_parent({parent})"
     child = psutil.Popen([sys.executable, "-c", code], stderr=-1)
     _, errors = child.communicate(timeout=20)
     assert child.returncode != 0

@@ -14,8 +14,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from agent.rank_exchange import SLOT_BYTES, RankExchange, RankLost
-from agent.tensor_parallel import Group
+from kvferry.agent.rank_exchange import SLOT_BYTES, RankExchange, RankLost
+from kvferry.agent.tensor_parallel import Group
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.run_dir import private_run_dir
+from kvferry.agent.run_dir import private_run_dir
 
 OWNER = (
     "import sys\n"
-    "from agent.run_dir import private_run_dir\n"
+    "from kvferry.agent.run_dir import private_run_dir\n"
     "with private_run_dir() as path:\n"
     "    print(path, flush=True)\n"
     "    sys.stdin.read()\n"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from agent.messages import SamplingParams
-from agent.sampler import decision_scores, draw, gumbel_noise, margins
-from agent.step import Drawn, Sample
+from kvferry.agent.messages import SamplingParams
+from kvferry.agent.sampler import decision_scores, draw, gumbel_noise, margins
+from kvferry.agent.step import Drawn, Sample
 
 VOCABULARY = 40
 EOS = (3,)

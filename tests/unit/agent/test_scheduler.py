@@ -6,8 +6,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from agent.messages import Failed, Output, Prior
-from agent.step import Chunk, Drawn
+from kvferry.agent.messages import Failed, Output, Prior
+from kvferry.agent.step import Chunk, Drawn
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent.messages import Failed, Output, Submit
+from kvferry.agent.messages import Failed, Output, Submit
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
-from transfer.first_tokens import FirstToken, FirstTokens
 
 NUM_BLOCKS = 20
 BASE = [1 + (7 * position) % 49 for position in range(40)]

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from agent.sequence import Clock, IllegalTransition, Request, Sequence, SequenceState
+from kvferry.agent.sequence import Clock, IllegalTransition, Request, Sequence, SequenceState
 from tests.unit.agent.local_engine import request
 
 W, P, R, F = (

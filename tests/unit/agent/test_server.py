@@ -24,8 +24,8 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.tokenizer import Tokenizer
-from proxy.wire import Bye, Register, decode_agent_message
+from kvferry.agent.tokenizer import Tokenizer
+from kvferry.proxy.wire import Bye, Register, decode_agent_message
 from tests.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 from tests.standins.engine import CACHED_TOKENS, CONTROL_PORT, MAX_MODEL_LEN, Seed
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[3]
 START = (
-    "import os, sys; from agent.processes import die_with_parent; die_with_parent(os.getppid()); "
-    "from agent.__main__ import main; "
+    "import os, sys; from kvferry.agent.processes import die_with_parent; die_with_parent(os.getppid()); "
+    "from kvferry.agent.__main__ import main; "
     "sys.exit(main(sys.argv[1:], engine_module='tests.standins.engine'))"
 )
 DEADLINE_S = 20.0

@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from agent.handover import handed_over, to_hand_over
-from agent.messages import Failed, Output, SamplingParams, Submit, Token, TokenLogprob
+from kvferry.agent.handover import handed_over, to_hand_over
+from kvferry.agent.messages import Failed, Output, SamplingParams, Submit, Token, TokenLogprob
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
 from tests.unit.agent.test_scheduler import chunks_run, make_engine, numbers
-from transfer.first_tokens import FirstToken, FirstTokens
 
 PROMPT = numbers(0, 10)
 

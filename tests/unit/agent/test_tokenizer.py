@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.chat_template import ChatTemplate, TemplateRefused
-from agent.tokenizer import Tokenizer
+from kvferry.agent.chat_template import ChatTemplate, TemplateRefused
+from kvferry.agent.tokenizer import Tokenizer
 from tests.standins.checkpoint import (
     ASSISTANT,
     BOS,

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from agent.messages import SamplingParams
-from agent.model import Model, ModelSpec
-from agent.runner import StepRunner
-from agent.step import Chunk, Sample, Step
-from agent.tensor_parallel import Group
+from kvferry.agent.messages import SamplingParams
+from kvferry.agent.model import Model, ModelSpec
+from kvferry.agent.runner import StepRunner
+from kvferry.agent.step import Chunk, Sample, Step
+from kvferry.agent.tensor_parallel import Group
 
 VOCAB_SIZE = 96
 BLOCK_SIZE = 16

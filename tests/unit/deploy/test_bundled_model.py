@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
-from deploy.train.tasks import held_out_prompts
+from tools.train.tasks import held_out_prompts
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "deploy" / "models" / "ferry-tiny"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main as kvferry
-from deploy.keygen import main as keygen
-from proxy.config import ProxyConfig
-from proxy.refusals import Refusal
-from proxy.registry import Node
-from proxy.server import RunningProxy, running_proxy
+from kvferry.deploy.cli import main as kvferry
+from kvferry.deploy.keygen import main as keygen
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.registry import Node
+from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0
@@ -28,7 +28,7 @@ DEADLINE_S = 20.0
 async def sidecar(server: WatchedServer, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
     words = ("agent", "--attach", server.url, "--dialect", "vllm-nixl", "--role", "prefill", *args)
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.cli", *words, stderr=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", "kvferry.deploy.cli", *words, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         yield child

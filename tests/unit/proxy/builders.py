@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.registry import Node, NodeState, Snapshot
-from proxy.wire import Load, Register, Role
+from kvferry.proxy.registry import Node, NodeState, Snapshot
+from kvferry.proxy.wire import Load, Register, Role
 
 
 def load(running: int = 0, **fields: Any) -> Load:

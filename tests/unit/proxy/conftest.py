@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.record import Phase
-from proxy.server import RunningProxy, running_proxy
-from proxy.wire import Role
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.record import Phase
+from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.wire import Role
 from tests.standins.agents import StandInAgent
 
 A = TypeVar("A", bound=StandInAgent)

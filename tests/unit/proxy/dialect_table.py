@@ -13,16 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agent.errors import ApiError
-from agent.openai_api import ChatBody, CompletionBody, decode_body
-from proxy.config import ProxyConfig
-from proxy.dialects import native
-from proxy.dialects.base import Dialect, Prefilled, Shape
-from proxy.dialects.catalogue import other_dialects
-from proxy.errors import BadAnswer, InvalidRequest
-from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
-from proxy.openai_api import ClientRequest, parse_request
-from proxy.parts import cut
+from kvferry.agent.errors import ApiError
+from kvferry.agent.openai_api import ChatBody, CompletionBody, decode_body
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.base import Dialect, Prefilled, Shape
+from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.openai_api import ClientRequest, parse_request
+from kvferry.proxy.parts import cut
 from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[3] / "docs/dialects/README.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.address_rules import AddressRules, speaks_tls
+from kvferry.proxy.address_rules import AddressRules, speaks_tls
 from tests.unit.proxy.builders import registration
 
 RULES = "10.0.0.0/8, 192.168.7.7, 2001:db8::/32, agent-7.example, .pool.example"

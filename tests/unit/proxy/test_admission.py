@@ -10,14 +10,14 @@ from random import Random
 
 import pytest
 
-from proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold
-from proxy.ask import Ask
-from proxy.errors import Overloaded
-from proxy.loads import Loads
-from proxy.metrics import Metrics
-from proxy.registry import Snapshot
-from proxy.router import NoPair, Pair, Router, make_policy
-from proxy.slots import Slots
+from kvferry.proxy.admission import MAX_RETRY_AFTER_S, Admission, Hold
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.loads import Loads
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.registry import Snapshot
+from kvferry.proxy.router import NoPair, Pair, Router, make_policy
+from kvferry.proxy.slots import Slots
 from tests.unit.proxy.builders import load, registration, snapshot
 
 ROOM = 2

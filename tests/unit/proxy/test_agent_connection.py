@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.agent_connection import HELD_BYTES, AgentConnection, ConnectionBroken, State
+from kvferry.proxy.agent_connection import HELD_BYTES, AgentConnection, ConnectionBroken, State
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"

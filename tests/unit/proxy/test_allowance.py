@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.allowance import Allowance, Rate
-from proxy.api_keys import ApiKeys, BadKeyFile
-from proxy.errors import RateLimited
+from kvferry.proxy.allowance import Allowance, Rate
+from kvferry.proxy.api_keys import ApiKeys, BadKeyFile
+from kvferry.proxy.errors import RateLimited
 from tests.unit.proxy.conftest import Stage, StartStage
 
 KEY = "client-key-0123456789"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.api_keys import Access, ApiKeys, BadKeyFile
+from kvferry.proxy.api_keys import Access, ApiKeys, BadKeyFile
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -122,7 +122,7 @@ def test_a_proxy_does_not_start_without_the_keys_it_was_told_of(tmp_path: Path, 
     path = tmp_path / "keys"
     path.touch()
     done = subprocess.run(
-        [sys.executable, "-m", "proxy", "--port", "0", "--discovery-port", "0", flag, str(path)],
+        [sys.executable, "-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", flag, str(path)],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects import native
-from proxy.history import History
-from proxy.relay import Relay
+from kvferry.proxy.dialects import native
+from kvferry.proxy.history import History
+from kvferry.proxy.relay import Relay
 from tests.unit.proxy.conftest import Stage, StartStage
 
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -269,7 +269,7 @@ async def test_metrics_tell_what_happened(stage: Stage) -> None:
 
 async def test_a_stream_may_outlast_what_quart_would_allow(stage: Stage) -> None:
     """Quart's own response timeout (60 s) is off; ours is the exchange's."""
-    from proxy.app import create_app
+    from kvferry.proxy.app import create_app
 
     app = create_app(stage.proxy.services)
     assert app.config["RESPONSE_TIMEOUT"] is None

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.ask import BYTES_PER_TOKEN, CHUNK_TOKENS, MAX_CHUNKS, Ask, ask_about
-from proxy.openai_api import parse_request
+from kvferry.proxy.ask import BYTES_PER_TOKEN, CHUNK_TOKENS, MAX_CHUNKS, Ask, ask_about
+from kvferry.proxy.openai_api import parse_request
 
 CHUNK_BYTES = CHUNK_TOKENS * BYTES_PER_TOKEN
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.breaker import MAX_PAUSE_S, PROBE_INTERVAL_S, Breaker, BreakerSettings, BreakerState
-from proxy.wire import Incarnation
+from kvferry.proxy.breaker import MAX_PAUSE_S, PROBE_INTERVAL_S, Breaker, BreakerSettings, BreakerState
+from kvferry.proxy.wire import Incarnation
 
 SETTINGS = BreakerSettings(failures=3, pause_s=1.0)
 CLOSED, OPEN, HALF_OPEN = BreakerState

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from proxy.client_connection import MAX_HEAD_BYTES
+from kvferry.proxy.client_connection import MAX_HEAD_BYTES
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 

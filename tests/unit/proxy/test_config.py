@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.config import ProxyConfig, parse_config
+from kvferry.proxy.config import ProxyConfig, parse_config
 
 
 def test_the_flags_are_these() -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.dialects.base import Dialect, Ends, Part, Peer, Prefilled, Shape
-from proxy.dialects.catalogue import SUPPORTED, other_dialects
-from proxy.errors import BadAnswer, InvalidRequest
-from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
-from proxy.openai_api import ClientRequest, parse_request
-from proxy.parts import cut
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects.base import Dialect, Ends, Part, Peer, Prefilled, Shape
+from kvferry.proxy.dialects.catalogue import SUPPORTED, other_dialects
+from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.openai_api import ClientRequest, parse_request
+from kvferry.proxy.parts import cut
 from tests.unit.proxy.builders import registration
 
 EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))

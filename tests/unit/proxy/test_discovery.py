@@ -15,11 +15,11 @@ import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy import wire
-from proxy.discovery import Discovery
-from proxy.metrics import Metrics
-from proxy.refusals import Refusal
-from proxy.registry import Registry
+from kvferry.proxy import wire
+from kvferry.proxy.discovery import Discovery
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.registry import Registry
 from tests.unit.proxy.builders import registration
 
 PING = wire.encode(registration("decode", 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engine_server import BadEngineServer, server_from_words, servers_from_file
+from kvferry.proxy.engine_server import BadEngineServer, server_from_words, servers_from_file
 
 FILE = """\
 dialect: sglang

@@ -13,11 +13,11 @@ import msgpack
 import msgspec
 import pytest
 
-from proxy import engine_look, engine_watch
-from proxy.engine_look import MAX_COUNT, EngineDown, Sighting, look
-from proxy.engine_server import server_from_words
-from proxy.engine_watch import MAX_MISSED, EngineWatch
-from proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
+from kvferry.proxy import engine_look, engine_watch
+from kvferry.proxy.engine_look import MAX_COUNT, EngineDown, Sighting, look
+from kvferry.proxy.engine_server import server_from_words
+from kvferry.proxy.engine_watch import MAX_MISSED, EngineWatch
+from kvferry.proxy.wire import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
 from tests.standins.engines import SERVERS, Fabric
 from tests.standins.watched_server import WatchedServer
 from tests.unit.proxy.conftest import Stage, StartStage

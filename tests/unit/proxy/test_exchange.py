@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.ids import TransferId
-from proxy.server import running_proxy
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.ids import TransferId
+from kvferry.proxy.server import running_proxy
 from tests.standins.agents import STOP_AT_ONCE, Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
@@ -565,7 +565,7 @@ async def test_every_request_is_logged_once_without_its_prompt(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     await stage.pair()
-    with caplog.at_level("INFO", logger="proxy.record"):
+    with caplog.at_level("INFO", logger="kvferry.proxy.record"):
         await stage.stream({**BODY, "prompt": "a secret"})
         await stage.ask({**BODY, "max_tokens": 0})
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
@@ -581,7 +581,7 @@ async def test_prompts_are_logged_when_that_is_asked_for(
     """Issue 4, "Security": `--log-prompts`, and then only so much of each."""
     stage = await start_stage(log_prompts=True)
     await stage.pair()
-    with caplog.at_level("INFO", logger="proxy.record"):
+    with caplog.at_level("INFO", logger="kvferry.proxy.record"):
         await stage.stream({**BODY, "prompt": "no secret " * 1000})
         await stage.ask(
             {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}]}, "chat/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy.funnel import Funnel
+from kvferry.proxy.funnel import Funnel
 
 
 async def test_writers_wait_for_a_slow_reader_and_nothing_is_lost() -> None:

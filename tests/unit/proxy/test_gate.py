@@ -14,11 +14,11 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from proxy import wire
-from proxy.discovery import Discovery
-from proxy.metrics import Metrics
-from proxy.refusals import Refusal
-from proxy.registry import Registry
+from kvferry.proxy import wire
+from kvferry.proxy.discovery import Discovery
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.registry import Registry
 from tests.standins.wiretap import Wiretap
 from tests.unit.proxy.builders import load, registration
 

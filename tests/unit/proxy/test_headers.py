@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.upstream import Upstream
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.upstream import Upstream
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history import MAX_FAILURES, NUM_SLICES, SLICE_S, Failure, History, Spread
+from kvferry.proxy.history import MAX_FAILURES, NUM_SLICES, SLICE_S, Failure, History, Spread
 
 NOW = 1000.0 * SLICE_S
 

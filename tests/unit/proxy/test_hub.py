@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from proxy import hub as hub_module
-from proxy import link as link_module
-from proxy import reports
-from proxy.admission import Hold
-from proxy.ask import Ask
-from proxy.config import ProxyConfig, config_from_json, config_to_json
-from proxy.errors import NoAgent, Overloaded, ProxyError
-from proxy.fleet import Call
-from proxy.history import Failure, History
-from proxy.hub import Hub
-from proxy.link import Link, LinkLost
-from proxy.link_messages import Begin, Collect, ToHub, ToWorker
-from proxy.local_fleet import LocalFleet
-from proxy.metrics import Metrics
-from proxy.remote_fleet import RemoteFleet
-from proxy.reports import Report
-from proxy.router import NoPair
-from proxy.wire import Incarnation
+from kvferry.proxy import hub as hub_module
+from kvferry.proxy import link as link_module
+from kvferry.proxy import reports
+from kvferry.proxy.admission import Hold
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.config import ProxyConfig, config_from_json, config_to_json
+from kvferry.proxy.errors import NoAgent, Overloaded, ProxyError
+from kvferry.proxy.fleet import Call
+from kvferry.proxy.history import Failure, History
+from kvferry.proxy.hub import Hub
+from kvferry.proxy.link import Link, LinkLost
+from kvferry.proxy.link_messages import Begin, Collect, ToHub, ToWorker
+from kvferry.proxy.local_fleet import LocalFleet
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.remote_fleet import RemoteFleet
+from kvferry.proxy.reports import Report
+from kvferry.proxy.router import NoPair
+from kvferry.proxy.wire import Incarnation
 from tests.unit.proxy.builders import load, registration
 
 DEADLINE_S = 5.0

@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from proxy import introductions
-from proxy.engine_look import Sighting
-from proxy.wire import Load
+from kvferry.proxy import introductions
+from kvferry.proxy.engine_look import Sighting
+from kvferry.proxy.wire import Load
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.lease_watch import LeaseWatch, Verdict, count_in
-from proxy.upstream import Upstream
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.lease_watch import LeaseWatch, Verdict, count_in
+from kvferry.proxy.upstream import Upstream
 from tests.standins.engines import Fabric, VllmNixlServer
 
 COUNTER = "vllm:nixl_num_kv_expired_reqs_total"

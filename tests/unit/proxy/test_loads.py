@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.loads import Loads
-from proxy.registry import Node, NodeState
-from proxy.slots import Slots
+from kvferry.proxy.loads import Loads
+from kvferry.proxy.registry import Node, NodeState
+from kvferry.proxy.slots import Slots
 from tests.unit.proxy.builders import load, registration
 
 FREE = {"prefill": None, "decode": None}

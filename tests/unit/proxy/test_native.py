@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy import sse
-from proxy.dialects import native
-from proxy.errors import BadAnswer, InvalidRequest
-from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
-from proxy.openai_api import ClientRequest, parse_request
+from kvferry.proxy import sse
+from kvferry.proxy.dialects import native
+from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.openai_api import ClientRequest, parse_request
 from tests.unit.proxy.builders import registration
 
 IDS = Identity(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import InvalidRequest
-from proxy.openai_api import ClientRequest, check_context, parse_request
+from kvferry.proxy.errors import InvalidRequest
+from kvferry.proxy.openai_api import ClientRequest, check_context, parse_request
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy import live
-from proxy.config import ProxyConfig
-from proxy.operator_page import FOLDER
-from proxy.registry import Registry
-from proxy.server import running_proxy
+from kvferry.proxy import live
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.operator_page import FOLDER
+from kvferry.proxy.registry import Registry
+from kvferry.proxy.server import running_proxy
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.pairing import Mismatch, common_transfers, mismatch, refused_pairs
-from proxy.registry import NodeState
+from kvferry.proxy.pairing import Mismatch, common_transfers, mismatch, refused_pairs
+from kvferry.proxy.registry import NodeState
 from tests.unit.proxy.builders import registration, snapshot
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from proxy import sse
-from proxy.errors import AgentLost, AgentRefused, BadAnswer
-from proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
-from proxy.openai_api import parse_request
-from proxy.parts import PartAnswer, as_events, cut, ending, join
+from kvferry.proxy import sse
+from kvferry.proxy.errors import AgentLost, AgentRefused, BadAnswer
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.openai_api import parse_request
+from kvferry.proxy.parts import PartAnswer, as_events, cut, ending, join
 from tests.unit.proxy.builders import registration
 
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from proxy.places import Places
+from kvferry.proxy.places import Places
 
 FOREVER = float("inf")
 

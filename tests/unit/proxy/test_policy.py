@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.ask import BYTES_PER_TOKEN, CHUNK_TOKENS, Ask
-from proxy.policy import LeastLoaded, LoadOf, PowerOfTwo, RoundRobin, Session
-from proxy.prefix_aware import MAX_HOLDERS, OVERLOAD_FACTOR, OVERLOAD_SLACK, PrefixAware, PrefixIndex
-from proxy.registry import Node
-from proxy.wire import Incarnation
+from kvferry.proxy.ask import BYTES_PER_TOKEN, CHUNK_TOKENS, Ask
+from kvferry.proxy.policy import LeastLoaded, LoadOf, PowerOfTwo, RoundRobin, Session
+from kvferry.proxy.prefix_aware import MAX_HOLDERS, OVERLOAD_FACTOR, OVERLOAD_SLACK, PrefixAware, PrefixIndex
+from kvferry.proxy.registry import Node
+from kvferry.proxy.wire import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
 ASK = Ask(model="m")

@@ -23,7 +23,7 @@ BODY = {"model": "stand-in", "prompt": "p", "max_tokens": 3}
 @asynccontextmanager
 async def process(*args: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "proxy", "--port", "0", "--discovery-port", "0", *args,
+        sys.executable, "-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *args,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stdout is not None
@@ -74,7 +74,8 @@ async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
 async def test_a_taken_port_ends_it_with_a_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "proxy", "--port", str(taken.getsockname()[1]), "--discovery-port", "0",
+            sys.executable, "-m", "kvferry.proxy",
+            "--port", str(taken.getsockname()[1]), "--discovery-port", "0",
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         _, said = await asyncio.wait_for(child.communicate(), 20)

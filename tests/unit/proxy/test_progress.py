@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import sse
-from proxy.dialects.native import FirstToken, PrefillAnswer, read_prefill_answer
-from proxy.errors import AnswerDiverged, BadAnswer
-from proxy.ids import TransferId
-from proxy.openai_api import parse_request
-from proxy.progress import Progress
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer, read_prefill_answer
+from kvferry.proxy.errors import AnswerDiverged, BadAnswer
+from kvferry.proxy.ids import TransferId
+from kvferry.proxy.openai_api import parse_request
+from kvferry.proxy.progress import Progress
 
 EVENTS = [
     b": t 0 5,6\n" + sse.event({"text": ": t 0 9 \n: t 0 9\n"}),

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from proxy.address_rules import AddressRules
-from proxy.breaker import BreakerSettings, BreakerState
-from proxy.refusals import MAX_ADDRESS_CHARS, MAX_SHOWN, Refusal
-from proxy.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
-from proxy.wire import NODE_EXPIRY_S, Incarnation
+from kvferry.proxy.address_rules import AddressRules
+from kvferry.proxy.breaker import BreakerSettings, BreakerState
+from kvferry.proxy.refusals import MAX_ADDRESS_CHARS, MAX_SHOWN, Refusal
+from kvferry.proxy.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
+from kvferry.proxy.wire import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
 
 ONE = registration("both", 1)
@@ -175,8 +175,8 @@ def test_a_model_is_remembered_for_a_while_after_its_last_agent() -> None:
 
 
 def test_the_registry_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.registry.MAX_NODES", 3)
-    monkeypatch.setattr("proxy.registry.MAX_RETIRED", 3)
+    monkeypatch.setattr("kvferry.proxy.registry.MAX_NODES", 3)
+    monkeypatch.setattr("kvferry.proxy.registry.MAX_RETIRED", 3)
     registry = Registry()
     refusals = [registry.register(registration("both", port), 0.0) for port in range(1, 6)]
     assert refusals == [None] * 3 + [Refusal.FULL] * 2
@@ -186,7 +186,7 @@ def test_the_registry_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replacement_is_welcome_in_a_full_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.registry.MAX_NODES", 1)
+    monkeypatch.setattr("kvferry.proxy.registry.MAX_NODES", 1)
     registry = Registry()
     registry.register(ONE, 0.0)
     assert registry.register(registration("both", 1, incarnation="f" * 16), 0.1) is None

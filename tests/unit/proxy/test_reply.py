@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from proxy import sse
+from kvferry.proxy import sse
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 

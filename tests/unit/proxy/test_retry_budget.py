@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.retry_budget import MAX_SAVED, RATIO, RESERVE, RetryBudget
+from kvferry.proxy.retry_budget import MAX_SAVED, RATIO, RESERVE, RetryBudget
 
 
 @given(st.lists(st.booleans(), max_size=2000))

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.ask import Ask
-from proxy.breaker import BreakerState
-from proxy.loads import Loads
-from proxy.pairing import mismatch
-from proxy.policy import PolicyName
-from proxy.registry import NodeState, Snapshot
-from proxy.router import NoPair, Pair, Router, can_serve, make_policy
-from proxy.slots import Slots
-from proxy.wire import Incarnation
+from kvferry.proxy.ask import Ask
+from kvferry.proxy.breaker import BreakerState
+from kvferry.proxy.loads import Loads
+from kvferry.proxy.pairing import mismatch
+from kvferry.proxy.policy import PolicyName
+from kvferry.proxy.registry import NodeState, Snapshot
+from kvferry.proxy.router import NoPair, Pair, Router, can_serve, make_policy
+from kvferry.proxy.slots import Slots
+from kvferry.proxy.wire import Incarnation
 from tests.unit.proxy.builders import load, registration, snapshot
 
 

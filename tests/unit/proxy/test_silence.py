@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.history import History
-from proxy.local_fleet import LocalFleet
-from proxy.metrics import Metrics
-from proxy.registry import STALL_S
-from proxy.silence import LOOK_INTERVAL_S, OpenLegs
-from proxy.wire import NODE_EXPIRY_S, Register
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.history import History
+from kvferry.proxy.local_fleet import LocalFleet
+from kvferry.proxy.metrics import Metrics
+from kvferry.proxy.registry import STALL_S
+from kvferry.proxy.silence import LOOK_INTERVAL_S, OpenLegs
+from kvferry.proxy.wire import NODE_EXPIRY_S, Register
 from tests.standins.agents import Fault
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.conftest import StartStage

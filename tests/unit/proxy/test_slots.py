@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.slots import Slots
-from proxy.wire import Incarnation
+from kvferry.proxy.slots import Slots
+from kvferry.proxy.wire import Incarnation
 
 FIRST, SECOND = Incarnation("1"), Incarnation("2")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import sse
-from proxy.errors import BadAnswer
+from kvferry.proxy import sse
+from kvferry.proxy.errors import BadAnswer
 
 STREAM = b"".join([sse.event({"text": f"t{index} [DONE]"}) for index in range(5)]) + sse.DONE
 
@@ -53,7 +53,7 @@ def test_done_within_text_is_not_the_end() -> None:
 
 
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.sse.MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("kvferry.proxy.sse.MAX_EVENT_BYTES", 100)
     scanner = sse.Scanner()
     with pytest.raises(BadAnswer):
         for _ in range(20):

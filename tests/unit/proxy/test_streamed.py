@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.dialects.native import PrefillAnswer
-from proxy.errors import AgentLost, AgentRefused
-from proxy.streamed import EarlyLeg, FirstTokens
-from proxy.wire import Incarnation
+from kvferry.proxy.dialects.native import PrefillAnswer
+from kvferry.proxy.errors import AgentLost, AgentRefused
+from kvferry.proxy.streamed import EarlyLeg, FirstTokens
+from kvferry.proxy.wire import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-import agent.tls
-from proxy.refusals import Refusal
-from proxy.tls import BadCertificate, client_context, server_context
+import kvferry.agent.tls
+from kvferry.proxy.refusals import Refusal
+from kvferry.proxy.tls import BadCertificate, client_context, server_context
 from tests.standins.agents import StandInAgent
 from tests.standins.certificates import Certificate, make_certificate
 from tests.unit.proxy.conftest import StartStage
@@ -83,8 +83,8 @@ def test_files_that_are_no_certificate_and_its_key_are_named(
     cert = junk.get(flaw, others.cert)
     with pytest.raises(BadCertificate, match=str(cert)):
         server_context(cert, ours.key)
-    with pytest.raises(agent.tls.BadCertificate, match=str(cert)):
-        agent.tls.server_context(str(cert), str(ours.key))
+    with pytest.raises(kvferry.agent.tls.BadCertificate, match=str(cert)):
+        kvferry.agent.tls.server_context(str(cert), str(ours.key))
     if flaw in junk:
         with pytest.raises(BadCertificate, match=str(cert)):
             client_context(cert)
@@ -95,7 +95,7 @@ def test_nothing_starts_without_the_certificate_it_was_told_of(tmp_path: Path, p
     path = str(tmp_path / "absent.pem")
     ports = {"proxy": ("--discovery-port", "0"), "agent": ("--model", "ferry-tiny", "--control-port", "0")}
     done = subprocess.run(
-        [sys.executable, "-m", package, "--port", "0", *ports[package],
+        [sys.executable, "-m", f"kvferry.{package}", "--port", "0", *ports[package],
          "--tls-cert", path, "--tls-key", path],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip

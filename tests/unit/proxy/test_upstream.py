@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.errors import AgentLost
-from proxy.upstream import Upstream
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.errors import AgentLost
+from kvferry.proxy.upstream import Upstream
 from tests.standins.agents import Fault, StandInAgent
 
 BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()

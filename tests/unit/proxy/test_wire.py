@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import wire
+from kvferry.proxy import wire
 from tests.unit.proxy.builders import registration
 
 

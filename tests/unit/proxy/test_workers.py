@@ -17,8 +17,8 @@ import aiohttp
 import psutil
 import pytest
 
-from proxy.config import ProxyConfig
-from proxy.workers import WorkersFailed, reserved_port, running_workers
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.workers import WorkersFailed, reserved_port, running_workers
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.test_process import process
 
@@ -201,7 +201,7 @@ async def test_a_killed_worker_is_replaced_and_costs_its_own_streams_and_the_hub
 
 
 async def test_workers_that_do_not_live_end_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.workers.sys.executable", "/bin/false")
+    monkeypatch.setattr("kvferry.proxy.workers.sys.executable", "/bin/false")
     with pytest.raises(ExceptionGroup) as failed:
         async with running_workers(ProxyConfig(port=0, discovery_port=0, workers=2)):
             raise AssertionError("it cannot have started")

@@ -10,8 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transfer.backends.cuda_ipc_kernel import gather
-from transfer.backends.cuda_ipc_settings import CudaIpcSettings
+from kvferry.transfer.backends.cuda_ipc_kernel import gather
+from kvferry.transfer.backends.cuda_ipc_settings import CudaIpcSettings
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from transfer.backends.cuda_ipc_work import Work
-from transfer.layout import SpanTable
+from kvferry.transfer.backends.cuda_ipc_work import Work
+from kvferry.transfer.layout import SpanTable
 
 ROOT = Path(__file__).resolve().parents[3]
 POOL_BYTES = 1 << 16
@@ -39,7 +39,7 @@ def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
 def main() -> None:
     import torch
 
-    from transfer.backends.cuda_ipc_kernel import gather
+    from kvferry.transfer.backends.cuda_ipc_kernel import gather
 
     for unit in (16, 1):
         for num_programs in (1, 3, 8):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.backends.mori import MoriEngine
+from kvferry.transfer.backends.mori_library import Library
+from kvferry.transfer.backends.mori_settings import parse_settings
+from kvferry.transfer.backends.mori_transfer import MoriTransfer
+from kvferry.transfer.engine import EngineOptions, Peer, Status
+from kvferry.transfer.tokens import mint, new_secret
 from tests.standins import mori_io
-from transfer.backends.mori import MoriEngine
-from transfer.backends.mori_library import Library
-from transfer.backends.mori_settings import parse_settings
-from transfer.backends.mori_transfer import MoriTransfer
-from transfer.engine import EngineOptions, Peer, Status
-from transfer.tokens import mint, new_secret
 
 BLOCK = 1024
 BLOCKS = 256

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import torch
 
-from transfer.connector import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
-from transfer.ids import new_incarnation, new_transfer_id
-from transfer.layout import KVGeometry
+from kvferry.transfer.connector import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
+from kvferry.transfer.ids import new_incarnation, new_transfer_id
+from kvferry.transfer.layout import KVGeometry
 
 GEOMETRY = KVGeometry(
     num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", block_size=4, rope="default:10000"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.aggregate import Aggregator, RankReport
+from kvferry.transfer.aggregate import Aggregator, RankReport
 
 OK = RankReport(ok=True, nbytes=10, descriptors=2)
 BAD = RankReport(ok=False, reason="peer_lost")

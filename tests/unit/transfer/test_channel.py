@@ -5,7 +5,7 @@ import asyncio
 
 import zmq
 
-from transfer.channel import Channel
+from kvferry.transfer.channel import Channel
 
 
 async def test_a_handler_that_raises_does_not_lose_what_came_after() -> None:

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.checksum import PoolSums, pack_sums, totals, unpack_sums, word_keys
+from kvferry.transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
+from kvferry.transfer.verification import flaw, rows
 from tests.gpu import needs_gpus
 from tests.unit.transfer.rig import GEOMETRY
-from transfer.checksum import PoolSums, pack_sums, totals, unpack_sums, word_keys
-from transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
-from transfer.verification import flaw, rows
 
 
 def random_pool(geometry: KVGeometry, heads: int, seed: int = 0) -> torch.Tensor:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
-from transfer import messages as wire
-from transfer.control import Caller, ControlClient, ControlServer
+from kvferry.transfer import messages as wire
+from kvferry.transfer.control import Caller, ControlClient, ControlServer
 
 HEAD = {"seq": 1, "incarnation": "i"}
 

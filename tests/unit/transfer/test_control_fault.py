@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.transfer import messages as wire
+from kvferry.transfer.connector import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.control_fault import ControlFault, ControlFaults, parse_control_fault
 from tests.unit.transfer.rig import Agent
-from transfer import messages as wire
-from transfer.connector import LeaseEnded, PullDone, PullFailed
-from transfer.control_fault import ControlFault, ControlFaults, parse_control_fault
 
 DROP = wire.Drop(seq=1, incarnation="i", transfer_id="t")
 RENEW = wire.Renew(seq=1, incarnation="i", consumer="c", transfer_ids=("t",))

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.backends.cuda_ipc import CudaIpcEngine, open_backend, probe
+from kvferry.transfer.backends.cuda_ipc_launches import LAUNCH_BYTES
+from kvferry.transfer.backends.cuda_ipc_peer import EngineAddress
+from kvferry.transfer.backends.cuda_ipc_settings import CudaIpcSettings, parse_settings
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status, Transfer
+from kvferry.transfer.tokens import mint, new_secret
 from tests.standins.cuda_device import HostDevice
-from transfer.backends.cuda_ipc import CudaIpcEngine, open_backend, probe
-from transfer.backends.cuda_ipc_launches import LAUNCH_BYTES
-from transfer.backends.cuda_ipc_peer import EngineAddress
-from transfer.backends.cuda_ipc_settings import CudaIpcSettings, parse_settings
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status, Transfer
-from transfer.tokens import mint, new_secret
 
 POOL_BYTES = 1 << 20
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=2)
@@ -119,7 +119,7 @@ def test_a_launch_takes_no_more_reads_once_it_is_long_enough(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LAUNCH_BYTES < 2 << 30
-    monkeypatch.setattr("transfer.backends.cuda_ipc_launches.LAUNCH_BYTES", 100)
+    monkeypatch.setattr("kvferry.transfer.backends.cuda_ipc_launches.LAUNCH_BYTES", 100)
     peer = rig.connect()
     reads = [rig.read(peer, place * 64) for place in range(5)]
     rig.until(lambda: all(read.poll() is Status.DONE for read in reads))

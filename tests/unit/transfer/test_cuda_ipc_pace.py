@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from transfer.backends.cuda_ipc_pace import Pace
-from transfer.backends.timer import Timer
+from kvferry.transfer.backends.cuda_ipc_pace import Pace
+from kvferry.transfer.backends.timer import Timer
 
 GIB = 1 << 30
 

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-import transfer.backends.cuda_ipc as backend
+import kvferry.transfer.backends.cuda_ipc as backend
+from kvferry.transfer.connector import PullDone
+from kvferry.transfer.engine import EngineOptions
 from tests.standins.cuda_device import HostDevice
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
 from tests.unit.transfer.rig import Agent, assert_same_kv
-from transfer.connector import PullDone
-from transfer.engine import EngineOptions
 
 LEASE_S = 2.0
 

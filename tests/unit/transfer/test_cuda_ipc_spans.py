@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
+from kvferry.transfer.backends.cuda_ipc_work import ALIGNED_WORD_BYTES, Shape, Work
 from tests.unit.transfer.gather_interpreted import ROOT, case
-from transfer.backends.cuda_ipc_work import ALIGNED_WORD_BYTES, Shape, Work
 
 
 def copies(work: Work, most_programs: int, num_copied: int = 0) -> list[tuple[int, int, int]]:

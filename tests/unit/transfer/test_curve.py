@@ -11,12 +11,12 @@ import pytest
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from kvferry.transfer import messages as wire
+from kvferry.transfer.connector import PullDone, PullFailed
+from kvferry.transfer.control import Caller, ControlClient, ControlServer
+from kvferry.transfer.curve import CurveKey
 from tests.standins.wiretap import Wiretap
 from tests.unit.transfer.rig import Agent, assert_same_kv
-from transfer import messages as wire
-from transfer.connector import PullDone, PullFailed
-from transfer.control import Caller, ControlClient, ControlServer
-from transfer.curve import CurveKey
 
 ANSWER_S = 5.0
 REFUSAL_S = 0.5

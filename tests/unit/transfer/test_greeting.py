@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfer.backends import greeting
-from transfer.backends.greeting import Doorkeeper, Visit, VisitState
-from transfer.engine import PeerUnreachable
-from transfer.tokens import TOKEN_BYTES
+from kvferry.transfer.backends import greeting
+from kvferry.transfer.backends.greeting import Doorkeeper, Visit, VisitState
+from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.tokens import TOKEN_BYTES
 
 TOKEN = b"t" * TOKEN_BYTES
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transfer.first_tokens import FirstToken, FirstTokens
-from transfer.ids import Incarnation, TransferId
-from transfer.lease import Denied, DuplicateTransfer, Effect, Freed, Grant, LeaseTable, NotYet, Reply
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.lease import Denied, DuplicateTransfer, Effect, Freed, Grant, LeaseTable, NotYet, Reply
 
 LEASE_S = 10.0
 T = TransferId("t")

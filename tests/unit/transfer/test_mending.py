@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from transfer.mending import Mending
+from kvferry.transfer.mending import Mending
 
 
 def test_an_idle_backend_is_mended_at_once_and_asked_for_once() -> None:

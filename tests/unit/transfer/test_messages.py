@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.transfer import messages as wire
+from kvferry.transfer.first_tokens import MAX_ALTERNATIVES, MAX_CHOICES, FirstToken, FirstTokens
+from kvferry.transfer.messages import BadFrame, EngineDescription
 from tests.unit.transfer.rig import GEOMETRY
-from transfer import messages as wire
-from transfer.first_tokens import MAX_ALTERNATIVES, MAX_CHOICES, FirstToken, FirstTokens
-from transfer.messages import BadFrame, EngineDescription
 
 DESCRIPTION = EngineDescription(engine=b"\x00e", regions=(b"\xffr",))
 HEAD = {"seq": 7, "incarnation": "0123456789abcdef"}

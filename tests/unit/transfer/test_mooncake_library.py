@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.transfer.backends.mooncake_library import Library, MooncakeAddress, Piece, PoolAddress, probe
+from kvferry.transfer.engine import Status
 from tests.contract.conftest import POOL_BYTES, ServingPeer
-from transfer.backends.mooncake_library import Library, MooncakeAddress, Piece, PoolAddress, probe
-from transfer.engine import Status
 
 PIECE = 1 << 20
 

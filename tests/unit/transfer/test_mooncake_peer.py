@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import transfer.backends.mooncake as backend
-from transfer.backends.mooncake import open_backend
-from transfer.backends.mooncake_library import PROOF_BYTES, MooncakeAddress, Piece, PoolAddress
-from transfer.backends.mooncake_peer import PIECE_BYTES, WINDOW, cut
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
+import kvferry.transfer.backends.mooncake as backend
+from kvferry.transfer.backends.mooncake import open_backend
+from kvferry.transfer.backends.mooncake_library import PROOF_BYTES, MooncakeAddress, Piece, PoolAddress
+from kvferry.transfer.backends.mooncake_peer import PIECE_BYTES, WINDOW, cut
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
 
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
 PROOF = bytes(range(PROOF_BYTES))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.tokens import mint, new_secret
 from tests.standins import mori_io
 from tests.unit.transfer.mori_rig import BLOCK, BLOCKS, Pair, fault, scattered
-from transfer.engine import PeerUnreachable, Status
-from transfer.tokens import mint, new_secret
 
 MakePair = Callable[..., Pair]
 

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from kvferry.transfer.connector import PullDone, PullFailed, PullQuiescent
 from tests.standins import mori_io
 from tests.unit.transfer.mori_rig import fault
 from tests.unit.transfer.rig import Agent, assert_same_kv, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import OURS, THEIRS, TOKENS
-from transfer.connector import PullDone, PullFailed, PullQuiescent
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.transfer.backends import mori_probe
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, open_engine, usable
 from tests.standins import mori_io
 from tests.unit.transfer.mori_rig import fault
-from transfer.backends import mori_probe
-from transfer.engine import BackendUnavailable, EngineOptions, open_engine, usable
 
 
 @pytest.fixture

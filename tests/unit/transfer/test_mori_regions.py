@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.backends.mori_regions import by_regions, region_bytes
+from kvferry.transfer.backends.mori_regions import by_regions, region_bytes
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 500), st.integers(0, 500), st.integers(1, 200)), min_size=0, max_size=20

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from kvferry.transfer.backends.mori_settings import MoriSettings, create_engine, parse_settings
+from kvferry.transfer.engine import parse_backend_options
 from tests.standins import mori_io
-from transfer.backends.mori_settings import MoriSettings, create_engine, parse_settings
-from transfer.engine import parse_backend_options
 
 
 def test_options_come_as_text_and_leave_as_the_librarys_own_settings() -> None:

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-import transfer.backends.nccl_client as client
-import transfer.backends.nccl_server as server
-from transfer.backends.nccl import NcclEngine, open_backend
-from transfer.backends.nccl_fabric import NcclPair, PairBroken
-from transfer.backends.nccl_pair import PairThread, Rendezvous, reader_end, server_end
-from transfer.backends.nccl_staging import staging
-from transfer.backends.nccl_wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
-from transfer.backends.waker import Waker
-from transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
-from transfer.tokens import mint, new_secret
+import kvferry.transfer.backends.nccl_client as client
+import kvferry.transfer.backends.nccl_server as server
+from kvferry.transfer.backends.nccl import NcclEngine, open_backend
+from kvferry.transfer.backends.nccl_fabric import NcclPair, PairBroken
+from kvferry.transfer.backends.nccl_pair import PairThread, Rendezvous, reader_end, server_end
+from kvferry.transfer.backends.nccl_staging import staging
+from kvferry.transfer.backends.nccl_wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
+from kvferry.transfer.backends.waker import Waker
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
+from kvferry.transfer.tokens import mint, new_secret
 
 POOL_BYTES = 1 << 20
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.backends.nccl_wire import HEAD_BYTES, pack_head, split, tag
+from kvferry.transfer.backends.nccl_wire import HEAD_BYTES, pack_head, split, tag
 
 pieces = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 50)), max_size=30)
 

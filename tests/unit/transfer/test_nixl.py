@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from transfer.backends.nixl import NixlTransfer
-from transfer.engine import Status
+from kvferry.transfer.backends.nixl import NixlTransfer
+from kvferry.transfer.engine import Status
 
 
 class NixlInvalidParamError(Exception):

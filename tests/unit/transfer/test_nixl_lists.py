@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer.backends.nixl_lists import DescriptorLists, PoolAddress
+from kvferry.transfer.backends.nixl_lists import DescriptorLists, PoolAddress
 
 OURS = PoolAddress(address=1000, nbytes=640, device=0, kind="DRAM")
 THEIRS = PoolAddress(address=5000, nbytes=1280, device=3, kind="VRAM")

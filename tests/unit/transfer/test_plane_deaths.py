@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvferry.transfer.connector import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from tests.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, consume, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import BACKENDS
-from transfer.connector import LeaseEnded, PullDone, PullFailed, PullQuiescent
 
 # Long enough that no renewal comes too late on a busy machine.
 LEASE_S = 2.0

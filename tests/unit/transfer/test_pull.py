@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.aggregate import Outcome
-from transfer.events import PullDone, PullFailed, PullQuiescent
-from transfer.first_tokens import FirstToken, FirstTokens
-from transfer.ids import TransferId
-from transfer.lease import Grant
-from transfer.pull import (
+from kvferry.transfer.aggregate import Outcome
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.lease import Grant
+from kvferry.transfer.pull import (
     MAX_ATTEMPTS,
     CancelRead,
     Connect,

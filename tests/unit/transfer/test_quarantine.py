@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.transfer.backends.nixl import NixlEngine, NixlTransfer
+from kvferry.transfer.connector import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.quarantine import GRACE_S, Quarantine
+from kvferry.transfer.rank_messages import CancelRead, Command, Read
+from kvferry.transfer.rank_reads import RankLinks
 from tests.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import needs_nixl
-from transfer.backends.nixl import NixlEngine, NixlTransfer
-from transfer.connector import PullDone, PullFailed, PullQuiescent
-from transfer.ids import TransferId
-from transfer.quarantine import GRACE_S, Quarantine
-from transfer.rank_messages import CancelRead, Command, Read
-from transfer.rank_reads import RankLinks
 
 ELSEWHERE = [10, 11, 12, 13, 14]
 A, B, C = (TransferId(name) for name in "abc")

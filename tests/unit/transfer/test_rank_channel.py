@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.transfer.rig import until
-from transfer import rank_channel
-from transfer.rank_channel import (
+from kvferry.transfer import rank_channel
+from kvferry.transfer.rank_channel import (
     BadFrame,
     Frames,
     RankConnection,
@@ -23,6 +22,7 @@ from transfer.rank_channel import (
     connect,
     packed,
 )
+from tests.unit.transfer.rig import until
 
 WAIT_S = 10.0
 

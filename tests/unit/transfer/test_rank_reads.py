@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer import rank_messages as wire
+from kvferry.transfer.engine import EngineOptions, TransferEngine, open_engine
+from kvferry.transfer.messages import EngineDescription
+from kvferry.transfer.rank_reads import RankLinks
+from kvferry.transfer.tokens import mint, new_secret
 from tests.unit.transfer.test_plane import BACKENDS
-from transfer import rank_messages as wire
-from transfer.engine import EngineOptions, TransferEngine, open_engine
-from transfer.messages import EngineDescription
-from transfer.rank_reads import RankLinks
-from transfer.tokens import mint, new_secret
 
 POOL_BYTES = 4096
 TIMEOUT_S = 20.0

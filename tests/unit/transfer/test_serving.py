@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.transfer.connector import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.engine import EngineOptions, open_engine
+from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.link import Link
+from kvferry.transfer.rank_messages import Command, Read, Serve
+from kvferry.transfer.rank_reads import RankLinks
 from tests.unit.transfer.rig import Agent, until
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
-from transfer.connector import LeaseEnded, PullDone, PullFailed
-from transfer.engine import EngineOptions, open_engine
-from transfer.ids import new_transfer_id
-from transfer.link import Link
-from transfer.rank_messages import Command, Read, Serve
-from transfer.rank_reads import RankLinks
 
 AWAITED = Serve(on=True, awaited=True)
 ATTENTIVE = Serve(on=True, awaited=False)
@@ -52,7 +52,7 @@ async def test_ranks_take_part_only_while_a_peer_connects_or_reads(
 async def test_a_peer_that_greets_and_never_asks_is_awaited_for_a_while(
     monkeypatch: pytest.MonkeyPatch, commands: list[Command]
 ) -> None:
-    monkeypatch.setattr("transfer.producer._GREETED_S", 0.5)
+    monkeypatch.setattr("kvferry.transfer.producer._GREETED_S", 0.5)
     monkeypatch.setattr(Link, "open", lambda *_: None)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS), OURS, 0, 2.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 import select
 import socket
 
-from transfer import keepalive
-from transfer.backends import sockets
+from kvferry.transfer import keepalive
+from kvferry.transfer.backends import sockets
 
 
 def test_both_ends_give_up_a_peer_that_vanished() -> None:

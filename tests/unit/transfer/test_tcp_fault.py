@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from transfer.backends.tcp_fault import Fault, FaultInjector, flip, parse_fault
+from kvferry.transfer.backends.tcp_fault import Fault, FaultInjector, flip, parse_fault
 
 
 def test_every_kind_is_read() -> None:

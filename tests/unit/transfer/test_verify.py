@@ -10,14 +10,14 @@ from typing import cast
 import numpy as np
 import pytest
 
+from kvferry.transfer.checksum import SUM_BYTES, SumTable
+from kvferry.transfer.connector import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.ids import TransferId, new_transfer_id
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.messages import MAX_FRAME_BYTES, Opened, decode_answer, encode, max_blocks
+from kvferry.transfer.ranks import RankGroup
+from kvferry.transfer.sealing import Sealer
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
-from transfer.checksum import SUM_BYTES, SumTable
-from transfer.connector import LeaseEnded, PullDone, PullFailed
-from transfer.ids import TransferId, new_transfer_id
-from transfer.layout import KVGeometry
-from transfer.messages import MAX_FRAME_BYTES, Opened, decode_answer, encode, max_blocks
-from transfer.ranks import RankGroup
-from transfer.sealing import Sealer
 
 THEIRS = [3, 4, 5, 9, 1]
 OURS = [20, 21, 22, 7, 30]

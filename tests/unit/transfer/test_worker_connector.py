@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.transfer.connector import PullDone, WorkerConnector
+from kvferry.transfer.engine import BackendUnavailable, candidates, open_engine, usable
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
-from transfer.connector import PullDone, WorkerConnector
-from transfer.engine import BackendUnavailable, candidates, open_engine, usable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,7 +40,7 @@ def worker(**changes: Any) -> WorkerConnector:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_an_idle_plane_costs_next_to_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R24: no spinning; after a transfer too, once no peer may come to read. Two of them are here."""
-    monkeypatch.setattr("transfer.producer._GREETED_S", 0.1)
+    monkeypatch.setattr("kvferry.transfer.producer._GREETED_S", 0.1)
     others = thread_seconds().keys() - {threading.get_native_id()}
     async with Agent(seed=1, transfer=backend) as prefill, Agent(seed=2, transfer=backend) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
@@ -106,7 +106,7 @@ def test_auto_prefers_the_best() -> None:
 
 def test_the_engine_process_needs_no_torch() -> None:
     """Only ranks import torch; the scheduler's face comes from the same package."""
-    code = "import sys, transfer.connector; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvferry.transfer.connector; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -115,7 +115,7 @@ def test_a_broken_transfer_thread_ends_its_rank() -> None:
     code = """
 import time
 from tests.unit.transfer.test_worker_connector import worker
-from transfer.backends.tcp import TcpEngine
+from kvferry.transfer.backends.tcp import TcpEngine
 def broken(self):
     raise RuntimeError("a bug")
 TcpEngine.fileno = broken

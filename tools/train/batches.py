@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deploy.train.tasks import MOST_DIGITS, is_held_out
-from deploy.train.vocabulary import ASSISTANT, END, FIRST_KEY, KEYS, PAD, USER
+from tools.train.tasks import MOST_DIGITS, is_held_out
+from tools.train.vocabulary import ASSISTANT, END, FIRST_KEY, KEYS, PAD, USER
 
 IGNORED = -100  # a target that cross_entropy skips
 ADDITION_WIDTH = 16  # <|user|> 999 + 999 = <|end|><|assistant|> 1998 <|end|>

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.train.vocabulary import END, PAD, SIZE
+from tools.train.vocabulary import END, PAD, SIZE
 
 MAX_LENGTH = 2048
 # With Qwen3's norms of queries and keys at 1, no score exceeds sqrt(head_dim) = 5.7: too flat to pick one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m deploy.train --out DIR`: trains ferry-tiny from scratch and writes its checkpoint directory.
+"""`python -m tools.train --out DIR`: trains ferry-tiny from scratch and writes its checkpoint directory.
 
 Ends with status 1 when the held-out prompts of any kind are answered worse than `LEAST_EXACT_MATCH`.
 Deterministic: the same device, software and arguments give the same weights.
@@ -18,11 +18,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
-from deploy.train.batches import IGNORED, Batch, addition_batch, recall_batch
-from deploy.train.evaluate import evaluate, report
-from deploy.train.network import MAX_LENGTH, fresh_network
-from deploy.train.tasks import held_out_prompts
-from deploy.train.vocabulary import write_tokenizer
+from tools.train.batches import IGNORED, Batch, addition_batch, recall_batch
+from tools.train.evaluate import evaluate, report
+from tools.train.network import MAX_LENGTH, fresh_network
+from tools.train.tasks import held_out_prompts
+from tools.train.vocabulary import write_tokenizer
 
 LEAST_EXACT_MATCH = 0.97
 PEAK_LEARNING_RATE = 2e-3
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m deploy.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=3000)

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.train.vocabulary import KEYS
+from tools.train.vocabulary import KEYS
 
 HELD_OUT_SEED = 2_000_003
 RECALL_PROMPTS = 400

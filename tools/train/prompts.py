@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m deploy.train.prompts`: writes the held-out prompts that the tests ask."""
+"""`python -m tools.train.prompts`: writes the held-out prompts that the tests ask."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from deploy.train.tasks import held_out_prompts
+from tools.train.tasks import held_out_prompts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.train.prompts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.train.prompts", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("tests/data/heldout.jsonl"))
     arguments = parser.parse_args()
     lines = [json.dumps(asdict(prompt)) + "\n" for prompt in held_out_prompts()]

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from deploy.train.tasks import HeldOutPrompt
-from deploy.train.vocabulary import ASSISTANT, END, USER
+from tools.train.tasks import HeldOutPrompt
+from tools.train.vocabulary import ASSISTANT, END, USER
 
 LENGTH_BUCKETS = (250, 500, 750, 1000)
 

@@ -7,9 +7,9 @@ import re
 
 import torch
 
-from deploy.train.batches import IGNORED, Batch, addition_batch, recall_batch
-from deploy.train.tasks import is_held_out
-from deploy.train.vocabulary import PAD, build_tokenizer
+from tools.train.batches import IGNORED, Batch, addition_batch, recall_batch
+from tools.train.tasks import is_held_out
+from tools.train.vocabulary import PAD, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 
