@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Sequence
 
-ENGINE_MODULE = "kvferry.agent.engine"
+ENGINE_MODULE = "kvferry.agent.engine.process"
 
 
 def main(argv: Sequence[str], *, engine_module: str = ENGINE_MODULE) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvferry.agent.api_process import run_agent
+from kvferry.agent.api.process import run_agent
 from kvferry.agent.cli import parse_config
 from kvferry.agent.logs import configure_logging
 from kvferry.agent.tls import BadCertificate

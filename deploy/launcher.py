@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
-from kvferry.agent.processes import die_with_parent
+from kvferry.agent.process.children import die_with_parent
 
 Role = Literal["prefill", "decode", "both"]
 

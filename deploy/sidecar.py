@@ -21,8 +21,8 @@ import aiohttp
 import msgspec
 import uvloop
 
+from kvferry.agent.api.ping import Announcer
 from kvferry.agent.logs import configure_logging
-from kvferry.agent.ping import Announcer
 from kvferry.proxy.engine_server import EngineDialect, EngineServer, TransferMode
 from kvferry.proxy.engine_watch import EngineWatch
 from kvferry.proxy.flags import parse_flags

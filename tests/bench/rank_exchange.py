@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.agent.rank_exchange import RankExchange
+from kvferry.agent.worker.shm_allgather import RankExchange
 
 RANKS = 2
 WIDTH = 128

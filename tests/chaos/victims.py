@@ -25,7 +25,7 @@ MAX_DEATH_S = 5.0
 MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
 BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _FIRST_PORT = 10_240
-_MODULES = {"engine": "kvferry.agent.engine", "rank": "kvferry.agent.worker"}
+_MODULES = {"engine": "kvferry.agent.engine.process", "rank": "kvferry.agent.worker.process"}
 
 
 class OutlivedItself(AssertionError):

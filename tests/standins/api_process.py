@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for an agent's API process: starts a real engine and speaks agent/messages.py to it."""
+"""A stand-in for an agent's API process: starts a real engine and speaks agent/engine/messages.py to it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.messages import EngineReady, Failed, FromEngine, Output, Outputs, Stats, ToEngine
-from kvferry.agent.processes import ChildProcess
-from kvferry.agent.step import Boot
+from kvferry.agent.engine.messages import EngineReady, Failed, FromEngine, Output, Outputs, Stats, ToEngine
+from kvferry.agent.process.children import ChildProcess
+from kvferry.agent.worker.messages import Boot
 
 Answer = list[Output | Failed]
 
@@ -42,7 +42,7 @@ class StandInApi:
         self._to_engine.setsockopt(zmq.LINGER, 0)
         self._to_engine.connect(f"ipc://{self.run_dir}/to-engine")
         boot = msgspec.json.encode(Boot(config=self.config, incarnation=secrets.token_hex(8)))
-        argv = ["-m", "kvferry.agent.engine", "--run-dir", str(self.run_dir)]
+        argv = ["-m", "kvferry.agent.engine.process", "--run-dir", str(self.run_dir)]
         self.engine = await ChildProcess.start(argv, boot, "engine")
         self._reader = asyncio.ensure_future(self._read())
         try:

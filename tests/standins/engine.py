@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the engine process: speaks `agent.messages` over the real sockets, but has no model.
+"""A stand-in for the engine process: speaks `agent.engine.messages` over the real sockets, but has no model.
 
 Choice i's output at position p is `prompt_ids[(p + i) % len(prompt_ids)]`, so a test writes the answer it
 wants into the prompt. What it was told is counted in its Stats as "pull failures" (submit, abort, stop,
@@ -24,7 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.messages import (
+from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
     EngineReady,
@@ -41,7 +41,7 @@ from kvferry.agent.messages import (
     Token,
     TokenLogprob,
 )
-from kvferry.agent.processes import die_with_parent
+from kvferry.agent.process.children import die_with_parent
 
 CACHED_TOKENS = 2
 CONTROL_PORT = 6399

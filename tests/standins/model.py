@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvferry.agent.messages import SamplingParams
-from kvferry.agent.step import Chunk, Drawn, Step
+from kvferry.agent.engine.messages import SamplingParams
+from kvferry.agent.worker.messages import Chunk, Drawn, Step
 
 VOCAB_SIZE = 50
 EOS_ID = 0

@@ -64,7 +64,8 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
 
 # The engine dies of its rank's death, so the one shows the other too.
 @pytest.mark.parametrize(
-    "victim", ["kvferry.agent.worker", pytest.param("kvferry.agent.engine", marks=pytest.mark.full)]
+    "victim",
+    ["kvferry.agent.worker.process", pytest.param("kvferry.agent.engine.process", marks=pytest.mark.full)],
 )
 async def test_killing_any_process_of_an_agent_ends_all_of_it(start_agent: StartAgent, victim: str) -> None:
     """I8: within a second of the death of the engine or of a rank, nothing of the agent is left."""

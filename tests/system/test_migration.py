@@ -60,7 +60,7 @@ def kill_api(agent: Process) -> None:
 def kill_rank(agent: Process) -> None:
     """The agent still says in its streams that its engine has died."""
     family = psutil.Process(agent.pid).children(recursive=True)
-    next(member for member in family if "kvferry.agent.worker" in member.cmdline()).kill()
+    next(member for member in family if "kvferry.agent.worker.process" in member.cmdline()).kill()
 
 
 @pytest.mark.timeout(120)  # two runs, and five processes to start on two cores

@@ -47,7 +47,7 @@ def test_imports_run_one_way(package: str) -> None:
         "kvferry.proxy.app",
         "kvferry.proxy.command",
         "kvferry.agent.command",
-        "kvferry.agent.engine",
+        "kvferry.agent.engine.process",
         "kvferry.deploy.cli",
         "kvferry.deploy.sidecar",
     ],

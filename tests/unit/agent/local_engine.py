@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvferry.agent.blocks import BlockAllocator
-from kvferry.agent.messages import Failed, Output, Prior, RemoteKV, SamplingParams, Submit
-from kvferry.agent.scheduler import Limits, Scheduler
-from kvferry.agent.step import Drawn, Step
+from kvferry.agent.engine.blocks import BlockAllocator
+from kvferry.agent.engine.messages import Failed, Output, Prior, RemoteKV, SamplingParams, Submit
+from kvferry.agent.engine.scheduler import Limits, Scheduler
+from kvferry.agent.worker.messages import Drawn, Step
 from tests.standins.connector import StandInConnector
 
 LIMITS = Limits(

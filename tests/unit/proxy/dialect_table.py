@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, decode_body
 from kvferry.agent.errors import ApiError
-from kvferry.agent.openai_api import ChatBody, CompletionBody, decode_body
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect, Prefilled, Shape

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers and stream events in OpenAI's shapes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, Usage
+from kvferry.agent.api.kv_params import FirstToken
+from kvferry.agent.api.phases import phases
+from kvferry.agent.engine.messages import Timing
+
+DONE_EVENT = b"data: [DONE]\n\n"
+_END_LINE = b": t end\n"
+_OBJECT = {"completion": "text_completion", "chat": "chat.completion"}
+_CHUNK_OBJECT = {"completion": "text_completion", "chat": "chat.completion.chunk"}
+
+
+def answer(
+    generation: Generation, choices: Sequence[Delta], kv_params: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The whole answer. `choices` hold everything that each choice gained, in order of their index.
+
+    A choice that goes on elsewhere (a prefill leg's) ends with "length" here, as its one token was asked for.
+    """
+    request = generation.request
+    body = _head(request, _OBJECT)
+    body["choices"] = [_choice(request, choice, choice.finish_reason or "length") for choice in choices]
+    body["usage"] = usage_body(generation.usage)
+    if kv_params is not None:
+        body["kv_transfer_params"] = kv_params
+    if request.want_timing and generation.timing is not None:
+        body["kvferry_timing"] = msgspec.to_builtins(generation.timing)
+    return body
+
+
+def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
+    """The stream event for what one choice gained, or nothing when a client would learn nothing from it.
+
+    A proxy that asked for token lines learns the ids in either case.
+    """
+    line = token_line(delta) if request.token_lines else b""
+    opens_message = request.kind == "chat" and delta.first
+    if not (delta.text or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
+        return line and line + b"\n"
+    body = _head(request, _CHUNK_OBJECT)
+    body["choices"] = [_chunk_choice(request, delta)]
+    return line + sse_event(body)
+
+
+def first_tokens_event(deltas: Sequence[Delta]) -> bytes:
+    """`: first ID,ID…`, an event without data: token 1 of every choice, which the prefill leg shows.
+
+    A proxy that sent both legs at once sees by it that they speak of the same answer.
+    """
+    ids = ",".join(str(delta.token_ids[0]) for delta in sorted(deltas, key=lambda delta: delta.index))
+    return f": first {ids}\n\n".encode()
+
+
+def token_line(delta: Delta) -> bytes:
+    """`: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to go on with this stream elsewhere.
+
+    To SSE a line that begins with a colon is a comment, so whoever does not know it passes over it.
+    """
+    ids = ",".join(map(str, delta.token_ids))
+    end = f" {delta.finish_reason}" if delta.finish_reason else ""
+    return f": t {delta.index} {ids}{end}\n".encode()
+
+
+def last_event(generation: Generation) -> bytes:
+    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for.
+
+    A proxy that asked for token lines learns that nothing is to come after it.
+    """
+    request = generation.request
+    extras: dict[str, Any] = {}
+    if request.include_usage:
+        extras["usage"] = usage_body(generation.usage)
+    if request.want_timing and generation.timing is not None:
+        extras["kvferry_timing"] = msgspec.to_builtins(generation.timing)
+    line = _END_LINE if request.token_lines else b""
+    if not extras:
+        return line and line + b"\n"
+    return line + sse_event({**_head(request, _CHUNK_OBJECT), "choices": [], **extras})
+
+
+def sse_event(body: dict[str, Any]) -> bytes:
+    """One server-sent event. An infinite margin becomes null: JSON has no infinity."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def first_token(delta: Delta) -> FirstToken:
+    """What a prefill leg tells the decode leg (and the client) about one choice."""
+    return FirstToken(
+        id=delta.token_ids[0],
+        text=delta.text,
+        logprobs=delta.logprobs,
+        margin=delta.margins[0] if delta.margins else None,
+        finish_reason=delta.finish_reason,
+    )
+
+
+def server_timing(timing: Timing) -> str:
+    """The `Server-Timing` header (W3C): phases in milliseconds."""
+    return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in phases(timing).items())
+
+
+def _head(request: GenerationRequest, objects: dict[str, str]) -> dict[str, Any]:
+    return {
+        "id": request.answer_id,
+        "object": objects[request.kind],
+        "created": request.created,
+        "model": request.model,
+    }
+
+
+def _choice(request: GenerationRequest, delta: Delta, finish_reason: str) -> dict[str, Any]:
+    content: dict[str, Any]
+    if request.kind == "chat":
+        content = {"message": {"role": "assistant", "content": delta.text}}
+    else:
+        content = {"text": delta.text}
+    return _with_tokens(request, delta, {**content, "finish_reason": finish_reason})
+
+
+def _chunk_choice(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
+    content: dict[str, Any]
+    if request.kind == "chat":
+        role = {"role": "assistant"} if delta.first else {}
+        text = {"content": delta.text} if delta.text or delta.first else {}
+        content = {"delta": {**role, **text}}
+    else:
+        content = {"text": delta.text}
+    return _with_tokens(request, delta, {**content, "finish_reason": delta.finish_reason})
+
+
+def _with_tokens(request: GenerationRequest, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+    choice = {"index": delta.index, **choice, "logprobs": delta.logprobs}
+    if request.return_token_ids:
+        choice["token_ids"] = delta.token_ids
+    if request.want_margins:
+        choice["margins"] = delta.margins
+    return choice

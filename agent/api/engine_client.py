@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API process's end of the two ipc sockets to the engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvferry.agent.engine.messages import (
+    Abort,
+    DropTransfer,
+    EngineReady,
+    Failed,
+    FromEngine,
+    Output,
+    Outputs,
+    Stats,
+    StopChoice,
+    Submit,
+    ToEngine,
+)
+from kvferry.agent.errors import ApiError, unavailable
+
+log = logging.getLogger(__name__)
+
+_HIGH_WATER_MARK = 10_000
+# The engine ends every request at its own deadline; this much later it is presumed to have lost it.
+_ENGINE_GRACE_S = 10.0
+
+
+class BadEngineMessage(RuntimeError):
+    """The engine sent a frame that is none of `FromEngine`: the two processes do not fit together."""
+
+
+class Reply:
+    """What the engine says about one request. An async context: leaving it early aborts the request.
+
+    The queue holds at most one message per output token; one that grows beyond that fails the request.
+    """
+
+    def __init__(self, client: EngineClient, submit: Submit) -> None:
+        self._client = client
+        self._request_id = submit.request_id
+        self._deadline = asyncio.get_running_loop().time() + submit.timeout_s + _ENGINE_GRACE_S
+        self._bound = submit.sampling.n * submit.sampling.max_tokens + 1
+        self._outputs: deque[Output] = deque()
+        self._error: ApiError | None = None
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    async def __aenter__(self) -> Reply:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.leave(self._request_id, abort=not self._ended)
+
+    async def next(self, timeout_s: float | None = None) -> Output:
+        """The next output; one with `done` is the last.
+
+        Raises:
+            ApiError: the request failed, here or in the engine, or nothing came in time.
+        """
+        deadline = self._deadline
+        if timeout_s is not None:
+            deadline = min(deadline, asyncio.get_running_loop().time() + timeout_s)
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._arrived.wait()
+            except TimeoutError:
+                raise ApiError(504, "engine_timeout", "the engine did not answer in time") from None
+        return self._outputs.popleft()
+
+    def stop_choice(self, index: int) -> None:
+        """Tell the engine that a stop string ended this choice."""
+        if not self._ended:
+            self._client.send(StopChoice(request_id=self._request_id, index=index))
+
+    def deliver(self, output: Output) -> None:
+        """Queue one output; called by the reader, never blocks."""
+        self._ended = self._ended or output.done
+        if len(self._outputs) >= self._bound:
+            self.fail(ApiError(500, "reply_overrun", "the engine sent more than was asked for"))
+            return
+        self._outputs.append(output)
+        self._arrived.set()
+
+    def fail(self, error: ApiError, *, ended: bool = False) -> None:
+        """End the reply with an error, after what is queued. `ended`: the engine knows that it is over."""
+        self._ended = self._ended or ended
+        self._error = self._error or error
+        self._arrived.set()
+
+
+class EngineClient:
+    """Submits requests and hands each one's outputs to its `Reply`.
+
+    `run()` must be awaited by an owner for as long as the client is used; it is the only reader.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, run_dir: Path) -> None:
+        self._receiver = context.socket(zmq.PULL)
+        self._receiver.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._receiver.setsockopt(zmq.LINGER, 0)
+        self._receiver.bind(f"ipc://{run_dir}/from-engine")
+        # Plain, not asyncio: a send either fits into the pipe at once or is refused.
+        self._sender: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
+        self._sender.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._sender.setsockopt(zmq.LINGER, 0)
+        self._sender.connect(f"ipc://{run_dir}/to-engine")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._numbers = itertools.count(1)
+        self._replies: dict[str, Reply] = {}
+        self._refusal: ApiError | None = None
+        self._is_ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.ready: EngineReady | None = None
+        self.stats: Stats | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._replies)
+
+    def engine_id(self, request_id: str) -> str:
+        """A name for the request between the two processes: clients may send one request id twice."""
+        return f"{request_id}#{next(self._numbers)}"
+
+    async def run(self) -> None:
+        """Dispatch engine messages for ever. Raises `BadEngineMessage`."""
+        while True:
+            frame = await self._receiver.recv()
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.DecodeError as error:
+                raise BadEngineMessage(str(error)) from error
+            self._dispatch(message)
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        """Wait for the engine's first message. Raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            await self._is_ready.wait()
+        assert self.ready is not None
+        return self.ready
+
+    def submit(self, message: Submit) -> Reply:
+        """Send one request. Raises `ApiError` 503 when the engine cannot take it."""
+        if self._refusal is not None:
+            raise self._refusal
+        reply = Reply(self, message)
+        self.send(message)
+        self._replies[message.request_id] = reply
+        self._idle.clear()
+        return reply
+
+    def drop_transfer(self, transfer_id: str) -> None:
+        """Have the blocks of a transfer unpinned. Idempotent."""
+        self.send(DropTransfer(transfer_id=transfer_id))
+
+    def send(self, message: ToEngine) -> None:
+        """Queue one message to the engine. Raises `ApiError` 503 when its queue is full."""
+        try:
+            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise unavailable("engine_busy", "the engine's queue is full") from None
+
+    def leave(self, request_id: str, *, abort: bool) -> None:
+        """Forget a request; `abort` it in the engine if that still works on it."""
+        if self._replies.pop(request_id, None) is None:
+            return
+        if not self._replies:
+            self._idle.set()
+        if abort:
+            try:
+                self.send(Abort(request_id=request_id))
+            except ApiError:
+                log.warning("could not abort %s: the engine's queue is full", request_id)
+
+    def refuse(self, error: ApiError) -> None:
+        """Refuse every request from now on."""
+        self._refusal = error
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every request in flight with an error."""
+        for reply in self._replies.values():
+            reply.fail(error)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is in flight; False when some still are at the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(items=items):
+                for output in items:
+                    # Absent: its client has gone, and the engine had not heard of that yet.
+                    if (reply := self._replies.get(output.request_id)) is not None:
+                        reply.deliver(output)
+            case Failed():
+                if (reply := self._replies.get(message.request_id)) is not None:
+                    reply.fail(ApiError(message.status, message.code, message.message), ended=True)
+            case Stats():
+                self.stats = message
+            case EngineReady():
+                self.ready = message
+                self._is_ready.set()

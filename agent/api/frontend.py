@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes one request through the agent: body → prompt ids → engine → text → answer or events.
+
+1. The body is already typed and checked (`openai_api`); `_prepare` encodes the prompt and resolves limits.
+2. `Submit` goes to the engine; its outputs come back one by one (`EngineClient`, `Reply`).
+3. `Generation` turns tokens into deltas of text; a stop string found there is told to the engine.
+4. Deltas become one answer, or an event each (`answers`).
+
+A prefill leg (design §5) asks for one token per choice and answers where the prompt's KV is pinned; a decode
+leg begins with those tokens and goes on from there. A streamed one, which was sent together with its prefill
+leg, gets them with the KV, as its engine's first output, and leaves it to that leg to show them. To resume a
+stream that broke elsewhere, it begins with all the tokens which that stream had shown, and shows what comes
+after them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.agent.api import answers
+from kvferry.agent.api.engine_client import EngineClient, Reply
+from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
+from kvferry.agent.api.kv_params import KVTransferParams, prefill_answer_params
+from kvferry.agent.api.lifecycle import Lifecycle
+from kvferry.agent.api.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    chat_messages,
+    check_resumed,
+    check_token_ids,
+    completion_prompt,
+    sampling_params,
+)
+from kvferry.agent.api.request_log import Entry
+from kvferry.agent.api.text.chat_template import TemplateRefused
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine.messages import Output, Submit
+from kvferry.agent.errors import ApiError, bad_request, unavailable
+from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, mint_seed
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 1800.0
+# After the last choice's stop string, the engine owes one more message, which carries the timing.
+_LAST_WORD_TIMEOUT_S = 5.0
+# Longer texts are encoded beside the event loop: a megabyte takes the better part of a second.
+_ENCODE_INLINE_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a request is; a proxy that minted `answer_id` and `created` finds them in the answer."""
+
+    request_id: RequestId
+    answer_id: AnswerId | None = None
+    created: int | None = None
+
+
+class Frontend:
+    """Serves requests with one tokenizer and one engine."""
+
+    def __init__(
+        self, config: AgentConfig, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._lifecycle = lifecycle
+
+    async def answer(
+        self, body: GenerationBody, identity: Identity, entry: Entry
+    ) -> tuple[dict[str, Any], str]:
+        """The whole answer, and its `Server-Timing` header. Raises `ApiError`."""
+        async with self._generation(body, identity, entry) as (generation, reply):
+            wholes = {delta.index: delta for delta in generation.restore()}
+            leased = False
+            async for output in self._outputs(generation, reply):
+                for delta in self._push(generation, reply, output):
+                    if delta.index in wholes:
+                        wholes[delta.index].add(delta)
+                    else:
+                        wholes[delta.index] = delta
+                leased = leased or output.leased
+            choices = [wholes[index] for index in sorted(wholes)]
+            kv_params = self._hand_over(generation, choices) if leased else None
+            timing = answers.server_timing(generation.timing) if generation.timing else ""
+            entry.close(200)
+            return answers.answer(generation, choices, kv_params), timing
+
+    async def events(
+        self, body: GenerationBody, identity: Identity, entry: Entry
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, `[DONE]` included.
+
+        Raises `ApiError` before the first event only; a later failure is an event of its own.
+        """
+        begun = False
+        with entry.closed_on_failure():
+            try:
+                async with self._generation(body, identity, entry) as (generation, reply):
+                    generation.restore()
+                    hides_first = generation.request.streamed
+                    async for output in self._outputs(generation, reply):
+                        deltas = self._push(generation, reply, output)
+                        if hides_first and deltas:
+                            events, hides_first = answers.first_tokens_event(deltas), False
+                        else:
+                            events = b"".join(
+                                answers.delta_event(generation.request, delta) for delta in deltas
+                            )
+                        if events:
+                            begun = True
+                            yield events
+                    yield answers.last_event(generation) + answers.DONE_EVENT
+                    entry.close(200)
+            except ApiError as error:
+                if not begun:
+                    raise
+                entry.close(error.status, error.code)
+                yield answers.sse_event(error.body()) + answers.DONE_EVENT
+
+    def drop(self, transfer_id: str) -> None:
+        """Unpin what a prefill leg left for a reader that will not come. Idempotent. Raises `ApiError`."""
+        self._check_ready()
+        self._engine.drop_transfer(transfer_id)
+
+    @asynccontextmanager
+    async def _generation(
+        self, body: GenerationBody, identity: Identity, entry: Entry
+    ) -> AsyncIterator[tuple[Generation, Reply]]:
+        """A submitted request; leaving before its end aborts it in the engine."""
+        self._check_ready()
+        request = await self._prepare(body, identity)
+        generation = Generation(request, self._tokenizer)
+        kv = body.kv_transfer_params
+        leg = "prefill" if request.produce else "decode" if request.remote else "whole"
+        entry.follow(generation, leg, kv.transfer_id if kv else None)
+        submit = Submit(
+            request_id=self._engine.engine_id(identity.request_id),
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            timeout_s=REQUEST_TIMEOUT_S,
+            produce=request.produce,
+            remote=request.remote,
+            prior=kv.prior(request.resume) if kv and request.remote else (),
+        )
+        async with self._engine.submit(submit) as reply:
+            yield generation, reply
+
+    async def _outputs(self, generation: Generation, reply: Reply) -> AsyncIterator[Output]:
+        """The engine's outputs up to and including the last one."""
+        while True:
+            try:
+                output = await reply.next(_LAST_WORD_TIMEOUT_S if generation.finished else None)
+            except ApiError as error:
+                if not generation.finished:
+                    raise
+                log.warning("an answer is whole, but the engine's last word about it is missing: %s", error)
+                return
+            yield output
+            if output.done:
+                return
+
+    def _push(self, generation: Generation, reply: Reply, output: Output) -> list[Delta]:
+        """Advance the choices by one output, and tell the engine of those that a stop string ended."""
+        ended_by_engine = {token.index for token in output.tokens if token.finish is not None}
+        deltas = generation.push(output.tokens)
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.index not in ended_by_engine:
+                reply.stop_choice(delta.index)
+        if generation.request.remote is None or generation.request.streamed:
+            generation.cached_tokens = max(generation.cached_tokens, output.cached_tokens)
+        generation.timing = output.timing or generation.timing
+        return deltas
+
+    def _hand_over(self, generation: Generation, choices: list[Delta]) -> dict[str, Any] | None:
+        """What a prefill leg answers of the pinned blocks; None, and unpinned, if nobody will read them."""
+        request, ready = generation.request, self._engine.ready
+        assert request.produce is not None and ready is not None
+        if generation.finished:  # a stop string ended what the engine would have let go on
+            self._engine.drop_transfer(request.produce)
+            return None
+        return prefill_answer_params(
+            transfer_id=request.produce,
+            incarnation=ready.incarnation,
+            host=self._config.advertised_host,
+            port=ready.control_port,
+            tp_size=self._config.tp,
+            cached_tokens=generation.cached_tokens,
+            first_tokens=[answers.first_token(choice) for choice in choices],
+            prompt_ids=request.prompt_ids,
+        )
+
+    def _check_ready(self) -> None:
+        if self._lifecycle.state != "ready":
+            raise unavailable(self._lifecycle.state, f"this agent is {self._lifecycle.state}")
+
+    async def _prepare(self, body: GenerationBody, identity: Identity) -> GenerationRequest:
+        if body.model != self._config.model_name:
+            raise ApiError(404, "model_not_found", f"the model {body.model!r} is not served here", "model")
+        kv = self._leg(body.kv_transfer_params)
+        if kv is not None and kv.prompt_token_ids is not None:
+            prompt_ids = tuple(kv.prompt_token_ids)
+        else:
+            prompt_ids = await self._encode_prompt(body)
+        check_token_ids(prompt_ids, self._tokenizer.vocab_size, "prompt")
+        assert self._engine.ready is not None
+        sampling = sampling_params(
+            body,
+            prompt_len=len(prompt_ids),
+            max_model_len=self._engine.ready.max_model_len,
+            vocab_size=self._tokenizer.vocab_size,
+            seed=mint_seed(),
+        )
+        check_resumed(
+            body.resume or [], max_tokens=sampling.max_tokens, vocab_size=self._tokenizer.vocab_size
+        )
+        kind: AnswerKind = "chat" if isinstance(body, ChatBody) else "completion"
+        return GenerationRequest(
+            kind=kind,
+            answer_id=identity.answer_id or mint_answer_id(kind),
+            created=int(time.time()) if identity.created is None else identity.created,
+            model=body.model,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=body.stop_strings,
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            return_token_ids=bool(body.return_token_ids),
+            want_timing=bool(body.kvferry_timing),
+            produce=kv.transfer_id if kv and kv.do_remote_decode else None,
+            remote=kv.remote(len(prompt_ids)) if kv and kv.do_remote_prefill else None,
+            first_tokens=tuple(kv.first_tokens or ()) if kv else (),
+            remote_cached_tokens=(kv.remote_cached_tokens or 0) if kv else 0,
+            resume=tuple(body.resume or ()),
+            token_lines=bool(body.kvferry_token_lines),
+        )
+
+    def _leg(self, kv: KVTransferParams | None) -> KVTransferParams | None:
+        """The params of a leg that this agent's role serves; None for a whole request."""
+        if kv is None or not (kv.do_remote_decode or kv.do_remote_prefill):
+            return None
+        refused = "decode" if kv.do_remote_decode else "prefill"
+        if self._config.role == refused:
+            raise bad_request(f"this agent's role is {refused}", "kv_transfer_params", "wrong_role")
+        return kv
+
+    async def _encode_prompt(self, body: GenerationBody) -> tuple[int, ...]:
+        if isinstance(body, ChatBody):
+            # The template writes the special tokens itself; adding them again would double them.
+            return await self._encode(self._render(body), add_special_tokens=False)
+        assert isinstance(body, CompletionBody)
+        prompt = completion_prompt(body)
+        if isinstance(prompt, tuple):
+            return prompt
+        if not prompt:
+            raise bad_request("the prompt is empty", "prompt")
+        return await self._encode(prompt, add_special_tokens=True)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if len(text) <= _ENCODE_INLINE_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def _render(self, body: ChatBody) -> str:
+        if self._tokenizer.chat_template is None:
+            raise bad_request("this model has no chat template", "messages", "no_chat_template")
+        try:
+            return self._tokenizer.chat_template.render(chat_messages(body))
+        except TemplateRefused as error:
+            raise bad_request(str(error), "messages") from error

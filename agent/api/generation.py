@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's answer as it grows: engine tokens in, what each choice gained out. Pure state, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.agent.api.kv_params import FirstToken, Resume
+from kvferry.agent.api.text.detokenizer import Detokenizer
+from kvferry.agent.api.text.logprobs import RENDER_LOGPROBS, merge_logprobs
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.engine.messages import FinishReason, RemoteKV, SamplingParams, Timing, Token
+from kvferry.agent.errors import bad_request
+from kvferry.agent.ids import AnswerId, AnswerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request, validated and resolved. `produce` and `remote` are as in `messages.Submit`.
+
+    `first_tokens` are those that a prefill leg has answered already, one per choice; `remote_cached_tokens`
+    is how much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown
+    of each choice, token 1 included. With `token_lines` every event of a stream tells its output ids.
+    """
+
+    kind: AnswerKind
+    answer_id: AnswerId
+    created: int
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    include_usage: bool = False
+    return_token_ids: bool = False
+    want_timing: bool = False
+    produce: str | None = None
+    remote: RemoteKV | None = None
+    first_tokens: tuple[FirstToken, ...] = ()
+    remote_cached_tokens: int = 0
+    resume: tuple[Resume, ...] = ()
+    token_lines: bool = False
+
+    @property
+    def streamed(self) -> bool:
+        """Whether this is a decode leg whose first tokens come with the KV: the prefill leg shows them."""
+        return self.remote is not None and self.remote.streamed
+
+    @property
+    def want_margins(self) -> bool:
+        return self.return_token_ids and self.sampling.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice gained: text that may be shown, and the tokens behind it or behind text still held.
+
+    `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token.
+    """
+
+    index: int
+    first: bool = False
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, Any] | None = None
+    margins: list[float | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, later: Delta) -> None:
+        """Append what the same choice gained next."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.margins += later.margins
+        self.logprobs = merge_logprobs(self.logprobs, later.logprobs)
+        self.finish_reason = later.finish_reason
+
+
+class Choice:
+    """One choice: its detokenizer, how many tokens it has, and how it ended."""
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self._index = index
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, request.stop, sampling.min_tokens)
+        self._render = RENDER_LOGPROBS[request.kind] if sampling.logprobs is not None else None
+        self._text_offset = 0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def restore(self, first: FirstToken) -> Delta:
+        """Stand where the prefill leg stood after its token; returns what its answer showed."""
+        delta = Delta(self._index, first=True, logprobs=first.logprobs)
+        if first.logprobs is not None:
+            delta.margins.append(first.margin)
+        self._add_token(delta, first.id, None)
+        if first.finish_reason is not None:
+            # All its text was shown, and whether a stop string ended it is not in the ids alone.
+            delta.text = first.text
+            self.finish_reason = delta.finish_reason = first.finish_reason
+        return delta
+
+    def resume(self, sent: Resume) -> None:
+        """Stand where a broken stream stood; after `restore`. Its tokens count, and show nothing again.
+
+        Raises `ApiError` 400 when a choice that is said to go on has ended with these tokens.
+        """
+        if sent.finish_reason is not None:
+            self.num_tokens, self.finish_reason = len(sent.output_ids), sent.finish_reason
+            return
+        for token_id in sent.output_ids[1:]:
+            if self.finish_reason is None:
+                self._add_token(Delta(self._index), token_id, None)
+        if self.finish_reason is not None:
+            raise bad_request(f"choice {self._index} ends within its tokens", "resume")
+
+    def push(self, tokens: Iterable[Token]) -> Delta:
+        """Add new tokens, except those after the end of the choice, which the engine had not heard of yet."""
+        delta = Delta(self._index, first=self.num_tokens == 0)
+        drawn = []
+        offset = self._text_offset
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            self._add_token(delta, token.token_id, token.finish)
+            if self._render is not None:
+                assert token.logprob is not None, "the engine sent no logprobs for a request that asked"
+                drawn.append((token.token_id, token.logprob))
+                delta.margins.append(token.logprob.margin)
+        if self._render is not None and drawn:
+            delta.logprobs = self._render(self._tokenizer, drawn, offset)
+        return delta
+
+    def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
+        self.num_tokens += 1
+        delta.token_ids.append(token_id)
+        if self._render is not None:
+            self._text_offset += len(self._tokenizer.token_text(token_id))
+        if finish != "stop":  # the token that says "stop" is no part of the text
+            delta.text += self._detokenizer.push(token_id)
+        if finish is not None:
+            delta.text += self._detokenizer.finish()
+        self.finish_reason = delta.finish_reason = "stop" if self._detokenizer.stopped else finish
+
+
+class Generation:
+    """All choices of one request."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.choices = [Choice(index, request, tokenizer) for index in range(request.sampling.n)]
+        self.cached_tokens = request.remote_cached_tokens
+        self.timing: Timing | None = None
+
+    def restore(self) -> list[Delta]:
+        """What the prefill leg's answer showed of each choice; nothing for a request that had no such leg.
+
+        What a broken stream showed after that is taken in too, but not given back: only streams resume.
+        """
+        shown = [
+            choice.restore(first)
+            for choice, first in zip(self.choices, self.request.first_tokens, strict=False)
+        ]
+        for choice, sent in zip(self.choices, self.request.resume, strict=False):
+            choice.resume(sent)
+        return shown
+
+    def push(self, tokens: Sequence[Token]) -> list[Delta]:
+        """Add one engine output's tokens; one delta for each choice that gained any."""
+        by_choice: dict[int, list[Token]] = {}
+        for token in tokens:
+            if self.choices[token.index].finish_reason is None:
+                by_choice.setdefault(token.index, []).append(token)
+        return [self.choices[index].push(mine) for index, mine in by_choice.items()]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt_ids),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            cached_tokens=self.cached_tokens,
+        )

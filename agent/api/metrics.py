@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent's /metrics page says (design §10). One registry per agent, none global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.agent.api.phases import phases
+from kvferry.agent.engine.messages import Stats, Timing
+
+_PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+# Shown from the start: Prometheus cannot see a counter grow that begins to exist with its first count.
+_LEASE_CAUSES = ("released", "expired", "dropped", "failed")
+
+
+class Metrics:
+    """Counts finished requests, and shows the engine's last snapshot whenever it is scraped.
+
+    Args:
+        stats: Returns that snapshot, or None before the first.
+    """
+
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvferry_requests", "Finished requests by HTTP status.", ["status"], registry=self._registry
+        )
+        self._phases = Histogram(
+            "kvferry_phase_seconds",
+            "Where the time of a request went, by phase.",
+            ["phase"],
+            buckets=_PHASE_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._registry.register(_EngineCollector(stats))
+
+    def finished(self, status: int, timing: Timing | None) -> None:
+        """Count one finished request, and its phases where the engine reported them."""
+        self._requests.labels(status=str(status)).inc()
+        if timing is not None:
+            for phase, seconds in phases(timing).items():
+                self._phases.labels(phase=phase).observe(seconds)
+
+    def render(self) -> bytes:
+        """The page, in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counters at scrape time, so that nothing has to be kept in step."""
+
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield GaugeMetricFamily("kvferry_running", "Sequences in the running batch.", stats.running)
+        yield GaugeMetricFamily("kvferry_waiting", "Requests waiting for room.", stats.waiting)
+        blocks = GaugeMetricFamily("kvferry_kv_blocks", "KV blocks by state.", labels=["state"])
+        for state, count in (
+            ("free", stats.blocks_free),
+            ("used", stats.blocks_used),
+            ("leased", stats.blocks_leased),
+            ("quarantined", stats.blocks_quarantined),
+        ):
+            blocks.add_metric([state], count)
+        yield blocks
+        for name, text, value in (
+            ("steps", "Engine steps.", stats.steps),
+            ("preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
+            ("recomputes", "Prompts computed here because their KV could not be pulled.", stats.recomputes),
+            ("transfers", "KV pulls that were proven valid.", stats.pulls),
+            (
+                "streamed_transfers",
+                "KV pulls that had blocks before the prefill had ended.",
+                stats.streamed_pulls,
+            ),
+            ("transfer_bytes", "Bytes of KV pulled.", stats.pull_bytes),
+            ("transfer_descriptors", "Descriptors posted for pulls.", stats.pull_descriptors),
+            ("transfer_seconds", "Seconds spent pulling.", stats.pull_seconds),
+            ("verify_seconds", "Seconds spent on checking pulled KV, part of pulling.", stats.verify_seconds),
+            ("rebuilds", "Transfer engines destroyed and opened anew.", stats.rebuilds),
+            ("handshakes", "Handshakes with other agents.", stats.handshakes),
+            ("integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
+        ):
+            yield CounterMetricFamily(f"kvferry_{name}", text, value)
+        for name, text, label, counts in (
+            ("transfer_failures", "Failed KV pulls by reason.", "reason", stats.pull_failures),
+            (
+                "leases_ended",
+                "Leases that ended, by cause.",
+                "cause",
+                dict.fromkeys(_LEASE_CAUSES, 0) | stats.leases_ended,
+            ),
+        ):
+            family = CounterMetricFamily(f"kvferry_{name}", text, labels=[label])
+            for word, count in counts.items():
+                family.add_metric([word], count)
+            yield family

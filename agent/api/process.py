@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API process: boots an agent, keeps its parts together, and ends it in order.
+
+HTTP is up first, so that health checks see a live agent that is not ready yet. The engine child is one fate
+with this process (design I8): its death ends the agent at once; ours takes it along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import ssl
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
+from kvferry.agent.api.frontend import Frontend
+from kvferry.agent.api.lifecycle import Lifecycle
+from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.ping import Announcer
+from kvferry.agent.api.server import HttpServer, create_app, create_server, listen_http
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine.messages import EngineReady
+from kvferry.agent.errors import ApiError, unavailable
+from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.process.children import ChildProcess
+from kvferry.agent.process.run_dir import private_run_dir
+from kvferry.agent.tls import server_context
+from kvferry.proxy.wire import ClusterKey, Incarnation, Load, Register
+
+log = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 180.0
+# Requests under way when the agent is told to end get this long; what is left fails with a typed error.
+_DRAIN_TIMEOUT_S = 3.0
+_HTTP_STOP_TIMEOUT_S = 1.0
+# A dead engine must end the agent within a second, with all its processes (I8).
+_ERROR_ANSWERS_TIMEOUT_S = 0.3
+_HANG_UP_TIMEOUT_S = 0.1
+_ENGINE_STOP_GRACE_S = 5.0
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended by itself, never became ready, or spoke nonsense."""
+
+
+async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
+    """Run one agent until SIGTERM or SIGINT (returns 0) or until a part of it dies (returns 1).
+
+    `config` names a checkpoint directory (`cli.with_model_directory`). Prints one JSON line on stdout once
+    HTTP listens: `{"listening": {"url", "incarnation"}}`.
+
+    Raises:
+        OSError: the HTTP address cannot be bound, or the cluster key cannot be read.
+        BadClusterKey, BadCertificate: the file is none.
+    """
+    tokenizer = Tokenizer(Path(config.model))
+    key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
+    tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+    with listen_http(config.host, config.port) as listener, private_run_dir() as run_dir:
+        agent = _Agent(config, tokenizer, key, tls, run_dir, listener.getsockname()[1])
+        try:
+            return await agent.run(listener, engine_module)
+        finally:
+            agent.close()
+
+
+class _Agent:
+    """The parts of one agent: `run()` is its life, `close()` frees what outlasts it."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        tokenizer: Tokenizer,
+        key: ClusterKey | None,
+        tls: ssl.SSLContext | None,
+        run_dir: Path,
+        port: int,
+    ) -> None:
+        self._key = key
+        self._tls = tls
+        self._config = config
+        self._tokenizer = tokenizer
+        self._run_dir = run_dir
+        self._url = _url("http" if tls is None else "https", config.advertised_host, port)
+        self._incarnation = mint_incarnation()
+        self._lifecycle = Lifecycle()
+        self._context = zmq.asyncio.Context()
+        self._engine = EngineClient(self._context, run_dir)
+        self._metrics = Metrics(lambda: self._engine.stats)
+        self._announcer = Announcer(
+            config.proxy,
+            self._lifecycle.changed,
+            self._registration,
+            key=key,
+        )
+
+    async def run(self, listener: socket.socket, engine_module: str) -> int:
+        server = self._create_server()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                stop = _stop_on_signals()
+                serving = tasks.create_task(server.serve(sockets=[listener]))
+                pinging = tasks.create_task(self._announcer.run())
+                living = tasks.create_task(self._live(engine_module, stop))
+                self._say_listening()
+                code = await living
+                if code == 0:
+                    await _stop_server(server, serving)
+                else:
+                    await _cut_server(server, serving)
+                pinging.cancel()
+            return code
+        finally:
+            self._announcer.say_bye(self._incarnation)
+            self._announcer.close()
+
+    def close(self) -> None:
+        """Close the engine's sockets."""
+        self._engine.close()
+        self._context.term()
+
+    def _say_listening(self) -> None:
+        print(json.dumps({"listening": {"url": self._url, "incarnation": self._incarnation}}), flush=True)
+
+    async def _live(self, engine_module: str, stop: asyncio.Event) -> int:
+        """Run the engine from its start to its end, or to the agent's; returns the agent's exit status."""
+        stdin = {
+            "config": self._config,
+            "incarnation": self._incarnation,
+            "curve_secret": None if self._key is None else self._key.secret.decode(),
+        }
+        argv = ("-m", engine_module, "--run-dir", str(self._run_dir))
+        child = await ChildProcess.start(argv, msgspec.json.encode(stdin), "engine")
+        log.info("engine process %d started; waiting for it to load %s", child.pid, self._config.model)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watches = [tasks.create_task(self._engine.run()), tasks.create_task(_watch(child))]
+                starting = tasks.create_task(self._become_ready())
+                await stop.wait()
+                await self._drain()
+                for task in (starting, *watches):
+                    task.cancel()
+            return 0
+        except* (EngineDied, BadEngineMessage) as died:
+            log.error("the agent ends: %s", died.exceptions[0])
+            self._refuse_all(ApiError(500, "engine_died", "the engine of this agent died"))
+            if self._lifecycle.state != "draining":
+                self._lifecycle.transition("draining")
+        finally:
+            await child.stop(_ENGINE_STOP_GRACE_S if stop.is_set() else 0.0)
+        return 1
+
+    async def _become_ready(self) -> None:
+        try:
+            ready = await self._engine.wait_ready(_READY_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineDied(f"the engine was not ready within {_READY_TIMEOUT_S:.0f} s") from None
+        facts = {
+            "url": self._url,
+            "control": _url("tcp", self._config.advertised_host, ready.control_port),
+            "incarnation": self._incarnation,
+            "max_model_len": ready.max_model_len,
+            "kv_blocks": ready.kv_blocks_total,
+            "transfers": ready.transfers,
+        }
+        log.info("ready %s", json.dumps(facts))
+        self._lifecycle.transition("ready")
+
+    async def _drain(self) -> None:
+        """Let requests under way finish for a while, then fail them; new ones are refused meanwhile."""
+        self._lifecycle.transition("draining")
+        if not await self._engine.wait_idle(_DRAIN_TIMEOUT_S):
+            log.info("%d requests are cut short", self._engine.in_flight)
+            self._refuse_all(unavailable("draining", "this agent is shutting down"))
+
+    def _refuse_all(self, error: ApiError) -> None:
+        self._engine.refuse(error)
+        self._engine.fail_all(error)
+
+    def _create_server(self) -> HttpServer:
+        return create_server(
+            create_app(
+                config=self._config,
+                incarnation=self._incarnation,
+                frontend=Frontend(self._config, self._tokenizer, self._engine, self._lifecycle),
+                engine=self._engine,
+                lifecycle=self._lifecycle,
+                metrics=self._metrics,
+                bearer=None if self._key is None else self._key.bearer,
+            ),
+            self._tls,
+        )
+
+    def _registration(self, index: int) -> Register:
+        config, stats = self._config, self._engine.stats
+        ready = self._engine.ready or _not_ready(self._incarnation)
+        return Register(
+            role=config.role,
+            incarnation=self._incarnation,
+            index=index,
+            address=self._url,
+            control=_url("tcp", config.advertised_host, ready.control_port),
+            dialect="native",
+            model=config.model_name,
+            max_model_len=ready.max_model_len,
+            tp_size=config.tp,
+            dp_size=1,
+            transfers=ready.transfers,
+            host_id=ready.host_id,
+            geometry=ready.geometry,
+            layout=ready.layout,
+            weights=ready.weights,
+            tokenizer=self._tokenizer.fingerprint,
+            transfer_mode="read",
+            version=version("kvferry"),
+            state=self._lifecycle.state,
+            refusals=stats.refusals if stats else {},
+            steps=stats.steps if stats else 0,
+            load=Load(
+                running=stats.running if stats else 0,
+                waiting=stats.waiting if stats else 0,
+                kv_blocks_free=stats.blocks_free if stats else ready.kv_blocks_total,
+                kv_blocks_total=ready.kv_blocks_total,
+                kv_blocks_leased=stats.blocks_leased if stats else 0,
+                max_running=config.max_num_seqs,
+            ),
+            prefill_chunk=config.prefill_chunk,
+        )
+
+
+async def _watch(child: ChildProcess) -> None:
+    raise EngineDied(f"the engine process exited with status {await child.wait()}")
+
+
+async def _stop_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
+    """Stop accepting, let answers that are being written finish and connections close, then cut the rest."""
+    server.should_exit = True
+    _, late = await asyncio.wait({serving}, timeout=_HTTP_STOP_TIMEOUT_S)
+    if late:
+        await _hang_up(server)
+        serving.cancel()
+
+
+async def _cut_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
+    """Let the error answers out and cut the rest: uvicorn's own way takes time that I8 does not give."""
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=_ERROR_ANSWERS_TIMEOUT_S)
+    await _hang_up(server)
+    serving.cancel()
+
+
+async def _hang_up(server: HttpServer) -> None:
+    """Close every connection, and let the handlers behind them notice."""
+    server.hang_up()
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=_HANG_UP_TIMEOUT_S)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    return stop
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _not_ready(incarnation: Incarnation) -> EngineReady:
+    """What a registration says of an engine that has not spoken yet."""
+    return EngineReady(
+        incarnation=incarnation,
+        control_port=0,
+        transfers=(),
+        geometry={},
+        layout="",
+        weights="",
+        host_id=host_id(),
+        max_model_len=0,
+        kv_blocks_total=0,
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of every finished request: one JSON log line and its share of the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from kvferry.agent.api.generation import Generation
+from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.phases import phases
+from kvferry.agent.errors import ApiError
+
+log = logging.getLogger("agent.request")
+
+MAX_PROMPT_BYTES = 4096
+CLIENT_GONE = 499  # as nginx logs it: nobody was left to be told a status
+
+
+class Entry:
+    """One request from its arrival to its end. Closed exactly once; later closings change nothing."""
+
+    def __init__(self, metrics: Metrics, request_id: str, traceparent: str | None) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._facts: dict[str, Any] = {"request_id": request_id}
+        if traceparent is not None:
+            self._facts["traceparent"] = traceparent
+        self._generation: Generation | None = None
+        self._closed = False
+
+    def show_prompt(self, prompt: bytes) -> None:
+        """The prompt, as JSON, is to be on the line."""
+        self._facts["prompt"] = prompt[:MAX_PROMPT_BYTES].decode(errors="ignore")
+
+    def follow(self, generation: Generation, leg: str, transfer_id: str | None) -> None:
+        """Remember whose figures belong on the line."""
+        self._generation = generation
+        self._facts |= {"leg": leg, "transfer_id": transfer_id}
+
+    @contextmanager
+    def closed_on_failure(self) -> Iterator[None]:
+        """Close the entry with the status that an exception stands for, and let it pass."""
+        try:
+            yield
+        except ApiError as error:
+            self.close(error.status, error.code)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.close(CLIENT_GONE)
+            raise
+        except BaseException:
+            self.close(500)
+            raise
+
+    def close(self, status: int, code: str | None = None) -> None:
+        """Write the line and count the request."""
+        if self._closed:
+            return
+        self._closed = True
+        timing = self._generation.timing if self._generation else None
+        self._metrics.finished(status, timing)
+        facts = self._facts | {"status": status, "seconds": round(time.monotonic() - self._start, 6)}
+        if code is not None:
+            facts["code"] = code
+        if self._generation is not None:
+            facts |= msgspec.to_builtins(self._generation.usage)
+            facts["finish_reasons"] = [choice.finish_reason for choice in self._generation.choices]
+        if timing is not None:
+            facts["phases"] = {name: round(seconds, 6) for name, seconds in phases(timing).items()}
+            # By a clock that the agents of one host share: their lines together show what overlapped.
+            facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
+        log.info("%s", msgspec.json.encode(facts).decode())
+
+
+class Journal:
+    """Opens entries."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def open(self, request_id: str, traceparent: str | None = None) -> Entry:
+        return Entry(self._metrics, request_id, traceparent)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's HTTP routes, and the server that runs them. What the routes do is in `frontend`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from quart import Quart, Response, g, request
+from quart.wrappers.response import ResponseBody
+from werkzeug.exceptions import HTTPException
+
+from kvferry.agent.api.engine_client import EngineClient
+from kvferry.agent.api.frontend import Frontend, Identity
+from kvferry.agent.api.lifecycle import Lifecycle
+from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, GenerationBody, decode_body
+from kvferry.agent.api.request_log import Journal
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.errors import ApiError, bad_request
+from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
+from kvferry.proxy.wire import Incarnation
+
+log = logging.getLogger(__name__)
+
+_BODY_TIMEOUT_S = 60
+# Longer than any client keeps an unused connection: the side that reuses it should be the one to close it.
+_KEEP_ALIVE_S = 120
+_BACKLOG = 2048
+# For load balancers and Prometheus: nothing of it says what users asked or were told.
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class DropBody(msgspec.Struct, frozen=True):
+    """POST /kv/drop: which transfer nobody will read, and of which start of this agent."""
+
+    transfer_id: str
+    incarnation: str
+
+
+class EventBody(ResponseBody):
+    """The body of a stream whose first event is already there: status and headers wait for that one."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        self._first = first
+        self._rest = rest
+
+    async def __aenter__(self) -> EventBody:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._rest.aclose()
+
+    async def __aiter__(self) -> AsyncGenerator[bytes, None]:
+        yield self._first
+        async for event in self._rest:
+            yield event
+
+
+def create_app(
+    *,
+    config: AgentConfig,
+    incarnation: Incarnation,
+    frontend: Frontend,
+    engine: EngineClient,
+    lifecycle: Lifecycle,
+    metrics: Metrics,
+    bearer: str | None = None,
+) -> Quart:
+    """The Quart application of one agent. With `bearer`, it serves only those who send that token."""
+    app = Quart("agent", static_folder=None)
+    app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine holds every request's deadline
+    app.config["BODY_TIMEOUT"] = _BODY_TIMEOUT_S
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    journal = Journal(metrics)
+    started = int(time.time())
+
+    async def generate(body_type: type[GenerationBody]) -> Response:
+        entry = journal.open(g.request_id, request.headers.get("traceparent"))
+        with entry.closed_on_failure():
+            body = decode_body(await _read_body(), body_type)
+            if config.log_prompts:
+                entry.show_prompt(msgspec.json.encode(body.given_prompt))
+            identity = _identity()
+            if body.stream:
+                events = frontend.events(body, identity, entry)
+                return Response(EventBody(await anext(events), events), headers=_EVENT_STREAM)
+            answer, timing = await frontend.answer(body, identity, entry)
+            return _json(msgspec.json.encode(answer), headers={"Server-Timing": timing} if timing else {})
+
+    @app.post("/v1/completions")
+    async def completions() -> Response:
+        return await generate(CompletionBody)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions() -> Response:
+        return await generate(ChatBody)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model: dict[str, Any] = {
+            "id": config.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "kvferry",
+        }
+        if engine.ready is not None:
+            model["max_model_len"] = engine.ready.max_model_len
+        return _json(msgspec.json.encode({"object": "list", "data": [model]}))
+
+    @app.post("/kv/drop")
+    async def drop() -> Response:
+        try:
+            body = msgspec.json.decode(await _read_body(), type=DropBody)
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"the body must name transfer_id and incarnation: {error}") from error
+        if body.incarnation != incarnation:
+            raise ApiError(409, "wrong_incarnation", f"this agent is {incarnation}", "incarnation")
+        frontend.drop(body.transfer_id)
+        return _json(b'{"dropped":true}')
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json(msgspec.json.encode({"status": "alive", "incarnation": incarnation}))
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        status = 200 if lifecycle.state == "ready" else 503
+        return _json(msgspec.json.encode({"state": lifecycle.state}), status=status)
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.before_request
+    async def name_request() -> None:
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = RequestId(given) if is_plain_id(given) else mint_request_id()
+
+    @app.before_request
+    async def check_token() -> None:
+        if bearer is None or request.path in _OPEN_PATHS:
+            return
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, f"Bearer {bearer}".encode()):
+            raise ApiError(401, "unauthorized", "this agent serves only the proxies of its cluster")
+
+    @app.after_request
+    async def echo_request_id(response: Response) -> Response:
+        response.headers["X-Request-Id"] = g.request_id
+        return response
+
+    @app.errorhandler(ApiError)
+    async def on_api_error(error: ApiError) -> Response:
+        return _json(msgspec.json.encode(error.body()), status=error.status, headers=error.headers())
+
+    @app.errorhandler(HTTPException)
+    async def on_http_exception(error: HTTPException) -> Response:
+        code = error.name.lower().replace(" ", "_")
+        return await on_api_error(ApiError(error.code or 500, code, error.description or error.name))
+
+    return app
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with its signal handling left out: the process that owns it decides when to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def hang_up(self) -> None:
+        """Accept nothing more, and close every connection once what was written to it has left.
+
+        Requests that are cut off by other means get uvicorn's own 500, in plain text.
+        """
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.close()
+
+
+def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
+    """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`."""
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+
+
+def listen_http(host: str, port: int) -> socket.socket:
+    """A listening TCP socket: whoever is told of its port can connect from now on. Raises `OSError`."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+async def _read_body() -> bytes:
+    """The request's body. Quart raises 413 when it is over the limit, 408 when it does not come."""
+    data = await request.get_data()
+    assert isinstance(data, bytes)
+    return data
+
+
+def _identity() -> Identity:
+    """Ids that a proxy has minted, from its headers. Raises `ApiError` 400 if they are unusable."""
+    answer_id = request.headers.get("X-Kvferry-Answer-Id")
+    created = request.headers.get("X-Kvferry-Created")
+    if answer_id is not None and not is_plain_id(answer_id):
+        raise bad_request("X-Kvferry-Answer-Id must be short and printable", "X-Kvferry-Answer-Id")
+    if created is not None and not (created.isascii() and created.isdecimal() and len(created) < 16):
+        raise bad_request("X-Kvferry-Created must be Unix seconds", "X-Kvferry-Created")
+    return Identity(
+        request_id=g.request_id,
+        answer_id=AnswerId(answer_id) if answer_id is not None else None,
+        created=int(created) if created is not None else None,
+    )
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status=status, headers={**(headers or {}), "Content-Type": "application/json"})

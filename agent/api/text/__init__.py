@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back."""

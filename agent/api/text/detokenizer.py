@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids of one choice to text that may be shown, piece by piece.
+
+A piece never ends inside a character, and never holds what may turn out to be the start of a stop string.
+What has been released after some ids depends on those ids alone: a decode agent that feeds the prefill's ids
+again stands exactly where the prefill stood, and knows what its answer already showed.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.agent.api.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Text of one choice, cut before the first stop string.
+
+    Args:
+        stop: Strings that end the choice.
+        min_tokens: Text of fewer tokens than this is shown without looking for stop strings.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._text: _TextStream
+        self._text = _ByteLevelText(tokenizer) if tokenizer.byte_level else _WindowedText(tokenizer)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was found; nothing is released after that."""
+
+    def push(self, token_id: int) -> str:
+        """Add one token and return the text that may now be shown, often none."""
+        assert not self.stopped
+        self._num_tokens += 1
+        self._held += self._text.push(token_id)
+        return self._release(len(self._held) - self._possible_stop())
+
+    def finish(self) -> str:
+        """No more tokens will come: return all that was held back, broken characters as U+FFFD."""
+        if self.stopped:
+            return ""
+        self._held += self._text.finish()
+        return self._release(len(self._held))
+
+    def _release(self, end: int) -> str:
+        if self._num_tokens < self._min_tokens:
+            end = len(self._held)
+        else:
+            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                self.stopped = True
+                end = min(found)
+        released, self._held = self._held[:end], self._held[end:]
+        return released
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        return max((_overlap(self._held, stop) for stop in self._stop), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class _TextStream(Protocol):
+    """Ids to whole characters. All pieces joined equal the tokenizer's own reading of all ids."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class _ByteLevelText:
+    """For tokenizers whose text is the UTF-8 reading of their tokens' bytes: constant work per token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowedText:
+    """For every other tokenizer: read a short window of ids again, and show what is new in it.
+
+    The window begins with the ids of the last piece shown, because decoders treat the first token of a text
+    differently from the rest (they strip a leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._num_shown = 0
+        self._shown = ""
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.is_silent(token_id):
+            return ""
+        self._ids.append(token_id)
+        # The decoder reads a run of byte tokens as a whole: one bad byte spoils it, so it must end first.
+        if self._tokenizer.is_byte_token(token_id):
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        piece = text[len(self._shown) :]
+        del self._ids[: self._num_shown]
+        self._num_shown = len(self._ids)
+        self._shown = self._tokenizer.decode(self._ids)
+        return piece
+
+    def finish(self) -> str:
+        piece = self._tokenizer.decode(self._ids)[len(self._shown) :]
+        self._ids.clear()
+        self._num_shown = 0
+        self._shown = ""
+        return piece

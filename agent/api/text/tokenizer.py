@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's tokenizer as the API process needs it: text to ids, ids to bytes, and a fingerprint.
+
+Loads `tokenizer.json` with the `tokenizers` package alone; importing transformers would cost 330 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from kvferry.agent.api.text.chat_template import ChatTemplate
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. Immutable once loaded, and safe to use from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.fingerprint = _fingerprint(directory)
+        self.vocab_size = _vocab_size(directory, self._fast)
+        self.chat_template = _chat_template(directory)
+        self.special_ids = frozenset(
+            token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
+        )
+        decoders = _decoder_types(json.loads(self._fast.to_str())["decoder"])
+        self.byte_level = decoders == {"ByteLevel"}
+        """Whether the text of ids is exactly the UTF-8 reading of their bytes, one after another."""
+        self._byte_fallback = "ByteFallback" in decoders
+        self.token_bytes = lru_cache(maxsize=self.vocab_size)(self._token_bytes)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Ids of a text. `add_special_tokens` adds what the tokenizer's own post-processor puts around it."""
+        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, special tokens left out; what no valid UTF-8 spells is shown as U+FFFD."""
+        return self._fast.decode(ids, skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, as logprobs show it."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token leaves no trace in text: special ones, and ids that only the model has."""
+        return token_id in self.special_ids or not self._token(token_id)
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token stands for one raw byte (`<0xE2>`), whose reading depends on its neighbours."""
+        return self._byte_fallback and _BYTE_TOKEN.fullmatch(self._token(token_id)) is not None
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if token_id in self.special_ids:
+            return token.encode()
+        if self.byte_level:
+            # As the ByteLevel decoder: a token with any character outside the alphabet stands for itself.
+            spelled = [_BYTE_OF_CHAR.get(char) for char in token]
+            return (
+                bytes(byte for byte in spelled if byte is not None) if None not in spelled else token.encode()
+            )
+        if self.is_byte_token(token_id):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+    def _token(self, token_id: int) -> str:
+        # A model's vocabulary may be padded beyond the tokenizer's.
+        return self._fast.id_to_token(token_id) or ""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's reversible map: printable Latin-1 bytes stand for themselves, the rest from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [byte for byte in range(0x100) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + rank): byte for rank, byte in enumerate(other)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+def _decoder_types(spec: dict[str, Any] | None) -> set[str]:
+    if spec is None:
+        return set()
+    if spec["type"] == "Sequence":
+        return set().union(*(_decoder_types(part) for part in spec["decoders"]))
+    return {spec["type"]}
+
+
+def _fingerprint(directory: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _FILES:
+        content = (directory / name).read_bytes() if (directory / name).exists() else b""
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def _vocab_size(directory: Path, fast: FastTokenizer) -> int:
+    # The model's own count bounds the ids that it can embed; the tokenizer may know fewer or more.
+    config = json.loads((directory / "config.json").read_text())
+    return int(config.get("vocab_size") or fast.get_vocab_size())
+
+
+def _chat_template(directory: Path) -> ChatTemplate | None:
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    file = directory / "chat_template.jinja"
+    source: Any = file.read_text() if file.exists() else config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not source:
+        return None
+    named = {role: config[role] for role in _SPECIAL_ROLES if config.get(role) is not None}
+    tokens = {role: each["content"] if isinstance(each, dict) else each for role, each in named.items()}
+    return ChatTemplate(source, tokens)

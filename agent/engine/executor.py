@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts one process per tensor-parallel rank, hands every step to all of them, and gathers their replies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvferry.agent.process.children import ChildProcess
+from kvferry.agent.worker.messages import (
+    Boot,
+    Drawn,
+    FromRank,
+    RankReady,
+    Step,
+    StepWritten,
+    Stop,
+    ToRank,
+    step_address,
+)
+from kvferry.transfer.rank_channel import RankConnection, RankGone, RankListener
+
+_log = logging.getLogger(__name__)
+
+
+class BrokenRank(RuntimeError):
+    """A rank process ended or spoke out of turn; its group cannot go on."""
+
+
+class Executor:
+    """The rank processes of one agent. `run` is called by one task at a time; `watch` runs beside it.
+
+    Both sides of the channel agree on one address in the agent's private directory. A step is sent to each
+    rank and is over when each has answered; the engine's event loop only waits.
+    """
+
+    def __init__(self, boot: Boot, run_dir: Path) -> None:
+        self._boot = boot
+        self._run_dir = run_dir
+        self._size = boot.config.tp
+        self._children: list[ChildProcess] = []
+        # Two frames a rank at most: its step is written, and done.
+        self._received: asyncio.Queue[tuple[RankConnection, bytes]] = asyncio.Queue()
+        self._listener = RankListener(
+            lambda connection, frame: self._received.put_nowait((connection, frame))
+        )
+        self._ranks: dict[int, RankConnection] = {}
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+
+    async def start(self, timeout_s: float) -> RankReady:
+        """Start the ranks and wait until each holds its weights and its pool.
+
+        Raises:
+            BrokenRank: a rank ended, or was not ready within `timeout_s`; the caller must `close`.
+        """
+        await self._listener.start(step_address(self._run_dir))
+        stdin = msgspec.json.encode(msgspec.structs.replace(self._boot, curve_secret=None))
+        for rank in range(self._size):
+            argv = [
+                "-m",
+                "kvferry.agent.worker.process",
+                "--run-dir",
+                str(self._run_dir),
+                "--rank",
+                str(rank),
+            ]
+            self._children.append(await ChildProcess.start(argv, stdin, f"rank {rank}"))
+        watch = asyncio.ensure_future(self.watch())
+        ready = asyncio.ensure_future(self._all_ready())
+        try:
+            done, _ = await asyncio.wait(
+                {watch, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise BrokenRank(f"the ranks were not ready within {timeout_s:.0f} s")
+            return ready.result() if ready in done else watch.result()
+        finally:
+            for task in (watch, ready):
+                task.cancel()
+            await asyncio.gather(watch, ready, return_exceptions=True)
+
+    async def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[Drawn]]:
+        """Run one step on every rank. Returns the drawn tokens, one tuple per chunk.
+
+        The step's writes to the pool are complete on every rank when this returns; if the step asks for it,
+        `on_written` is called as soon as they are. A rank's death does not show here but in `watch`.
+        """
+        self._broadcast(step)
+        drawn: Sequence[Sequence[Drawn]] | None = None
+        unwritten, unfinished = set(range(self._size)), set(range(self._size))
+        while unfinished:
+            _, reply = await self._receive()
+            if isinstance(reply, RankReady) or reply.number != step.number:
+                raise BrokenRank(f"a rank answered step {step.number} with {reply}")
+            if isinstance(reply, StepWritten):
+                unwritten.discard(reply.rank)
+                if not unwritten:
+                    on_written()
+                continue
+            unfinished.discard(reply.rank)
+            drawn = reply.drawn if reply.rank == 0 else drawn
+        if drawn is None:
+            raise BrokenRank("rank 0 sent no tokens")
+        return drawn
+
+    async def watch(self) -> RankReady:
+        """Wait until a rank process ends, which none should. Always raises `BrokenRank`."""
+        waits = {asyncio.ensure_future(child.wait()): child for child in self._children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        ended = [f"{waits[wait].name} ended with status {waits[wait].returncode}" for wait in done]
+        raise BrokenRank("; ".join(ended))
+
+    async def close(self, *, grace_s: float) -> None:
+        """Ask the ranks to end, kill those that have not after `grace_s` seconds, and reap all of them."""
+        try:
+            if grace_s:
+                await self._stop_politely(grace_s)
+        finally:
+            await asyncio.gather(*(child.stop(grace_s=0.0) for child in self._children))
+            self._listener.close()
+
+    async def _stop_politely(self, grace_s: float) -> None:
+        try:
+            async with asyncio.timeout(grace_s):
+                self._broadcast(Stop())
+                for child in self._children:
+                    await child.wait()
+        except TimeoutError:  # a rank that hangs, or one that never connected
+            return
+
+    async def _all_ready(self) -> RankReady:
+        reports: dict[int, RankReady] = {}
+        while len(reports) < self._size:
+            connection, report = await self._receive()
+            if not isinstance(report, RankReady):
+                raise BrokenRank(f"a rank began with {report}")
+            reports[report.rank] = report
+            self._ranks[report.rank] = connection
+        return reports[0]
+
+    def _broadcast(self, message: ToRank) -> None:
+        frame = msgspec.msgpack.encode(message)
+        for rank, connection in self._ranks.items():
+            try:
+                connection.send(frame)
+            except RankGone as error:  # `watch` sees it too
+                _log.debug("rank %d did not take a message: %s", rank, error)
+
+    async def _receive(self) -> tuple[RankConnection, FromRank]:
+        connection, frame = await self._received.get()
+        message: FromRank = self._decoder.decode(frame)
+        return connection, message

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kvferry.agent.engine.process`: the process that schedules. Started by the API process only.
+
+One loop: take what arrived (requests, transfer events) → schedule → run on the ranks → commit → answer. It
+only ever awaits the ranks, so the control channel, lease renewals and answers never wait for a model step;
+and it sleeps until something arrives when there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
+from kvferry.agent.engine.executor import BrokenRank, Executor
+from kvferry.agent.engine.messages import (
+    Abort,
+    DropTransfer,
+    EngineReady,
+    Failed,
+    FromEngine,
+    Output,
+    Outputs,
+    Stats,
+    StopChoice,
+    Submit,
+    ToEngine,
+)
+from kvferry.agent.engine.scheduler import Limits, Scheduler
+from kvferry.agent.ids import host_id
+from kvferry.agent.logs import configure_logging
+from kvferry.agent.process.children import die_with_parent
+from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
+from kvferry.transfer.curve import CurveKey
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import PlaneConfig
+from kvferry.transfer.scheduler_connector import SchedulerConnector
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 600.0
+_SEND_TIMEOUT_S = 30.0
+_STOP_GRACE_S = 3.0
+_INBOX_LIMIT = 1024
+_WAITING_PER_SEQUENCE = 4
+_STATS_INTERVAL_S = 1.0
+_STATS_PAUSE_S = 0.1
+
+
+class ApiGone(RuntimeError):
+    """The API process takes no more messages."""
+
+
+class ApiChannel:
+    """The engine's end of the two sockets to the API process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._from_api = self._context.socket(zmq.PULL)
+        self._from_api.bind(f"ipc://{run_dir}/to-engine")
+        self._to_api = self._context.socket(zmq.PUSH)
+        self._to_api.setsockopt(zmq.LINGER, 0)
+        self._to_api.connect(f"ipc://{run_dir}/from-engine")
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def receive(self) -> ToEngine:
+        message: ToEngine = self._decoder.decode(await self._from_api.recv())
+        return message
+
+    async def send(self, message: FromEngine) -> None:
+        """Queue a message. Raises `ApiGone` when the API process has not read for long."""
+        try:
+            async with asyncio.timeout(_SEND_TIMEOUT_S):
+                await self._to_api.send(self._encoder.encode(message))
+        except TimeoutError as error:
+            raise ApiGone("the API process does not read") from error
+
+    def close(self) -> None:
+        self._from_api.close()
+        self._to_api.close()
+        self._context.term()
+
+
+class Engine:
+    """The scheduler's loop, between the API process, the ranks and the transfer plane.
+
+    All state changes happen between steps, in this one task; readers may hear of blocks during one.
+    """
+
+    def __init__(
+        self,
+        channel: ApiChannel,
+        executor: Executor,
+        connector: SchedulerConnector,
+        scheduler: Scheduler,
+        allocator: BlockAllocator,
+        wake: asyncio.Event,
+    ) -> None:
+        self._channel = channel
+        self._executor = executor
+        self._connector = connector
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._wake = wake
+        self._clock = asyncio.get_running_loop().time
+        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue(_INBOX_LIMIT)
+        self._integrity_errors = 0
+        self._audited = True
+        self._last_stats: Stats | None = None
+        self._stats_sent_at = 0.0
+
+    async def receive(self) -> None:
+        """Move the API's messages to the inbox; a full inbox stops reading until the loop has caught up."""
+        while True:
+            await self._inbox.put(await self._channel.receive())
+            self._wake.set()
+
+    async def loop(self) -> None:
+        """Take → schedule → run → commit → answer, for ever."""
+        while True:
+            self._wake.clear()
+            self._take()
+            step = self._scheduler.schedule(self._clock())
+            await self._answer(self._scheduler.take_messages())
+            if step is None:
+                self._audit()
+                await self._publish_stats()
+                await self._sleep()
+                continue
+            drawn = await self._executor.run(step, self._scheduler.written)
+            self._scheduler.commit(drawn, self._clock())
+            await self._answer(self._scheduler.take_messages())
+            await self._publish_stats()
+
+    def _take(self) -> None:
+        """Hand everything that has arrived to the scheduler."""
+        now = self._clock()
+        for event in self._connector.take_events():
+            self._scheduler.handle_event(event, now)
+            self._audited = False
+        while not self._inbox.empty():
+            self._handle(self._inbox.get_nowait(), now)
+            self._audited = False
+        self._scheduler.expire(now)
+
+    def _handle(self, message: ToEngine, now: float) -> None:
+        match message:
+            case Submit():
+                self._scheduler.submit(message, now)
+            case Abort():
+                self._scheduler.abort(message.request_id)
+            case StopChoice():
+                self._scheduler.stop_choice(message.request_id, message.index)
+            case DropTransfer():
+                self._scheduler.drop_transfer(message.transfer_id)
+
+    async def _answer(self, messages: Iterable[Output | Failed]) -> None:
+        """Send what a step produced: all outputs in one message."""
+        outputs = []
+        for message in messages:
+            if isinstance(message, Output):
+                outputs.append(message)
+            else:
+                await self._channel.send(message)
+        if outputs:
+            await self._channel.send(Outputs(items=tuple(outputs)))
+
+    async def _sleep(self) -> None:
+        """Wait for a message or an event, but not past a request's deadline."""
+        deadline = self._scheduler.next_deadline()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _audit(self) -> None:
+        """Recount all blocks whenever the agent has fallen idle. That takes milliseconds, so not while
+        somebody reads here, who would have to wait.
+        """
+        if self._audited or not self._scheduler.is_idle or self._allocator.counts().leased:
+            return
+        self._audited = True
+        try:
+            self._scheduler.check_integrity()
+            self._connector.check_integrity()
+        except (IntegrityError, AssertionError):
+            self._integrity_errors += 1
+            log.exception("block accounting is wrong")
+
+    async def _publish_stats(self) -> None:
+        """Send a snapshot when it has changed; while steps run, not more often than is useful."""
+        now = self._clock()
+        busy = self._scheduler.num_running > 0
+        if busy and now - self._stats_sent_at < _STATS_PAUSE_S:
+            return
+        stats = self._stats()
+        if stats != self._last_stats or now - self._stats_sent_at >= _STATS_INTERVAL_S:
+            await self._channel.send(stats)
+            self._last_stats, self._stats_sent_at = stats, now
+
+    def _stats(self) -> Stats:
+        counters, blocks, plane = self._scheduler.counters, self._allocator.counts(), self._connector.stats()
+        return Stats(
+            steps=counters.steps,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            blocks_free=blocks.free,
+            blocks_used=blocks.used,
+            blocks_leased=blocks.leased,
+            blocks_quarantined=blocks.quarantined,
+            blocks_total=self._allocator.num_blocks,
+            preemptions=counters.preemptions,
+            pulls=plane.pulls,
+            streamed_pulls=plane.streamed_pulls,
+            pull_bytes=plane.pull_bytes,
+            pull_descriptors=plane.pull_descriptors,
+            pull_seconds=plane.pull_seconds,
+            pull_failures=plane.pull_failures,
+            verify_seconds=plane.verify_seconds,
+            rebuilds=plane.rebuilds,
+            recomputes=counters.recomputes,
+            leases_ended=plane.leases_ended,
+            handshakes=plane.handshakes,
+            refusals=plane.refusals,
+            integrity_errors=self._integrity_errors,
+        )
+
+
+def make_limits(config: AgentConfig, ready: RankReady) -> Limits:
+    """The scheduler's settings. The context is cut to what the pool holds: one sequence always fits."""
+    return Limits(
+        block_size=config.block_size,
+        prefill_chunk=config.prefill_chunk,
+        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(ready.max_model_len, ready.num_blocks * config.block_size),
+        vocab_size=ready.vocab_size,
+        max_waiting=_WAITING_PER_SEQUENCE * config.max_num_seqs,
+        prefix_cache=config.prefix_cache,
+        recompute_on_pull_failure=config.on_pull_failure == "recompute",
+        pull_timeout_s=config.pull_timeout_s,
+        eos_ids=frozenset(ready.eos_ids),
+    )
+
+
+def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfig:
+    config = boot.config
+    return PlaneConfig(
+        incarnation=boot.incarnation,
+        bind_host=config.host,
+        control_port=config.control_port,
+        advertise_host=config.advertised_host,
+        transfer=config.transfer,
+        lease_s=config.lease_s,
+        tp_size=config.tp,
+        geometry=msgspec.convert(ready.geometry, KVGeometry),
+        num_blocks=ready.num_blocks,
+        weights=ready.weights,
+        host_id=host_id(),
+        rank_address=transfer_address(run_dir),
+        verify_kv=config.verify_kv,
+        control_fault=config.control_fault,
+        key=None if boot.curve_secret is None else CurveKey.of(boot.curve_secret),
+    )
+
+
+class _Stopped(Exception):
+    """SIGTERM arrived."""
+
+
+async def run_engine(boot: Boot, run_dir: Path) -> None:
+    """Start the ranks and the transfer plane, serve until SIGTERM, and take everything down again.
+
+    Raises:
+        BrokenRank, ApiGone: another process of the agent failed, so this one must end too (in a group).
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_raise_stopped(stop))
+            tasks.create_task(_live(boot, run_dir, stop))
+    except* _Stopped:
+        log.info("stopped")
+
+
+async def _raise_stopped(stop: asyncio.Event) -> None:
+    await stop.wait()
+    raise _Stopped
+
+
+async def _live(boot: Boot, run_dir: Path, stop: asyncio.Event) -> None:
+    """The engine's whole life, until cancelled."""
+    executor, channel = Executor(boot, run_dir), ApiChannel(run_dir)
+    try:
+        ready = await executor.start(_START_TIMEOUT_S)
+        plane, wake = make_plane_config(boot, ready, run_dir), asyncio.Event()
+        connector = SchedulerConnector(plane, wake.set)
+        try:
+            await connector.start(_START_TIMEOUT_S)
+            limits, allocator = make_limits(boot.config, ready), BlockAllocator(ready.num_blocks)
+            scheduler = Scheduler(limits, allocator, connector)
+            engine = Engine(channel, executor, connector, scheduler, allocator, wake)
+            await channel.send(make_announcement(plane, connector, limits))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.receive())
+                tasks.create_task(engine.loop())
+                tasks.create_task(executor.watch())
+        finally:
+            await connector.close()
+    finally:
+        # After a failure nothing is worth waiting for: the agent's other processes end within a second.
+        await executor.close(grace_s=_STOP_GRACE_S if stop.is_set() else 0.0)
+        channel.close()
+
+
+def make_announcement(plane: PlaneConfig, connector: SchedulerConnector, limits: Limits) -> EngineReady:
+    return EngineReady(
+        incarnation=plane.incarnation,
+        control_port=connector.control_port,
+        transfers=connector.transfers,
+        geometry={name: str(value) for name, value in msgspec.structs.asdict(plane.geometry).items()},
+        layout=plane.geometry.fingerprint(),
+        weights=plane.weights,
+        host_id=plane.host_id,
+        max_model_len=limits.max_model_len,
+        kv_blocks_total=plane.num_blocks,
+    )
+
+
+def main() -> int:
+    parent = os.getppid()
+    parser = argparse.ArgumentParser(description="The engine process of an agent.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = parser.parse_args().run_dir
+    die_with_parent(parent)
+    boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
+    configure_logging("engine", boot.config.log_level)
+    status = 0
+    try:
+        asyncio.run(run_engine(boot, run_dir))
+    except* (BrokenRank, ApiGone) as errors:
+        log.error("%s", " and ".join(map(str, _leaves(errors))))
+        status = 1
+    return status
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

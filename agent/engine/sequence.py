@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of one request on its way through the engine, and the request that it belongs to."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from kvferry.agent.engine.blocks import BlockHash, hash_blocks
+from kvferry.agent.engine.messages import Prior, Submit, Timing, Token
+from kvferry.agent.worker.messages import Sample, uses_earlier_ids
+
+log = logging.getLogger(__name__)
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_NEXT = {
+    SequenceState.WAITING: {
+        SequenceState.WAITING_FOR_REMOTE_KV,
+        SequenceState.RUNNING,
+        SequenceState.FINISHED,
+    },
+    # Back to waiting: the pull failed and the prompt is computed here.
+    SequenceState.WAITING_FOR_REMOTE_KV: {
+        SequenceState.WAITING,
+        SequenceState.RUNNING,
+        SequenceState.FINISHED,
+    },
+    # Back to waiting: preempted.
+    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
+    SequenceState.FINISHED: set(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A sequence was asked to go where its state machine has no edge."""
+
+
+class Sequence:
+    """One choice: its tokens, how many of them have their KV computed, and the blocks that hold it.
+
+    `blocks` is the block table; block i holds positions [i * block_size, (i + 1) * block_size). It covers at
+    least `num_computed` tokens, and the first `num_remembered` blocks were offered to the prefix cache. The
+    last token's KV is computed by the step that draws its successor.
+    """
+
+    def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        self.num_computed = 0
+        self.num_remembered = 0
+        self.blocks: list[int] = []
+        self.hashes: list[BlockHash] = []
+        self.state = SequenceState.WAITING
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request.request_id}/{self.index} {self.state.value} "
+            f"{self.num_computed}/{len(self.tokens)} tokens, {len(self.blocks)} blocks>"
+        )
+
+    def transition(self, to: SequenceState) -> None:
+        """Move to another state. Raises `IllegalTransition` where the table has no such edge."""
+        if to not in _NEXT[self.state]:
+            raise IllegalTransition(f"{self!r} cannot become {to.value}")
+        log.debug("%s/%d %s -> %s", self.request.request_id, self.index, self.state.value, to.value)
+        self.state = to
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.request.prompt_len
+
+    @property
+    def knows_first_token(self) -> bool:
+        """Whether this is the trunk of a request that arrived with tokens: the prompt's logits are moot."""
+        return self.num_outputs > 0 and not self.request.forked
+
+    def sample(self, choice: int) -> Sample:
+        """What to draw as a choice's next token. Before the fork all choices draw from the trunk's logits."""
+        submit = self.request.submit
+        earlier = uses_earlier_ids(submit.sampling)
+        return Sample(
+            choice=choice,
+            position=self.num_outputs,
+            sampling=submit.sampling,
+            prompt_ids=submit.prompt_ids if earlier and submit.sampling.repetition_penalty != 1.0 else (),
+            output_ids=tuple(self.tokens[self.request.prompt_len :]) if earlier else (),
+        )
+
+    def next_chunk_end(self, prefill_chunk: int) -> int:
+        """Where the next chunk ends.
+
+        A prompt's chunks end at absolute multiples of `prefill_chunk`, and output tokens go one by one (after
+        a preemption too): a position is then always computed in the same company, hence to the same bits.
+        """
+        if self.num_computed >= self.request.prompt_len:
+            return self.num_computed + 1
+        return min((self.num_computed // prefill_chunk + 1) * prefill_chunk, self.request.prompt_len)
+
+    def full_block_hashes(self, block_size: int, num_tokens: int) -> list[BlockHash]:
+        """Hashes of the full blocks among the first `num_tokens` tokens."""
+        if len(self.hashes) < num_tokens // block_size:
+            self.hashes = hash_blocks(self.tokens[:num_tokens], block_size, self.hashes)
+        return self.hashes[: num_tokens // block_size]
+
+    def fork(self, index: int, tokens: list[int]) -> Sequence:
+        """A running sibling with the same KV in the same blocks; the caller counts the references."""
+        sibling = Sequence(self.request, index, tokens)
+        sibling.num_computed = self.num_computed
+        sibling.num_remembered = self.num_remembered
+        sibling.blocks = list(self.blocks)
+        sibling.transition(SequenceState.RUNNING)
+        return sibling
+
+
+@dataclass(slots=True)
+class Clock:
+    """When the stages of one request began, in the scheduler's seconds; None: not yet."""
+
+    arrived: float
+    admitted: float | None = None
+    prompt_done: float | None = None
+    first_step: float | None = None
+    first_decoded: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One `Submit`: its sequences, deadlines and what became of its KV transfer.
+
+    Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
+    `prior` is what the choices have had since they arrived here; `unsaid` are tokens that another engine drew
+    and the API process has not been told.
+    """
+
+    submit: Submit
+    deadline: float
+    clock: Clock
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    forked: bool = False
+    recomputed: bool = False
+    preempted: bool = False
+    cached_tokens: int | None = None
+    timing: Timing = field(default_factory=Timing)
+    prior: tuple[Prior, ...] = field(init=False)
+    unsaid: tuple[Token, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.prior = self.submit.prior
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.submit.prompt_ids)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the prompt's KV is still to come from elsewhere."""
+        return self.submit.remote is not None and not self.recomputed
+
+    @property
+    def awaits_first_tokens(self) -> bool:
+        """Whether token 1 of its choices is to come with the KV."""
+        return self.submit.remote is not None and self.submit.remote.streamed and not self.prior
+
+    def adopt(self, tokens: tuple[Token, ...]) -> None:
+        """Go on from token 1 of every choice, which the prefill's engine drew, as if it had come along.
+
+        Some choice must go on after it.
+        """
+        self.unsaid = tokens
+        self.prior = tuple(
+            Prior(index=token.index, token_ids=(token.token_id,), finished=token.finish is not None)
+            for token in tokens
+        )
+        (trunk,) = self.sequences.values()
+        trunk.index, outputs = next(iter(self.unfinished_choices().items()))
+        trunk.tokens = [*self.submit.prompt_ids, *outputs]
+        self.sequences = {trunk.index: trunk}
+
+    def take_unsaid(self) -> list[Token]:
+        """What the API process is to be told now."""
+        tokens, self.unsaid = self.unsaid, ()
+        return list(tokens)
+
+    def unfinished_choices(self) -> dict[int, tuple[int, ...]]:
+        """Choices that want tokens, with the output tokens that they had on arrival."""
+        if not self.prior:
+            return dict.fromkeys(range(self.submit.sampling.n), ())
+        limit = self.submit.sampling.max_tokens
+        return {
+            prior.index: prior.token_ids
+            for prior in self.prior
+            if not prior.finished and len(prior.token_ids) < limit
+        }
+
+    def measured(self) -> Timing:
+        """Where the time went; a stage that did not happen took none."""
+        clock = self.clock
+        pulled = self.submit.remote is not None and not self.recomputed
+        return msgspec.structs.replace(
+            self.timing,
+            queue_s=_between(clock.arrived, clock.admitted),
+            prefill_s=0.0 if pulled else _between(clock.admitted, clock.prompt_done),
+            decode_queue_s=_between(clock.prompt_done, clock.first_step),
+            first_step_s=_between(clock.first_step, clock.first_decoded),
+            prompt_done_at=clock.prompt_done,
+            first_step_at=clock.first_step,
+            recomputed=self.recomputed,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float:
+    return 0.0 if start is None or end is None else end - start

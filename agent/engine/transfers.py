@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in the hands of the transfer plane: leased to a reader, being pulled into, or in quarantine.
+
+The ledger outlives the requests it serves: an aborted request's blocks come back by the plane's event, never
+before (design I3), and a lease's blocks are freed only after its end is committed (design I1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
+from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.plane import Remote
+
+
+class Connector(Protocol):
+    """What the scheduler asks of `transfer.connector.SchedulerConnector`; nothing here waits."""
+
+    def register(
+        self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float
+    ) -> None: ...
+    def advance(self, transfer_id: str, readable_blocks: int) -> None: ...
+    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None: ...
+    def fail(self, transfer_id: str) -> None: ...
+    def drop(self, transfer_id: str) -> bool: ...
+    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None: ...
+    def pull(
+        self,
+        transfer_id: str,
+        remote: Remote,
+        block_ids: Seq[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str | None = None,
+        fill_s: float = 0.0,
+    ) -> None: ...
+    def cancel(self, transfer_id: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    blocks: list[int]
+    request: Request | None
+    """The request that still fills the blocks; None once its answer is out."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pull:
+    shared: list[int]
+    """Blocks of a cached prefix, in front."""
+    destination: list[int]
+    sequence: Sequence | None
+    """Who waits for the KV; None once nobody does."""
+
+
+class TransferLedger:
+    """Books of leases, pulls and quarantines, by transfer id; tells the connector about each change."""
+
+    def __init__(self, allocator: BlockAllocator, connector: Connector) -> None:
+        self._allocator = allocator
+        self._connector = connector
+        self._leases: dict[str, _Lease] = {}
+        self._held: set[str] = set()
+        self._pulls: dict[str, _Pull] = {}
+        self._quarantine: dict[str, list[int]] = {}
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._pulls)
+
+    def is_known(self, transfer_id: str) -> bool:
+        """Whether a request, or some block, is bound to this id; another request must not use it then."""
+        books = (self._leases, self._held, self._pulls, self._quarantine)
+        return any(transfer_id in book for book in books)
+
+    # Producer.
+
+    def open_lease(self, sequence: Sequence, timeout_s: float) -> None:
+        """Lease a sequence's prompt blocks, before any of them is computed.
+
+        Raises:
+            DuplicateTransfer: the id was used before; nothing changed.
+        """
+        request = sequence.request
+        transfer_id = _produced(request)
+        ids = request.submit.prompt_ids
+        self._connector.register(transfer_id, sequence.blocks, len(ids), hash_prompt(ids), timeout_s)
+        self._allocator.lease(sequence.blocks)
+        self._leases[transfer_id] = _Lease(list(sequence.blocks), request)
+
+    def advance(self, request: Request, num_blocks: int) -> None:
+        """Let the reader, if there is one still, see the first blocks: they are complete on every rank."""
+        self._connector.advance(_produced(request), num_blocks)
+
+    def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
+        """The whole prompt is computed: from now on only the reader, if there is one still, needs its KV."""
+        transfer_id = _produced(request)
+        lease = self._leases.get(transfer_id)
+        if lease is not None:
+            lease.request = None
+            self._connector.ready(transfer_id, first_tokens)
+
+    def withdraw(self, request: Request) -> None:
+        """End a lease that is not handed over. The plane knows before the allocator does."""
+        transfer_id = _produced(request)
+        lease = self._leases.pop(transfer_id, None)
+        if lease is not None:
+            self._connector.fail(transfer_id)
+            self._allocator.end_lease(lease.blocks)
+
+    def lease_ended(self, transfer_id: str) -> Request | None:
+        """Free a lease's blocks; returns the request that was still filling them, if any."""
+        lease = self._leases.pop(transfer_id, None)
+        if lease is None:
+            return None
+        self._allocator.end_lease(lease.blocks)
+        return lease.request
+
+    # Consumer.
+
+    def hold(self, request: Request, timeout_s: float) -> None:
+        """Keep the producer's lease alive while there is no room for the prompt's KV.
+
+        Raises:
+            DuplicateTransfer: the id is in use; nothing changed.
+        """
+        self._connector.hold(_pulled(request), _remote(request), timeout_s)
+        self._held.add(_pulled(request))
+
+    def start_pull(self, sequence: Sequence, num_shared: int, timeout_s: float, fill_s: float = 0.0) -> None:
+        """Pull the prompt's KV into a sequence's blocks, all but the first `num_shared`.
+
+        The blocks are the ledger's until the pull has ended: `timeout_s` at most after the prefill has, which
+        may itself go on for `fill_s`.
+        """
+        transfer_id = _pulled(sequence.request)
+        blocks = sequence.blocks
+        self._held.remove(transfer_id)
+        self._pulls[transfer_id] = _Pull(blocks[:num_shared], blocks[num_shared:], sequence)
+        sequence.blocks = []
+        self._connector.pull(
+            transfer_id,
+            _remote(sequence.request),
+            blocks,
+            num_shared,
+            timeout_s,
+            hash_prompt(sequence.request.submit.prompt_ids),
+            fill_s,
+        )
+
+    def abandon_pull(self, request: Request) -> None:
+        """Nobody waits for the KV any more, held or pulling; blocks come back when the plane says so."""
+        transfer_id = _pulled(request)
+        self._held.discard(transfer_id)
+        if transfer_id in self._pulls:
+            self._pulls[transfer_id].sequence = None
+        self._connector.cancel(transfer_id)
+
+    def pull_done(self, transfer_id: str) -> Sequence | None:
+        """The KV is proven: give the blocks to the sequence that waits, if it still does."""
+        pull = self._pulls.pop(transfer_id, None)
+        if pull is None:
+            return None
+        if pull.sequence is None:
+            self._allocator.release([*pull.shared, *pull.destination])
+            return None
+        pull.sequence.blocks = [*pull.shared, *pull.destination]
+        return pull.sequence
+
+    def pull_failed(self, transfer_id: str, *, quiescent: bool) -> Sequence | None:
+        """Take the blocks back, through quarantine when a write may still come; returns who waited."""
+        pull = self._pulls.pop(transfer_id, None)
+        if pull is None:
+            return None
+        self._allocator.release(pull.shared)
+        if quiescent:
+            self._allocator.release(pull.destination)
+        else:
+            self._allocator.quarantine(pull.destination)
+            self._quarantine[transfer_id] = pull.destination
+        return pull.sequence
+
+    def pull_quiescent(self, transfer_id: str) -> None:
+        """No write can come any more."""
+        self._allocator.end_quarantine(self._quarantine.pop(transfer_id, []))
+
+    def holders(self) -> Iterator[list[int]]:
+        """Every reference that the ledger holds, for the allocator's audit."""
+        for lease in self._leases.values():
+            yield lease.blocks
+        for pull in self._pulls.values():
+            yield pull.shared
+            yield pull.destination
+
+
+def _produced(request: Request) -> str:
+    assert request.submit.produce is not None
+    return request.submit.produce
+
+
+def _pulled(request: Request) -> str:
+    assert request.submit.remote is not None
+    return request.submit.remote.transfer_id
+
+
+def _remote(request: Request) -> Remote:
+    """Where the transfer plane finds the request's KV."""
+    remote = request.submit.remote
+    assert remote is not None
+    return Remote(
+        engine_id=remote.engine_id,
+        host=remote.host,
+        port=remote.port,
+        num_tokens=remote.num_tokens,
+        tp_size=remote.tp_size,
+        dp_rank=remote.dp_rank,
+    )

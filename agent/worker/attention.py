@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a paged KV pool, plugged into transformers' models by name.
+
+The pool is `[block, kv_head, layer, K|V, token, head_dim]` (design §7): good for moving blocks, so attention
+gathers a sequence's blocks of one layer into contiguous K and V first. Decoding sequences of about one length
+are attended in one call: on CPU their contexts are padded to a multiple of `CONTEXT_MULTIPLE` and masked, on
+GPUs, whose fast kernels take no mask, they must be equal. That no sequence's bits depend on what else is in
+the batch (design I4) is what a test holds torch's kernel to. They do depend on the number of compute threads:
+for a single query torch's CPU kernel divides the keys among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvferry.agent.worker.messages import Chunk
+
+ATTENTION_NAME = "kvferry_paged"
+
+ROW_MULTIPLE = 16
+"""Token rows are padded to a multiple of this: from 12 rows up a float32 `linear` on CPU gives each row the
+same bits whatever goes with it (measured; design I4)."""
+
+CONTEXT_MULTIPLE = 32
+"""To what a decoding sequence's context is padded on CPU: fewer calls, for few more keys. With 16 a step of
+64 short sequences takes no less, with 64 a tenth more."""
+
+GROUP_TOKENS = 4096
+"""Context that is gathered for one call, over all its sequences, unless one alone has more. So the K and V of
+a layer take little memory, and stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Queries that are attended in one call: one chunk's, or one each of several sequences."""
+
+    size: int
+    """Sequences."""
+    rows: torch.Tensor
+    """int64, shape [size * queries]: where they lie in the batch, sequence by sequence."""
+    context_len: int
+    """Keys that each query is shown."""
+    kv_rows: torch.Tensor
+    """int64, shape [size * 2 * kv_heads * blocks]: for each sequence, the pool rows of layer 0 with its K,
+    then those with its V."""
+    mask: torch.Tensor | None
+    """bool, shape [queries, context_len] or [size, 1, 1, context_len], True where a query sees a key; None
+    where it sees all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One step's tokens as rows, padded to `ROW_MULTIPLE`; padding rows touch no block."""
+
+    token_ids: torch.Tensor
+    """int64, shape [rows]."""
+    positions: torch.Tensor
+    """int64, shape [rows]."""
+    slot_blocks: torch.Tensor
+    """int64, shape [real rows]: the block that each row's KV is written to."""
+    slot_offsets: torch.Tensor
+    """int64, shape [real rows]: the place within that block."""
+    begun_blocks: torch.Tensor | None
+    """int64: blocks that this step begins and does not fill; None where there are none, or no context is
+    padded. The rest of them must be finite: a key that is masked counts for nothing, but nothing times
+    infinity is not a number."""
+    groups: tuple[QueryGroup, ...]
+    pool: torch.Tensor
+    """Shape [block, kv_head, layer, K|V, token, head_dim], contiguous."""
+    pool_rows: torch.Tensor
+    """The same memory as one row per (block, kv_head, layer, K|V): gathering whole rows is the cheapest way
+    to make a sequence's K and V contiguous."""
+
+
+def make_batch(chunks: Sequence[Chunk], pool: torch.Tensor) -> PagedBatch:
+    """Lay chunks out as rows, in order."""
+    block_size, device = pool.shape[4], pool.device
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slot_blocks: list[int] = []
+    begun_blocks: list[int] = []
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        if not pool.is_cuda and end % block_size and chunk.start <= end // block_size * block_size:
+            begun_blocks.append(chunk.blocks[end // block_size])
+        token_ids += chunk.token_ids
+        positions += range(chunk.start, end)
+        slot_blocks += [chunk.blocks[position // block_size] for position in range(chunk.start, end)]
+    padding = [0] * (-len(token_ids) % ROW_MULTIPLE)
+    places = torch.tensor(positions + padding, device=device)
+    return PagedBatch(
+        token_ids=torch.tensor(token_ids + padding, device=device),
+        positions=places,
+        slot_blocks=torch.tensor(slot_blocks, device=device),
+        slot_offsets=places[: len(positions)] % block_size,
+        begun_blocks=torch.tensor(begun_blocks, device=device) if begun_blocks else None,
+        groups=tuple(_groups(chunks, pool)),
+        pool=pool,
+        pool_rows=pool.view(-1, block_size * pool.shape[5]),
+    )
+
+
+def _groups(chunks: Sequence[Chunk], pool: torch.Tensor) -> Iterator[QueryGroup]:
+    multiple = 1 if pool.is_cuda else CONTEXT_MULTIPLE
+    singles: dict[int, list[tuple[int, Chunk]]] = {}
+    row = 0
+    for chunk in chunks:
+        if len(chunk.token_ids) == 1:
+            singles.setdefault(-(-(chunk.start + 1) // multiple) * multiple, []).append((row, chunk))
+        else:
+            yield _chunk_group(row, chunk, pool)
+        row += len(chunk.token_ids)
+    for context_len, members in singles.items():
+        most = max(1, GROUP_TOKENS // context_len)
+        if not pool.is_cuda and torch.get_num_threads() > 1:
+            most = 1  # the keys of one query are divided among the threads, those of several are not
+        for first in range(0, len(members), most):
+            yield _decode_group(members[first : first + most], context_len, pool)
+
+
+def _chunk_group(row: int, chunk: Chunk, pool: torch.Tensor) -> QueryGroup:
+    """The chunk that begins at this row, by itself."""
+    count = len(chunk.token_ids)
+    context_len = chunk.start + count
+    ones = torch.ones(count, context_len, dtype=torch.bool, device=pool.device)
+    return QueryGroup(
+        size=1,
+        rows=torch.arange(row, row + count, device=pool.device),
+        context_len=context_len,
+        kv_rows=_kv_rows([chunk.blocks], pool),
+        mask=ones.tril(diagonal=context_len - count),
+    )
+
+
+def _decode_group(members: Sequence[tuple[int, Chunk]], context_len: int, pool: torch.Tensor) -> QueryGroup:
+    """Chunks of one token, with their rows. Whoever needs fewer blocks than there are is shown its first one
+    again.
+    """
+    rows, chunks = zip(*members, strict=True)
+    num_blocks = -(-context_len // pool.shape[4])
+    tables = [chunk.blocks + (num_blocks - len(chunk.blocks)) * chunk.blocks[:1] for chunk in chunks]
+    mask = None
+    if not pool.is_cuda:
+        lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
+        mask = (torch.arange(context_len) < lengths[:, None])[:, None, None]
+    return QueryGroup(
+        size=len(members),
+        rows=torch.tensor(rows, device=pool.device),
+        context_len=context_len,
+        kv_rows=_kv_rows(tables, pool),
+        mask=mask,
+    )
+
+
+def _kv_rows(tables: Sequence[tuple[int, ...]], pool: torch.Tensor) -> torch.Tensor:
+    """See `QueryGroup.kv_rows`. Block tables are of one length."""
+    _, heads, layers, parts, _, _ = pool.shape
+    head = torch.arange(heads, device=pool.device).view(heads, 1)
+    part = torch.arange(parts, device=pool.device).view(parts, 1, 1)
+    blocks = torch.tensor(tables, device=pool.device)[:, None, None]
+    return ((blocks * heads + head) * layers * parts + part).reshape(-1)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedBatch,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Store the rows' K and V in the pool, then attend every sequence over its blocks.
+
+    Args:
+        module: The attention layer; its `layer_idx` selects the pool's layer.
+        query: Shape [1, heads, rows, head_dim]; `key` and `value` alike, with KV heads.
+        attention_mask: Unused; the batch knows what each query sees.
+        paged: The batch, passed through the model's forward by that name.
+        scaling: Factor on the scores.
+
+    Returns:
+        Shape [1, rows, heads, head_dim] (padding rows are zero), and no weights.
+    """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    num_rows = paged.slot_blocks.shape[0]
+    rows = torch.stack((key[0, :, :num_rows], value[0, :, :num_rows]), dim=2)  # [kv_head, row, K|V, dim]
+    by_token = paged.pool.select(2, layer).permute(0, 3, 1, 2, 4)  # [block, token, kv_head, K|V, dim]
+    by_token[paged.slot_blocks, paged.slot_offsets] = rows.transpose(0, 1)
+    output = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+    for group in paged.groups:
+        output[0, group.rows] = _attend(query[0], paged, group, layer, scaling)
+    return output, None
+
+
+def _attend(
+    query: torch.Tensor, paged: PagedBatch, group: QueryGroup, layer: int, scaling: float
+) -> torch.Tensor:
+    """`query` has shape [heads, rows, head_dim]. Returns the group's rows, [rows, heads, head_dim]."""
+    _, heads, _, parts, _, head_dim = paged.pool.shape
+    queries = query.index_select(1, group.rows).unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    gathered = paged.pool_rows.index_select(0, group.kv_rows + layer * parts)
+    kv = gathered.view(group.size, parts, heads, -1, head_dim)[:, :, :, : group.context_len]
+    attended = scaled_dot_product_attention(
+        queries, kv[:, 0], kv[:, 1], attn_mask=group.mask, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).flatten(0, 1)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers builds no mask: the batch brings its own."""
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` usable as `attn_implementation`. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
+
+A token is the argmax of logits ÷ temperature + Gumbel noise in float32, and the noise is a pure function of
+(seed, choice index, output position). The Gumbel-max trick makes that argmax a draw from the softmax. No
+operation mixes rows, so what else is in the batch cannot matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.random.bit_generator import ISeedSequence
+
+from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
+from kvferry.agent.worker.messages import Drawn, Sample, uses_earlier_ids
+
+_UINT64 = 2**64 - 1
+
+
+class _Key(ISeedSequence):
+    """A key as it is. Philox takes one directly too, but draws on the system's entropy first, for nothing."""
+
+    def __init__(self, key: npt.NDArray[np.uint64]) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: type = np.uint64) -> npt.NDArray[np.uint64]:
+        return self._key
+
+
+def gumbel_noise(samples: Sequence[Sample], size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32, shape [len(samples), size].
+
+    A row depends on its sample's seed, choice and position, and on nothing else. Philox is counter based
+    (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine. Uniforms and logarithms
+    are taken in float64 so that rounding to float32 hides differences in `log`.
+    """
+    uniform = np.empty((len(samples), size))
+    for row, sample in zip(uniform, samples, strict=True):
+        seed = sample.sampling.seed & _UINT64
+        key = np.array([seed, (sample.choice << 32) | sample.position], dtype=np.uint64)
+        np.random.Generator(np.random.Philox(_Key(key))).random(out=row)
+    np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
+    return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+
+
+def draw(logits: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
+    """Draw one token per sample.
+
+    Args:
+        logits: float32, shape [len(samples), vocabulary], any device; it is not changed.
+        samples: What to draw from each row.
+        eos_ids: Tokens that may not come before `min_tokens`.
+    """
+    plain = [index for index, sample in enumerate(samples) if _is_plain_greedy(sample)]
+    drawn: list[Drawn | None] = [None] * len(samples)
+    if plain:
+        rows = logits[torch.tensor(plain, device=logits.device)]
+        for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
+            drawn[index] = Drawn(token_id=token_id)
+    others = [index for index, token in enumerate(drawn) if token is None]
+    if others:
+        raw = logits[torch.tensor(others, device=logits.device)].cpu()
+        for index, token in zip(others, _draw(raw, [samples[i] for i in others], eos_ids), strict=True):
+            drawn[index] = token
+    return [token for token in drawn if token is not None]
+
+
+def _changes_logits(sample: Sample) -> bool:
+    """Whether penalties, bias or bans apply."""
+    sampling = sample.sampling
+    return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
+
+
+def _is_plain_greedy(sample: Sample) -> bool:
+    sampling = sample.sampling
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(sample)
+
+
+def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
+    """One token per row of `raw`. What is the same for every row is done for all of them at once."""
+    scores = decision_scores(raw, samples, eos_ids)
+    token_ids = scores.argmax(dim=-1)
+    reports: list[TokenLogprob | None] = [None] * len(samples)
+    wanted: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.sampling.logprobs is not None:
+            wanted.setdefault(sample.sampling.logprobs, []).append(index)
+    for count, indices in wanted.items():
+        rows = torch.tensor(indices)
+        made = _reports(raw[rows], scores[rows], token_ids[rows], count)
+        for index, report in zip(indices, made, strict=True):
+            reports[index] = report
+    return [
+        Drawn(token_id=token_id, logprob=report)
+        for token_id, report in zip(token_ids.tolist(), reports, strict=True)
+    ]
+
+
+def decision_scores(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> torch.Tensor:
+    """The scores whose argmax is the drawn token, one row a sample; excluded tokens are -inf.
+
+    Args:
+        raw: float32, shape [len(samples), vocabulary], in host memory; it is not changed.
+
+    Returns:
+        float32, of the same shape.
+    """
+    scores = raw.clone()
+    for row, sample in enumerate(samples):
+        if _changes_logits(sample):
+            scores[row] = _adjusted(raw[row], sample, eos_ids)
+    drawing = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
+    if not drawing:
+        return scores
+    drawers, rows = [samples[row] for row in drawing], torch.tensor(drawing)
+    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in drawers])[:, None]
+    for row, sample in enumerate(drawers):
+        if _excludes(sample.sampling, raw.shape[-1]):
+            likely[row] = _keep_likely(likely[row], sample.sampling)
+    scores[rows] = likely + gumbel_noise(drawers, raw.shape[-1])
+    return scores
+
+
+def margins(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """How far each drawn token's score lies above the best of the others (inf where there is no other).
+
+    Args:
+        scores: float32, shape [rows, vocabulary].
+        token_ids: int64, shape [rows].
+    """
+    if scores.shape[-1] < 2:
+        return torch.full(token_ids.shape, torch.inf)
+    first, second = scores.topk(2).values.unbind(dim=-1)
+    drawn = scores.gather(1, token_ids[:, None])[:, 0]
+    return drawn - torch.where(drawn == first, second, first)
+
+
+def _reports(
+    raw: torch.Tensor, scores: torch.Tensor, token_ids: torch.Tensor, count: int
+) -> Iterator[TokenLogprob]:
+    """What a client may know of each row's drawn token, with the `count` likeliest of its row."""
+    logprobs = torch.log_softmax(raw, dim=-1)
+    top = logprobs.topk(min(count, logprobs.shape[-1]))
+    drawn = logprobs.gather(1, token_ids[:, None])[:, 0]
+    for logprob, margin, ids, values in zip(
+        drawn.tolist(),
+        margins(scores, token_ids).tolist(),
+        top.indices.tolist(),
+        top.values.tolist(),
+        strict=True,
+    ):
+        yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
+
+
+def _adjusted(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
+    """Logits after penalties, bias and bans.
+
+    Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
+    as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
+    """
+    sampling = sample.sampling
+    score = raw.clone()
+    vocabulary = score.shape[-1]
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*sample.prompt_ids, *sample.output_ids}), dtype=torch.long)
+        values = score[seen]
+        penalty = sampling.repetition_penalty
+        score[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sample.output_ids:
+        counts = torch.bincount(torch.tensor(sample.output_ids), minlength=vocabulary).to(score.dtype)
+        score -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    for token_id, bias in sampling.logit_bias.items():
+        if 0 <= token_id < vocabulary:
+            score[token_id] += bias
+    if sample.position < sampling.min_tokens:
+        banned = {*eos_ids, *sampling.stop_token_ids}
+        score[[token for token in banned if 0 <= token < vocabulary]] = -torch.inf
+    return score
+
+
+def _excludes(sampling: SamplingParams, vocabulary: int) -> bool:
+    """Whether top_k, min_p or top_p apply."""
+    return 0 < sampling.top_k < vocabulary or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _keep_likely(score: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Exclude what top_k, min_p and top_p exclude; the likeliest token always stays.
+
+    Ties keep the lower ids, so that the kept set does not depend on how a sort breaks them.
+    """
+    vocabulary = score.shape[-1]
+    ordered, order = score.sort(descending=True, stable=True)
+    probability = torch.softmax(ordered, dim=-1)
+    keep = torch.ones(vocabulary, dtype=torch.bool)
+    if 0 < sampling.top_k < vocabulary:
+        keep[sampling.top_k :] = False
+        probability = probability / probability[: sampling.top_k].sum()
+    if sampling.min_p > 0.0:
+        keep &= ordered >= ordered[0] + float(np.log(sampling.min_p))
+    if sampling.top_p < 1.0:
+        keep &= probability.cumsum(dim=-1) - probability < sampling.top_p
+    keep[0] = True
+    kept = torch.full_like(score, -torch.inf)
+    kept[order[keep]] = score[order[keep]]
+    return kept

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's answer as it grows, whole or split over two agents, and its shape in OpenAI's API."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.agent.api import answers
+from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
+from kvferry.agent.api.kv_params import FirstToken, Resume
+from kvferry.agent.api.text.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.engine.messages import FinishReason, SamplingParams, Timing, Token, TokenLogprob
+from kvferry.agent.errors import ApiError
+from kvferry.agent.ids import AnswerId, AnswerKind
+from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        return Tokenizer(write_checkpoint(Path(directory), byte_level_tokenizer()))
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer().encode(text, add_special_tokens=False))
+
+
+def request(kind: AnswerKind = "completion", **fields: Any) -> GenerationRequest:
+    sampling = fields.pop("sampling", SamplingParams(seed=1, max_tokens=50))
+    return GenerationRequest(
+        kind=kind,
+        answer_id=AnswerId("id-1"),
+        created=9,
+        model="m",
+        prompt_ids=(1, 2, 3),
+        sampling=sampling,
+        **fields,
+    )
+
+
+def drawn(
+    token_ids: list[int], logprobs: int | None, last: FinishReason | None, index: int = 0
+) -> list[Token]:
+    """Tokens as the engine would send them; `last` ends the choice."""
+    tokens = []
+    for rank, token_id in enumerate(token_ids):
+        logprob = None
+        if logprobs is not None:
+            top = ((token_id, -0.5 * rank),) * logprobs
+            logprob = TokenLogprob(logprob=-0.5 * rank, margin=float(rank), top=top)
+        finish = last if rank == len(token_ids) - 1 else None
+        tokens.append(Token(index=index, token_id=token_id, logprob=logprob, finish=finish))
+    return tokens
+
+
+def gather(deltas: list[Delta]) -> Delta:
+    whole = deltas[0]
+    for delta in deltas[1:]:
+        whole.add(delta)
+    return whole
+
+
+def run(generation: Generation, tokens: list[Token]) -> list[Delta]:
+    return [delta for token in tokens for delta in generation.push([token])]
+
+
+def any_answer(kind: AnswerKind, data: st.DataObject) -> tuple[GenerationRequest, list[Token]]:
+    """A request, and the tokens of its one choice: broken characters, stop strings, logprobs."""
+    vocabulary = st.one_of(
+        st.integers(0, tokenizer().vocab_size - 1), st.sampled_from(ids("aa=123;the fox \U0001f980"))
+    )
+    token_ids = data.draw(st.lists(vocabulary, min_size=2, max_size=12))
+    last = data.draw(st.sampled_from(["stop", "length"]))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["the", " f", "=12", "x", "\ufffd"]), max_size=3)))
+    logprobs = data.draw(st.sampled_from([None, 0, 2]))
+    sampling = SamplingParams(
+        seed=1, max_tokens=len(token_ids), logprobs=logprobs, min_tokens=data.draw(st.integers(0, 3))
+    )
+    return request(kind, sampling=sampling, stop=stop), drawn(token_ids, logprobs, last)
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@given(data=st.data())
+def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: st.DataObject) -> None:
+    """I4: text, ids, logprobs, finish_reason and usage, stop strings and half characters included (L5)."""
+    asked, tokens = any_answer(kind, data)
+    alone = Generation(asked, tokenizer())
+    expected = gather(run(alone, tokens))
+
+    prefill = Generation(asked, tokenizer())
+    first = answers.first_token(gather(prefill.push(tokens[:1])))
+    if first.finish_reason is not None:
+        assert first.text == expected.text
+        return
+    # What goes over HTTP is JSON.
+    first = msgspec.json.decode(msgspec.json.encode(first), type=FirstToken)
+    decode = Generation(dataclasses.replace(asked, first_tokens=(first,)), tokenizer())
+    (shown,) = decode.restore()
+    assert shown.text == first.text
+    rest = run(decode, tokens[1:])
+    assert all(not delta.first for delta in rest)
+    assert gather([shown, *rest]) == expected
+    assert decode.usage == alone.usage
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+@given(data=st.data())
+def test_a_stream_resumed_anywhere_repeats_and_loses_nothing(kind: AnswerKind, data: st.DataObject) -> None:
+    """I4 across a migration: what was shown before and what is shown after make the whole answer."""
+    asked, tokens = any_answer(kind, data)
+    expected = gather(run(Generation(asked, tokenizer()), tokens))
+    broken = Generation(asked, tokenizer())
+    shown = gather(run(broken, tokens[: data.draw(st.integers(1, len(tokens)))]))
+    first = answers.first_token(gather(Generation(asked, tokenizer()).push(tokens[:1])))
+    sent = Resume(output_ids=shown.token_ids, finish_reason=shown.finish_reason)
+    resumed = Generation(dataclasses.replace(asked, first_tokens=(first,), resume=(sent,)), tokenizer())
+    resumed.restore()
+    assert resumed.usage == broken.usage
+    rest = run(resumed, tokens[len(shown.token_ids) :])
+    assert all(not delta.first for delta in rest)
+    assert gather([shown, *rest]) == expected
+    assert resumed.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_a_choice_that_has_ended_cannot_be_said_to_go_on() -> None:
+    token_ids = ids("the fox;")
+    first, sent = FirstToken(id=token_ids[0]), Resume(output_ids=token_ids)
+    asked = request(stop=(";",), first_tokens=(first,), resume=(sent,))
+    with pytest.raises(ApiError, match="ends within its tokens"):
+        Generation(asked, tokenizer()).restore()
+
+
+def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
+    token_ids = ids("the fox") + ids(";") + ids("aa")
+    generation = Generation(request(stop=(";",)), tokenizer())
+    deltas = run(generation, drawn(token_ids, None, "length"))
+    assert gather(deltas).text == "the fox"
+    assert generation.choices[0].finish_reason == "stop"
+    assert generation.usage.completion_tokens == len(ids("the fox")) + 1
+    assert generation.finished
+
+
+def test_tokens_after_the_end_within_one_output_are_ignored() -> None:
+    token_ids = ids("a;b")
+    generation = Generation(request(stop=(";",)), tokenizer())
+    (delta,) = generation.push(drawn(token_ids, None, None))
+    assert (delta.text, delta.finish_reason, delta.token_ids) == ("a", "stop", token_ids[:2])
+
+
+def test_the_token_that_says_stop_is_counted_but_has_no_text() -> None:
+    generation = Generation(request(), tokenizer())
+    (delta,) = generation.push(drawn(ids("a") + ids("b"), None, "stop"))
+    assert (delta.text, delta.finish_reason) == ("a", "stop")
+    assert generation.usage.completion_tokens == 2
+
+
+def test_held_text_comes_out_at_the_end() -> None:
+    token_ids = ids("a\U0001f980")[:-1]
+    generation = Generation(request(stop=("ab",)), tokenizer())
+    assert gather(run(generation, drawn(token_ids, None, "length"))).text == "a\ufffd"
+
+
+def test_choices_are_kept_apart() -> None:
+    generation = Generation(request(sampling=SamplingParams(seed=1, n=2, max_tokens=9)), tokenizer())
+    first, second = generation.push(
+        [*drawn(ids("a"), None, "length", index=1), *drawn(ids("b"), None, None, index=0)]
+    )
+    assert (first.index, first.text, first.finish_reason) == (1, "a", "length")
+    assert (second.index, second.text, second.finish_reason) == (0, "b", None)
+    assert not generation.finished
+    assert generation.push(drawn(ids("c"), None, None, index=1)) == []
+
+
+def test_completion_logprobs_have_openais_shape() -> None:
+    the, fox = ids("the fox")
+    lows = ((fox, -1.0), (the, float("-inf")))
+    logprobs = completion_logprobs(
+        tokenizer(), [(the, TokenLogprob(logprob=-0.25)), (fox, TokenLogprob(logprob=-1.0, top=lows))], 10
+    )
+    assert logprobs == {
+        "tokens": ["the", " fox"],
+        "token_logprobs": [-0.25, -1.0],
+        "top_logprobs": [{"the": -0.25}, {" fox": -1.0, "the": -9999.0}],
+        "text_offset": [10, 13],
+    }
+    json.dumps(logprobs, allow_nan=False)
+
+
+def test_chat_logprobs_have_openais_shape_and_the_bytes_of_half_characters() -> None:
+    half = ids("\U0001f980")[0]
+    logprobs = chat_logprobs(tokenizer(), [(half, TokenLogprob(logprob=-0.5, top=((half, -0.5),)))], 0)
+    entry = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0]}
+    assert logprobs == {"content": [{**entry, "top_logprobs": [entry]}]}
+    assert merge_logprobs(logprobs, logprobs) == {"content": logprobs["content"] * 2}
+    assert merge_logprobs(None, logprobs) == merge_logprobs(logprobs, None) == logprobs
+
+
+def event(raw: bytes) -> dict[str, Any]:
+    assert raw.startswith(b"data: ") and raw.endswith(b"\n\n")
+    body: dict[str, Any] = json.loads(raw[6:])
+    return body
+
+
+def test_the_first_chat_event_has_the_role_and_later_ones_do_not() -> None:
+    first = event(answers.delta_event(request("chat"), Delta(0, first=True)))
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    later = event(answers.delta_event(request("chat"), Delta(0, text="b", finish_reason="length")))
+    assert later["choices"] == [
+        {"index": 0, "delta": {"content": "b"}, "finish_reason": "length", "logprobs": None}
+    ]
+
+
+def test_an_event_that_says_nothing_is_not_sent() -> None:
+    held = Delta(0, token_ids=[5])
+    assert answers.delta_event(request(), held) == b""
+    asked = request(return_token_ids=True)
+    assert event(answers.delta_event(asked, held))["choices"][0]["token_ids"] == [5]
+
+
+def test_a_token_line_tells_every_id_even_where_there_is_nothing_to_show() -> None:
+    """The relay must know all ids behind the text that it has passed on."""
+    asked = request(token_lines=True, stop=("the fox",))
+    the, fox, end = (*ids("the"), *ids(" fo"), *ids("!"))[-3:]
+    events = [
+        answers.delta_event(asked, Delta(1, token_ids=[the])),
+    ]
+    assert events == [b": t 1 %d\n\n" % the]
+    line, data, *_ = answers.delta_event(asked, Delta(0, text="!", token_ids=[fox, end])).split(b"\n")
+    assert line == b": t 0 %d,%d" % (fox, end)
+    assert data.startswith(b"data: {")
+    last = answers.delta_event(asked, Delta(0, token_ids=[end], finish_reason="stop"))
+    assert last.startswith(b": t 0 %d stop\ndata: {" % end)
+
+
+def test_margins_come_with_ids_and_logprobs_only_and_infinity_is_null() -> None:
+    sampling = SamplingParams(seed=1, max_tokens=5, logprobs=0)
+    delta = Delta(0, text="a", token_ids=[5], margins=[float("inf")])
+    choice = event(answers.delta_event(request(sampling=sampling, return_token_ids=True), delta))["choices"][
+        0
+    ]
+    assert choice["margins"] == [None]
+    assert "margins" not in event(answers.delta_event(request(sampling=sampling), delta))["choices"][0]
+
+
+def test_the_last_event_has_usage_and_timing_as_asked() -> None:
+    generation = Generation(request(include_usage=True, want_timing=True), tokenizer())
+    generation.timing = Timing(pull_bytes=5)
+    last = event(answers.last_event(generation))
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 3
+    assert last["kvferry_timing"]["pull_bytes"] == 5
+    assert answers.last_event(Generation(request(), tokenizer())) == b""
+    for include_usage in (True, False):
+        generation = Generation(request(include_usage=include_usage, token_lines=True), tokenizer())
+        assert answers.last_event(generation).startswith(b": t end\n")
+        assert answers.last_event(generation).endswith(b"\n\n")
+
+
+def test_a_prefill_leg_says_length_for_choices_that_go_on() -> None:
+    generation = Generation(request(produce="t"), tokenizer())
+    deltas = generation.push(drawn(ids("a"), None, None))
+    body = answers.answer(generation, deltas, {"transfer_id": "t"})
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert answers.first_token(deltas[0]).finish_reason is None
+    assert body["kv_transfer_params"] == {"transfer_id": "t"}
+
+
+def test_text_offsets_run_through_all_deltas_of_a_choice() -> None:
+    generation = Generation(request(sampling=SamplingParams(seed=1, max_tokens=9, logprobs=0)), tokenizer())
+    whole = gather(run(generation, drawn(ids("the quick brown fox"), 0, "length")))
+    assert whole.logprobs is not None
+    assert whole.logprobs["text_offset"] == [0, 3, 9, 15]

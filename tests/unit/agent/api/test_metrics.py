@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The /metrics page of an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.request_log import CLIENT_GONE, Journal
+from kvferry.agent.engine.messages import Stats, Timing
+from kvferry.agent.errors import bad_request
+
+STATS = Stats(
+    steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,
+    blocks_total=22, preemptions=8, pulls=9, streamed_pulls=15, pull_bytes=10, pull_descriptors=12,
+    pull_seconds=0.5, pull_failures={"timeout": 2}, verify_seconds=0.25, rebuilds=14, recomputes=1,
+    leases_ended={"expired": 3, "released": 4}, handshakes=13, refusals={}, integrity_errors=0,
+)  # fmt: skip
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    page = metrics.render().decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_the_page_shows_the_engines_last_snapshot() -> None:
+    latest = [None, STATS]
+    metrics = Metrics(lambda: latest[-1])
+    page = samples(metrics)
+    assert page["kvferry_running",] == 2
+    assert page["kvferry_waiting",] == 3
+    states = ("free", "used", "leased", "quarantined")
+    assert [page["kvferry_kv_blocks", state] for state in states] == [4, 5, 6, 7]
+    assert page["kvferry_transfer_bytes_total",] == 10
+    assert page["kvferry_transfer_seconds_total",] == 0.5
+    assert page["kvferry_verify_seconds_total",] == 0.25
+    assert page["kvferry_rebuilds_total",] == 14
+    assert page["kvferry_transfer_failures_total", "timeout"] == 2
+    assert page["kvferry_leases_ended_total", "expired"] == 3
+    assert page["kvferry_leases_ended_total", "dropped"] == 0, "a cause is shown before it first occurs"
+    assert page["kvferry_recomputes_total",] == 1
+    assert page["kvferry_streamed_transfers_total",] == 15
+    latest.pop()
+    assert ("kvferry_running",) not in samples(metrics)
+
+
+def test_two_agents_in_one_process_share_nothing() -> None:
+    first, second = Metrics(lambda: None), Metrics(lambda: None)
+    first.finished(200, None)
+    assert ("kvferry_requests_total", "200") not in samples(second)
+
+
+def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
+    metrics = Metrics(lambda: None)
+    metrics.finished(200, Timing(queue_s=1.5))
+    metrics.finished(200, Timing(pull_s=2.5, backend="tcp"))
+    page = samples(metrics)
+    assert page["kvferry_phase_seconds_sum", "queue"] == 1.5
+    assert page["kvferry_phase_seconds_count", "queue"] == 2
+    assert page["kvferry_phase_seconds_count", "pull"] == 1
+    assert ("kvferry_phase_seconds_count", "pull_tail") not in page
+    metrics.finished(200, Timing(pull_s=2.5, pull_tail_s=0.25, pull_early_blocks=3, backend="tcp"))
+    assert samples(metrics)["kvferry_phase_seconds_sum", "pull_tail"] == 0.25
+    assert page["kvferry_requests_total", "200"] == 2
+
+
+def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agent.request")
+    entry = Journal(Metrics(lambda: None)).open("r1")
+    entry.show_prompt(('"' + "ü" * 5000 + '"').encode())
+    entry.close(200)
+    (record,) = caplog.records
+    assert json.loads(record.message)["prompt"] == '"' + "ü" * 2047
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (bad_request("no"), 400),
+        (asyncio.CancelledError(), CLIENT_GONE),
+        (GeneratorExit(), CLIENT_GONE),
+        (RuntimeError(), 500),
+    ],
+)
+def test_a_request_leaves_one_line_whatever_ended_it(
+    failure: BaseException, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "agent.request")
+    metrics = Metrics(lambda: None)
+    entry = Journal(metrics).open("r1", "00-trace")
+    with pytest.raises(type(failure)), entry.closed_on_failure():
+        raise failure
+    entry.close(200)  # too late: it is closed
+    (record,) = caplog.records
+    line = json.loads(record.message)
+    assert (line["request_id"], line["traceparent"], line["status"]) == ("r1", "00-trace", status)
+    assert samples(metrics)["kvferry_requests_total", str(status)] == 1

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies: what is wrong is refused with the field's name, what is right becomes `SamplingParams`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.agent.api.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    chat_messages,
+    completion_prompt,
+    decode_body,
+    sampling_params,
+)
+from kvferry.agent.engine.messages import SamplingParams
+from kvferry.agent.errors import ApiError
+
+PREFILL = {"do_remote_decode": True, "transfer_id": "t1"}
+DECODE = {
+    "do_remote_prefill": True,
+    "transfer_id": "t1",
+    "remote_engine_id": "e",
+    "remote_host": "h",
+    "remote_port": 6301,
+    "remote_num_tokens": 2,
+    "remote_tp_size": 1,
+    "first_tokens": [{"id": 5, "text": "x"}],
+    "prompt_token_ids": [1, 2],
+}
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return decode_body(json.dumps({"model": "m", "prompt": "p", **fields}).encode(), CompletionBody)
+
+
+def chat(**fields: Any) -> ChatBody:
+    body = {"model": "m", "messages": [{"role": "user", "content": "p"}], **fields}
+    return decode_body(json.dumps(body).encode(), ChatBody)
+
+
+def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
+    return sampling_params(body, prompt_len=prompt_len, max_model_len=100, vocab_size=50, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 5.0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params.transfer_id"),
+        ({"kv_transfer_params": {**PREFILL, "client_max_tokens": 0}}, "kv_transfer_params.client_max_tokens"),
+        ({"kv_transfer_params": PREFILL, "stream": True}, "stream"),
+        ({"kv_transfer_params": {**PREFILL, **DECODE}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {**DECODE, "remote_port": None}}, "kv_transfer_params.remote_port"),
+        ({"kv_transfer_params": {**DECODE, "remote_num_tokens": 3}}, "kv_transfer_params.prompt_token_ids"),
+        ({"kv_transfer_params": DECODE, "n": 2}, "kv_transfer_params.first_tokens"),
+        (
+            {"kv_transfer_params": {**DECODE, "first_tokens": [{"id": 5, "finish_reason": "stop"}]}},
+            "kv_transfer_params.first_tokens",
+        ),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, Any], param: str) -> None:
+    """R10: `max_tokens` of 0, below 0 or not an integer is the client's error, not a crash."""
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "p"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null", b"\xff", b'{"a":' * 50_000, b'{"a": NaN}'])
+def test_what_is_no_json_object_is_a_400(raw: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(raw, CompletionBody)
+    assert caught.value.status == 400
+
+
+@given(raw=st.binary(max_size=60))
+def test_no_bytes_raise_anything_but_an_api_error(raw: bytes) -> None:
+    with pytest.raises(ApiError):
+        decode_body(raw, ChatBody)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(b'{"prompt": "p"}', CompletionBody)
+    assert (caught.value.param, caught.value.code) == ("model", "missing_field")
+
+
+def test_unknown_fields_are_ignored_and_null_means_left_out() -> None:
+    body = completion(user="u", frobnicate=[1], max_tokens=None, n=None, stop=None, logit_bias=None)
+    assert (body.limit, body.num_choices, body.stop_strings) == (None, 1, ())
+
+
+def test_both_names_of_the_limit_are_honoured_and_none_means_what_the_context_holds() -> None:
+    """R10."""
+    assert resolved(completion(max_tokens=3)).max_tokens == 3
+    assert resolved(completion(max_completion_tokens=4)).max_tokens == 4
+    assert resolved(completion(max_completion_tokens=4, max_tokens=9)).max_tokens == 4
+    assert resolved(completion()).max_tokens == 90
+
+
+def test_a_prefill_leg_is_limited_by_the_client_and_never_by_its_own_one_token() -> None:
+    """R10: the engine must know the client's limit, so that a choice whose limit is 1 ends for good."""
+    assert resolved(completion(max_tokens=1, kv_transfer_params=PREFILL)).max_tokens == 90
+    limited = {**PREFILL, "client_max_tokens": 12}
+    assert resolved(completion(max_tokens=1, kv_transfer_params=limited)).max_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt_len", "code"),
+    [
+        ({}, 100, "context_length_exceeded"),
+        ({"max_tokens": 1}, 100, "context_length_exceeded"),
+        ({"max_tokens": 91}, 10, "context_length_exceeded"),
+        ({"max_tokens": 5}, 0, "invalid_value"),
+        ({"max_tokens": 5, "min_tokens": 6}, 10, "invalid_value"),
+        ({"stop_token_ids": [50]}, 10, "invalid_value"),
+        ({"logit_bias": {"50": 1}}, 10, "invalid_value"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(fields: dict[str, Any], prompt_len: int, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        resolved(completion(**fields), prompt_len)
+    assert (caught.value.status, caught.value.code) == (400, code)
+
+
+def test_the_last_token_of_the_context_can_be_used() -> None:
+    assert resolved(completion(max_tokens=90)).max_tokens == 90
+    assert resolved(completion(), 99).max_tokens == 1
+
+
+def test_every_setting_reaches_the_engine() -> None:
+    """R28: no path may drop a sampling option."""
+    body = completion(
+        seed=2**63 - 1, n=3, max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=5, min_p=0.125,
+        presence_penalty=-1, frequency_penalty=1, repetition_penalty=1.5, logit_bias={"7": -100}, logprobs=4,
+        ignore_eos=True, stop_token_ids=[3, 4],
+    )  # fmt: skip
+    assert resolved(body) == SamplingParams(
+        seed=2**63 - 1, n=3, max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.25, top_k=5, min_p=0.125,
+        presence_penalty=-1, frequency_penalty=1, repetition_penalty=1.5, logit_bias={7: -100}, logprobs=4,
+        ignore_eos=True, stop_token_ids=(3, 4),
+    )  # fmt: skip
+
+
+def test_defaults_are_openais() -> None:
+    assert resolved(completion()) == SamplingParams(seed=7, max_tokens=90)
+    assert resolved(completion(temperature=0, top_k=-1)).temperature == 0
+    assert resolved(completion(temperature=1e-6, top_k=-1)) == SamplingParams(
+        seed=7, max_tokens=90, temperature=0.0
+    )
+
+
+def test_logprobs_of_both_apis() -> None:
+    assert completion().num_alternatives is None
+    assert completion(logprobs=0).num_alternatives == 0
+    assert chat().num_alternatives is None
+    assert chat(logprobs=True).num_alternatives == 0
+    assert chat(logprobs=True, top_logprobs=3).num_alternatives == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("p", "p"), ([1, 2], (1, 2)), (["p"], "p"), ([[1, 2]], (1, 2)), ([], ()), ([[]], ())],
+)
+def test_prompts_in_every_shape(prompt: object, expected: object) -> None:
+    assert completion_prompt(completion(prompt=prompt)) == expected
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [None], [{}], [[["a"]]]])
+def test_prompts_that_are_not_one_prompt_are_refused(prompt: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion_prompt(completion(prompt=prompt))
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_message_parts_are_joined_and_other_fields_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(messages=[{"role": "user", "content": parts, "name": "n", "extra": 1}])
+    assert chat_messages(body) == [{"role": "user", "content": "a\nb", "name": "n"}]
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "image_url", "image_url": {}}], [{"type": "text"}]])
+def test_content_that_is_not_text_is_refused(content: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat_messages(chat(messages=[{"role": "user", "content": content}]))
+    assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer and the chat template, next to what transformers does with the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.agent.api.text.chat_template import ChatTemplate, TemplateRefused
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from tests.standins.checkpoint import (
+    ASSISTANT,
+    BOS,
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    write_checkpoint,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("byte-level"), byte_level_tokenizer())
+
+
+def test_special_tokens_are_added_to_plain_text_but_not_twice_to_chat_text(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    bos = tokenizer.encode("", add_special_tokens=True)
+    assert len(bos) == 1
+    assert tokenizer.encode("fox", add_special_tokens=True)[:1] == bos
+    assert tokenizer.chat_template is not None
+    text = tokenizer.chat_template.render([{"role": "user", "content": "fox"}])
+    assert text == f"{BOS}<|user|>fox{ASSISTANT}"
+    assert tokenizer.encode(text, add_special_tokens=False).count(bos[0]) == 1
+
+
+def test_token_bytes_of_a_text_join_to_its_utf8(directory: Path, tmp_path: Path) -> None:
+    text = "naïve 日本語 \U0001f980\n\x00"
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    fallback = Tokenizer(write_checkpoint(tmp_path, byte_fallback_tokenizer()))
+    ids = fallback.encode(text, add_special_tokens=False)
+    assert b"".join(map(fallback.token_bytes, ids)) == b" " + text.encode()
+
+
+def test_ids_beyond_the_tokenizer_are_empty_text(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.token_text(tokenizer.vocab_size - 1) == ""
+
+
+def test_the_fingerprint_follows_every_tokenizer_file(directory: Path, tmp_path: Path) -> None:
+    copy = write_checkpoint(tmp_path, byte_level_tokenizer())
+    assert Tokenizer(copy).fingerprint == Tokenizer(directory).fingerprint
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert Tokenizer(copy).fingerprint != Tokenizer(directory).fingerprint
+
+
+def test_a_template_file_and_named_templates_are_found(directory: Path, tmp_path: Path) -> None:
+    copy = write_checkpoint(tmp_path, byte_level_tokenizer())
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "named {{ eos_token }}"},
+    ]
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = Tokenizer(copy).chat_template
+    assert template is not None and template.render([]) == "named <|end|>"
+    (copy / "chat_template.jinja").write_text("file")
+    template = Tokenizer(copy).chat_template
+    assert template is not None and template.render([]) == "file"
+
+
+def test_no_template_is_none(tmp_path: Path) -> None:
+    assert Tokenizer(write_checkpoint(tmp_path, byte_level_tokenizer(), None)).chat_template is None
+
+
+def test_templates_render_as_transformers_renders_them() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{%- for message in messages %}\n"
+        "    {%- if loop.index0 > 1 %}{% break %}{% endif %}\n"
+        "    {{- message.role + ': ' + message | tojson }}\n"
+        "  {% if true %}\n"
+        "  kept\n"
+        "  {% endif %}\n"
+        "{%- endfor %}\n"
+        "{% if add_generation_prompt %}{{ eos_token }}{% endif %}{{ tools is none }}"
+    )
+    messages = [{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "b"}, {"role": "x"}]
+    theirs, _ = render_jinja_template(
+        conversations=[messages], chat_template=source, add_generation_prompt=True, eos_token="</s>"
+    )
+    assert ChatTemplate(source, {"eos_token": "</s>"}).render(messages) == theirs[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0]['no'].such }}",
+    ],
+)
+def test_what_a_template_cannot_render_is_refused(source: str) -> None:
+    """The sandbox holds, and no template error becomes HTTP 500."""
+    with pytest.raises(TemplateRefused):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])

@@ -1,0 +1,595 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from kvferry.agent.engine.messages import Failed, Output, Prior
+from kvferry.agent.worker.messages import Chunk, Drawn
+from tests.standins.model import StandInRunner, expected_answer, next_token
+from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
+
+
+def make_engine(num_blocks: int = 40, **limits: object) -> LocalEngine:
+    return LocalEngine(StandInRunner(num_blocks, LIMITS.block_size), num_blocks, **limits)
+
+
+def numbers(start: int, count: int) -> list[int]:
+    """A prompt of distinct tokens; another start gives a prompt that shares no prefix."""
+    return [1 + (start + index) % 49 for index in range(count)]
+
+
+def chunks_run(engine: LocalEngine) -> list[tuple[int, int]]:
+    assert isinstance(engine.runner, StandInRunner)
+    return engine.runner.chunk_log
+
+
+def start_pull(engine: LocalEngine, prompt: list[int], **changes: object) -> None:
+    """A request `d` whose KV is being pulled as transfer `t`."""
+    first = priors(next_token(prompt, 0))
+    engine.submit(request("d", prompt, ignore_eos=True, remote=remote("t", prompt), prior=first, **changes))
+    engine.step()
+    assert "t" in engine.connector.pulls
+
+
+def finish_pull(engine: LocalEngine, prompt: list[int]) -> None:
+    pull = engine.connector.pulls["t"]
+    start = pull.first_block * LIMITS.block_size
+    engine.runner.write(pull.block_ids, start, prompt[start:])
+    engine.connector.finish_pull("t")
+
+
+# Chunks and batches.
+
+
+def test_a_prompt_s_chunks_end_at_absolute_multiples() -> None:
+    engine = make_engine()
+    engine.submit(request("r", numbers(0, 21), max_tokens=1))
+    engine.run()
+    assert chunks_run(engine) == [(0, 8), (8, 16), (16, 21)]
+
+
+def test_a_chunk_that_does_not_fit_waits_and_is_not_split() -> None:
+    engine = make_engine(max_batch_tokens=15)
+    for index in range(2):
+        engine.submit(request(f"r{index}", numbers(20 * index, 8), max_tokens=1))
+    engine.step()
+    assert chunks_run(engine) == [(0, 8)]
+    engine.step()
+    assert chunks_run(engine) == [(0, 8), (0, 8)]
+
+
+def test_decoding_never_starves_prompts() -> None:
+    """R16: a delay in front of prefill either has an effect that is wanted, or is not there."""
+    engine = make_engine(max_batch_tokens=8, max_num_seqs=10)
+    for index in range(9):
+        engine.submit(request(f"r{index}", numbers(index, 3), max_tokens=30, ignore_eos=True))
+        engine.step()
+    engine.submit(request("late", numbers(30, 12), max_tokens=1))
+    for _ in range(2):
+        engine.step()
+    assert isinstance(engine.last("late"), Output)
+
+
+def test_requests_run_together_and_get_the_answers_of_running_alone() -> None:
+    engine = make_engine()
+    submits = [request(f"r{index}", numbers(5 * index, 3 + 4 * index), max_tokens=9) for index in range(5)]
+    for submit in submits:
+        engine.submit(submit)
+    engine.step()
+    assert engine.last_step is not None
+    assert len(engine.last_step.chunks) > 1
+    engine.run()
+    for submit in submits:
+        assert engine.tokens(submit.request_id) == expected_answer(submit.prompt_ids, 0, submit.sampling)
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    ("changes", "finish"),
+    [
+        ({"max_tokens": 1}, "length"),
+        ({"max_tokens": 5, "ignore_eos": True}, "length"),
+        ({"max_tokens": 5, "stop_token_ids": tuple(range(50))}, "stop"),
+    ],
+)
+def test_finish_reasons(changes: dict[str, object], finish: str) -> None:
+    """R10: a limit of one token yields exactly one."""
+    engine = make_engine()
+    engine.submit(request("r", numbers(0, 6), **changes))
+    engine.run()
+    last = engine.last("r")
+    assert isinstance(last, Output)
+    assert last.done
+    assert last.tokens[-1].finish == finish
+    assert len(engine.tokens("r")) == (5 if changes.get("ignore_eos") else 1)
+
+
+# Prefix cache.
+
+
+def test_a_known_prefix_is_not_computed_again_and_the_last_token_always_is() -> None:
+    engine = make_engine()
+    engine.submit(request("first", numbers(0, 16), max_tokens=1))
+    engine.run()
+    engine.submit(request("same", numbers(0, 16), max_tokens=1))
+    engine.submit(request("longer", numbers(0, 19), max_tokens=1))
+    engine.run()
+    assert chunks_run(engine) == [(0, 8), (8, 16), (12, 16), (16, 19)]
+    same = engine.last("same")
+    assert isinstance(same, Output)
+    assert same.cached_tokens == 12
+
+
+def test_without_a_prefix_cache_everything_is_computed() -> None:
+    engine = make_engine(prefix_cache=False)
+    for name in ("first", "same"):
+        engine.submit(request(name, numbers(0, 8), max_tokens=1))
+        engine.run()
+    assert chunks_run(engine) == [(0, 8), (0, 8)]
+    engine.assert_all_free()
+
+
+# Several choices.
+
+
+def test_n_choices_are_one_prefill_and_the_last_holder_writes_in_place() -> None:
+    engine = make_engine()
+    submit = request("r", numbers(0, 6), n=3, max_tokens=5, ignore_eos=True)
+    engine.submit(submit)
+    engine.step()
+    assert chunks_run(engine) == [(0, 6)]
+    assert engine.allocator.counts().used == 2
+    engine.step()
+    assert engine.last_step is not None
+    assert len(engine.last_step.copies) == 2, "one copy for each choice but the last"
+    assert engine.allocator.counts().used == 4
+    engine.run()
+    for choice in range(3):
+        assert engine.tokens("r", choice) == expected_answer(submit.prompt_ids, choice, submit.sampling)
+    engine.assert_all_free()
+
+
+def test_a_stopped_choice_leaves_the_others_alone_and_the_last_one_s_end_is_told() -> None:
+    engine = make_engine()
+    submit = request("r", numbers(0, 6), n=2, max_tokens=6, ignore_eos=True)
+    engine.submit(submit)
+    engine.step()
+    engine.scheduler.stop_choice("r", 0)
+    engine.step()
+    assert len(engine.tokens("r", 0)) == 1
+    assert len(engine.tokens("r", 1)) == 2
+    engine.scheduler.stop_choice("r", 1)
+    engine.step()
+    last = engine.last("r")
+    assert isinstance(last, Output)
+    assert (last.done, last.tokens) == (True, ())
+    engine.assert_all_free()
+
+
+# Preemption.
+
+
+def test_growth_without_room_preempts_the_newest_and_answers_stay_the_same() -> None:
+    engine = make_engine(num_blocks=7)
+    submits = [
+        request(f"r{index}", numbers(25 * index, 9), max_tokens=14, ignore_eos=True) for index in range(2)
+    ]
+    for submit in submits:
+        engine.submit(submit)
+    engine.run()
+    assert engine.scheduler.counters.preemptions > 0
+    for submit in submits:
+        assert engine.tokens(submit.request_id) == expected_answer(submit.prompt_ids, 0, submit.sampling)
+    messages = [message for message in engine.messages["r0"] if isinstance(message, Output)]
+    assert messages[-1].done
+    engine.assert_all_free()
+
+
+def test_a_preempted_sequence_computes_its_outputs_again_one_by_one() -> None:
+    engine = make_engine(num_blocks=7, prefix_cache=False)
+    for index in range(2):
+        engine.submit(request(f"r{index}", numbers(25 * index, 9), max_tokens=14, ignore_eos=True))
+    engine.run()
+    outputs = [(start, end) for start, end in chunks_run(engine) if start >= 9]
+    assert all(end == start + 1 for start, end in outputs)
+    assert len(outputs) > len(set(outputs)) > 0
+    assert {(start, end) for start, end in chunks_run(engine) if start < 9} == {(0, 8), (8, 9)}
+
+
+def test_a_preempted_sequence_computes_its_prompt_again_in_the_same_chunks() -> None:
+    """Its own blocks are cached, but a chunk that began elsewhere could differ in a bit (design I4)."""
+    engine = make_engine(num_blocks=10)
+    for index in range(2):
+        engine.submit(request(f"r{index}", numbers(17 * index, 15), max_tokens=14, ignore_eos=True))
+    engine.run()
+    assert engine.scheduler.counters.preemptions > 0
+    assert len(chunks_run(engine)) > len(set(chunks_run(engine))), "something was computed twice"
+    assert {(start, end) for start, end in chunks_run(engine) if start < 15} == {(0, 8), (8, 15)}
+
+
+# Producing.
+
+
+def test_a_produced_prompt_is_leased_until_the_plane_says_so() -> None:
+    engine = make_engine()
+    submit = request("p", numbers(0, 10), n=2, produce="t", ignore_eos=True)
+    engine.submit(submit)
+    engine.step()
+    assert engine.connector.leases == {"t": 2}, "two full blocks of the first chunk are readable"
+    engine.run()
+    (answer,) = engine.messages["p"]
+    assert isinstance(answer, Output)
+    assert (answer.done, answer.leased) == (True, True)
+    assert [token.index for token in answer.tokens] == [0, 1]
+    assert engine.connector.ready_leases == {"t"}
+    assert engine.allocator.counts().leased == 3
+    engine.connector.end_lease("t", "released")
+    engine.step()
+    engine.assert_all_free()
+
+
+def test_a_produced_prompt_is_readable_before_its_first_token_is_drawn() -> None:
+    """Its last block too, which is not full. That it is ready is said afterwards."""
+    engine = make_engine()
+    seen = []
+
+    class Runner(StandInRunner):
+        def _draw(self, chunk: Chunk) -> list[Drawn]:
+            seen.append((dict(engine.connector.leases), set(engine.connector.ready_leases)))
+            return super()._draw(chunk)
+
+    engine.runner = Runner(40, LIMITS.block_size)
+    engine.submit(request("p", numbers(0, 10), produce="t", ignore_eos=True))
+    engine.run()
+    assert seen == [({"t": 0}, set()), ({"t": 3}, set())]
+    assert engine.connector.ready_leases == {"t"}
+
+
+def test_nobody_is_told_of_a_prompt_that_is_not_produced_or_whose_reader_has_left() -> None:
+    engine = make_engine()
+    engine.submit(request("r", numbers(0, 10)))
+    engine.step()
+    engine.step()
+    assert engine.last_step is not None
+    assert not engine.last_step.tells_written
+    engine.submit(request("p", numbers(20, 10), produce="t", ignore_eos=True))
+    engine.step()
+    engine.connector.end_lease("t", "released")
+    engine.step()
+    assert not engine.connector.leases
+    engine.run()
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"stop_token_ids": tuple(range(50))}])
+def test_nothing_stays_pinned_when_no_choice_goes_on(changes: dict[str, object]) -> None:
+    engine = make_engine()
+    engine.submit(request("p", numbers(0, 10), n=2, produce="t", **changes))
+    engine.run()
+    answer = engine.last("p")
+    assert isinstance(answer, Output)
+    assert (answer.done, answer.leased) == (True, False)
+    assert engine.connector.failed == ["t"]
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("cause", ["dropped", "expired"])
+def test_a_lease_that_ends_while_filling_ends_its_request(cause: str) -> None:
+    engine = make_engine()
+    engine.submit(request("p", numbers(0, 30), produce="t"))
+    engine.step()
+    engine.connector.end_lease("t", cause)
+    engine.run()
+    answer = engine.last("p")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (409, "transfer_dropped")
+    engine.assert_all_free()
+
+
+def test_a_reader_that_gives_up_early_still_gets_the_first_tokens() -> None:
+    """A pull that breaks while the lease fills costs a prefill at the reader, but not the one here."""
+    engine = make_engine()
+    engine.submit(request("p", numbers(0, 30), n=2, produce="t"))
+    engine.step()
+    engine.connector.end_lease("t", "released")
+    engine.run()
+    answer = engine.last("p")
+    assert isinstance(answer, Output) and answer.done
+    assert len(answer.tokens) == 2
+    engine.assert_all_free()
+
+
+def test_an_aborted_prefill_fails_its_lease_before_its_blocks_are_free() -> None:
+    """X7: a client's disconnect leaves nothing pinned."""
+    engine = make_engine()
+    engine.submit(request("p", numbers(0, 30), produce="t"))
+    engine.step()
+    engine.scheduler.abort("p")
+    assert engine.connector.failed == ["t"]
+    engine.assert_all_free()
+    engine.run()
+    assert "p" not in engine.messages
+
+
+def test_a_transfer_id_is_produced_once() -> None:
+    engine = make_engine()
+    for name in ("p", "q"):
+        engine.submit(request(name, numbers(0, 6), produce="t"))
+        engine.run()
+    answer = engine.last("q")
+    assert isinstance(answer, Failed)
+    assert answer.code == "duplicate_transfer"
+    engine.connector.end_lease("t", "released")
+    engine.submit(request("again", numbers(0, 6), produce="t"))
+    engine.run()
+    answer = engine.last("again")
+    assert isinstance(answer, Failed)
+    assert answer.code == "duplicate_transfer"
+    engine.assert_all_free()
+
+
+# Consuming.
+
+
+def test_decoding_starts_from_the_pulled_kv_and_the_first_token() -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    start_pull(engine, prompt, max_tokens=6)
+    assert chunks_run(engine) == []
+    finish_pull(engine, prompt)
+    engine.run()
+    assert chunks_run(engine)[0] == (10, 11)
+    assert (
+        engine.tokens("d")
+        == expected_answer(prompt, 0, request("x", prompt, max_tokens=6, ignore_eos=True).sampling)[1:]
+    )
+    answer = engine.last("d")
+    assert isinstance(answer, Output)
+    assert answer.timing is not None
+    assert (answer.timing.backend, answer.timing.pull_s, answer.timing.recomputed) == ("stand-in", 0.5, False)
+    engine.assert_all_free()
+
+
+def test_only_unfinished_choices_fork_over_the_pulled_blocks() -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    known = tuple(
+        Prior(index=choice, token_ids=(next_token(prompt, choice),), finished=choice == 1)
+        for choice in range(3)
+    )
+    submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=4, remote=remote("t", prompt), prior=known)
+    engine.submit(submit)
+    engine.step()
+    finish_pull(engine, prompt)
+    engine.run()
+    for choice in range(3):
+        answer = expected_answer(prompt, choice, submit.sampling)[1:]
+        assert engine.tokens("d", choice) == ([] if choice == 1 else answer)
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["pulled", "wholly cached"])
+def test_resumed_choices_replay_their_tokens_one_by_one_and_go_on(cached: bool) -> None:
+    """Design §5.6: positions go on, in the company that they would have had; nothing known is drawn again."""
+    engine, prompt = make_engine(), numbers(0, 12)
+    submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=9, remote=remote("t", prompt))
+    answers = [expected_answer(prompt, choice, submit.sampling) for choice in range(3)]
+    known = tuple(
+        Prior(index=choice, token_ids=tuple(answers[choice][:count]), finished=choice == 1)
+        for choice, count in enumerate((5, 2, 1))
+    )
+    if cached:
+        engine.submit(request("warm", prompt, max_tokens=1))
+        engine.run()
+    before = len(chunks_run(engine))
+    engine.submit(msgspec.structs.replace(submit, prior=known))
+    engine.step()
+    if not cached:
+        finish_pull(engine, prompt)
+    engine.run()
+    assert all(end - start == 1 for start, end in chunks_run(engine)[before:])
+    assert engine.tokens("d", 0) == answers[0][5:]
+    assert engine.tokens("d", 1) == []
+    assert engine.tokens("d", 2) == answers[2][1:]
+    engine.assert_all_free()
+
+
+def test_a_resumed_choice_that_is_preempted_while_it_replays_goes_on_all_the_same() -> None:
+    engine, prompt = make_engine(num_blocks=9), numbers(0, 10)
+    submit = request("d", prompt, ignore_eos=True, max_tokens=20, remote=remote("t", prompt))
+    answer = expected_answer(prompt, 0, submit.sampling)
+    engine.submit(request("old", numbers(20, 8), max_tokens=20, ignore_eos=True))
+    engine.step()
+    prior = Prior(index=0, token_ids=tuple(answer[:12]), finished=False)
+    engine.submit(msgspec.structs.replace(submit, prior=(prior,)))
+    engine.step()
+    finish_pull(engine, prompt)
+    engine.run()
+    assert engine.scheduler.counters.preemptions
+    assert engine.tokens("d") == answer[12:]
+    engine.assert_all_free()
+
+
+def test_a_request_whose_choices_are_all_finished_pulls_nothing() -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    known = (Prior(index=0, token_ids=(1,), finished=True),)
+    engine.submit(request("d", prompt, remote=remote("t", prompt), prior=known))
+    engine.step()
+    answer = engine.last("d")
+    assert isinstance(answer, Output)
+    assert answer.done
+    assert engine.connector.released_early == ["t"]
+
+
+def test_a_cached_prefix_shortens_the_pull() -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    engine.submit(request("warm", numbers(0, 8), max_tokens=1))
+    engine.run()
+    start_pull(engine, prompt)
+    assert engine.connector.pulls["t"].first_block == 2
+    finish_pull(engine, prompt)
+    engine.run()
+    answer = engine.last("d")
+    assert isinstance(answer, Output)
+    assert answer.cached_tokens == 8
+    engine.assert_all_free()
+
+
+def test_a_wholly_cached_prompt_is_not_pulled_and_the_producer_is_told() -> None:
+    engine, prompt = make_engine(), numbers(0, 8)
+    engine.submit(request("warm", prompt, max_tokens=1))
+    engine.run()
+    first = priors(next_token(prompt, 0))
+    submit = request("d", prompt, ignore_eos=True, remote=remote("t", prompt), prior=first)
+    engine.submit(submit)
+    engine.run()
+    assert engine.connector.released_early == ["t"]
+    assert engine.connector.pulls == {}
+    assert engine.tokens("d") == expected_answer(prompt, 0, submit.sampling)[1:]
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("quiescent", [True, False])
+def test_a_failed_pull_is_computed_here_into_fresh_blocks(quiescent: bool) -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    start_pull(engine, prompt)
+    pulled = set(engine.connector.pulls["t"].block_ids)
+    engine.connector.fail_pull("t", quiescent=quiescent)
+    engine.step()
+    assert engine.last_step is not None
+    assert quiescent or not pulled & set(engine.last_step.chunks[0].blocks)
+    engine.run()
+    expected = request("x", prompt, ignore_eos=True).sampling
+    assert engine.tokens("d") == expected_answer(prompt, 0, expected)[1:], (
+        "the first token is not drawn again"
+    )
+    answer = engine.last("d")
+    assert isinstance(answer, Output)
+    assert answer.timing is not None
+    assert answer.timing.recomputed
+    assert engine.scheduler.counters.recomputes == 1
+    assert engine.allocator.counts().quarantined == (0 if quiescent else 3)
+    if not quiescent:
+        engine.connector.quieten("t")
+        engine.step()
+    engine.assert_all_free()
+
+
+def test_a_failed_pull_fails_the_request_where_that_is_asked_for() -> None:
+    engine, prompt = make_engine(recompute_on_pull_failure=False), numbers(0, 10)
+    start_pull(engine, prompt)
+    engine.connector.fail_pull("t", quiescent=True)
+    engine.step()
+    answer = engine.last("d")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (502, "pull_failed")
+    assert engine.scheduler.counters.recomputes == 0
+    engine.assert_all_free()
+
+
+def test_an_aborted_pull_s_blocks_come_back_by_its_event_only() -> None:
+    engine, prompt = make_engine(), numbers(0, 10)
+    start_pull(engine, prompt)
+    engine.scheduler.abort("d")
+    engine.step()
+    assert engine.connector.pulls["t"].cancelled
+    assert engine.allocator.counts().used == 3
+    engine.connector.finish_pull("t")
+    engine.step()
+    engine.assert_all_free()
+    assert "d" not in engine.messages
+
+
+def test_a_transfer_waits_for_room_with_its_lease_held_and_then_is_refused() -> None:
+    engine = make_engine(num_blocks=16)
+    engine.submit(request("big", numbers(0, 50), max_tokens=14, ignore_eos=True))
+    engine.step()
+    prompt = numbers(5, 10)
+    engine.submit(request("d", prompt, remote=remote("t", prompt), prior=priors(1)))
+    engine.step()
+    assert engine.connector.holds == {"t"}
+    assert engine.scheduler.next_deadline() == pytest.approx(engine.now + 20, abs=0.1)
+    engine.now += 20
+    engine.step()
+    answer = engine.last("d")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (429, "no_kv_room")
+    assert engine.connector.released_early == ["t"]
+
+
+# Refusals and deadlines.
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code"),
+    [
+        ({"prompt": []}, 400, "empty_prompt"),
+        ({"prompt": [50]}, 400, "bad_token"),
+        ({"prompt": [-1]}, 400, "bad_token"),
+        ({"max_tokens": 62}, 400, "context_length_exceeded"),
+        ({"n": 7}, 400, "too_many_choices"),
+        ({"produce": "t", "prior": priors(1)}, 400, "bad_transfer"),
+        ({"remote": remote("t", [1, 2]), "prior": priors(1)}, 400, "bad_transfer"),
+        ({"remote": remote("t", [1, 2, 3])}, 400, "bad_transfer"),
+        ({"remote": remote("t", [1, 2, 3]), "prior": priors(99)}, 400, "bad_token"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(changes: dict[str, object], status: int, code: str) -> None:
+    engine = make_engine()
+    prompt = changes.pop("prompt", [1, 2, 3])
+    engine.submit(request("r", prompt, **changes))  # type: ignore[arg-type]
+    engine.step()
+    answer = engine.last("r")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (status, code)
+    assert engine.scheduler.is_idle
+    assert engine.connector.holds == set()
+
+
+def test_a_full_queue_is_answered_with_429() -> None:
+    engine = make_engine(max_waiting=2)
+    for index in range(3):
+        engine.submit(request(f"r{index}", [1, 2, 3]))
+    engine.run()
+    answer = engine.last("r2")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (429, "queue_full")
+    assert isinstance(engine.last("r1"), Output)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_request_ends_at_its_deadline_wherever_it_is(steps: int) -> None:
+    engine = make_engine()
+    engine.submit(request("r", numbers(0, 12), max_tokens=20, ignore_eos=True, timeout_s=5.0))
+    for _ in range(steps):
+        engine.step()
+    engine.now += 5.0
+    engine.run()
+    answer = engine.last("r")
+    assert isinstance(answer, Failed)
+    assert (answer.status, answer.code) == (504, "timeout")
+    engine.assert_all_free()
+
+
+def test_the_queue_keeps_its_order() -> None:
+    engine = make_engine(num_blocks=8, prefix_cache=False)
+    sizes = {"big": 20, "huge": 28, "small": 2}
+    for index, (name, size) in enumerate(sizes.items()):
+        engine.submit(request(name, numbers(10 * index, size), max_tokens=2, ignore_eos=True))
+    engine.run()
+    assert list(engine.messages) == ["big", "huge", "small"]
+
+
+def test_limits_are_not_changed_by_serving() -> None:
+    """R28: a transfer changes no other option."""
+    engine, prompt = make_engine(), numbers(0, 10)
+    before = dataclasses.asdict(engine.limits)
+    start_pull(engine, prompt, temperature=0.5, top_k=3, min_tokens=2)
+    finish_pull(engine, prompt)
+    engine.step()
+    engine.step()
+    assert engine.last_step is not None
+    ((sample,),) = (chunk.samples for chunk in engine.last_step.chunks)
+    assert (sample.sampling.temperature, sample.sampling.top_k, sample.sampling.min_tokens) == (0.5, 3, 2)
+    assert dataclasses.asdict(engine.limits) == before

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.agent.engine.messages import SamplingParams
+from kvferry.agent.worker.messages import Drawn, Sample
+from kvferry.agent.worker.sampler import decision_scores, draw, gumbel_noise, margins
+
+VOCABULARY = 40
+EOS = (3,)
+PINNED_NOISE = [1.4470843, 0.7705508, 1.6040896, 1.5900173]
+LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def make_sample(choice: int = 0, position: int = 0, **changes: Any) -> Sample:
+    ids = {name: changes.pop(name) for name in ("prompt_ids", "output_ids") if name in changes}
+    sampling = SamplingParams(**{"seed": 5, "max_tokens": 9, **changes})
+    return Sample(choice=choice, position=position, sampling=sampling, **ids)
+
+
+def draw_one(sample: Sample, logits: torch.Tensor = LOGITS) -> Drawn:
+    (drawn,) = draw(logits[None], [sample], EOS)
+    return drawn
+
+
+def scores_of(sample: Sample) -> torch.Tensor:
+    (scores,) = decision_scores(LOGITS[None], [sample], EOS)
+    return scores
+
+
+def kept(**changes: Any) -> set[int]:
+    """The tokens that can be drawn at all."""
+    score = scores_of(make_sample(**changes))
+    return set(torch.isfinite(score).nonzero().flatten().tolist())
+
+
+def likeliest(count: int) -> set[int]:
+    return set(LOGITS.topk(count).indices.tolist())
+
+
+def test_noise_is_a_fixed_function_of_seed_choice_and_position() -> None:
+    """The figures are part of the contract between agents: a change breaks answers that are under way."""
+    key = {"seed": 2**63 - 1, "choice": 2, "position": 3}
+    others = ({"seed": 1}, {"choice": 1}, {"position": 4})
+    noise, *different = gumbel_noise([make_sample(**{**key, **other}) for other in ({}, *others)], size=4)
+    assert noise.dtype is torch.float32
+    assert noise.tolist() == pytest.approx(PINNED_NOISE, rel=1e-6)
+    assert not any(torch.equal(other, noise) for other in different)
+
+
+def test_noise_has_the_gumbel_distribution() -> None:
+    noise = gumbel_noise([make_sample(seed=9)], size=200_000)
+    assert noise.mean().item() == pytest.approx(np.euler_gamma, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    samples = [make_sample(position=position, temperature=1.5) for position in range(4000)]
+    drawn = draw(logits.expand(len(samples), -1), samples, ())
+    counts = torch.bincount(torch.tensor([token.token_id for token in drawn]), minlength=4)
+    assert torch.allclose(counts / len(samples), torch.softmax(logits / 1.5, 0), atol=0.025)
+
+
+def test_a_row_s_draw_does_not_depend_on_the_other_rows() -> None:
+    rows = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    samples = [
+        make_sample(temperature=0.0),
+        make_sample(choice=1),
+        make_sample(temperature=0.7, top_p=0.8, logprobs=3),
+        make_sample(temperature=0.0, logprobs=2),
+        make_sample(temperature=2.0, min_p=0.1, logprobs=2),
+        make_sample(frequency_penalty=0.4, output_ids=(1, 1, 2)),
+    ]
+    together = draw(rows, samples, EOS)
+    order = [3, 0, 5, 1, 4, 2]
+    assert draw(rows[order], [samples[index] for index in order], EOS) == [together[index] for index in order]
+    assert [draw_one(sample, row) for sample, row in zip(samples, rows, strict=True)] == together
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_greedy_ties_go_to_the_lowest_id(logprobs: int | None) -> None:
+    logits = torch.tensor([0.0, 5.0, 1.0, 5.0, 5.0])
+    assert draw_one(make_sample(temperature=0.0, logprobs=logprobs), logits).token_id == 1
+
+
+def test_top_k_top_p_and_min_p_keep_what_they_promise() -> None:
+    assert kept() == set(range(VOCABULARY))
+    assert kept(top_k=5) == likeliest(5)
+    assert kept(top_k=VOCABULARY + 10) == set(range(VOCABULARY))
+    assert kept(top_p=1e-9) == likeliest(1)
+    probability = torch.softmax(LOGITS, 0).sort(descending=True).values.cumsum(0)
+    enough = int((probability < 0.7).sum()) + 1
+    assert kept(top_p=0.7) == likeliest(enough)
+    floor = torch.softmax(LOGITS, 0).max() * 0.2
+    assert kept(min_p=0.2) == set((torch.softmax(LOGITS, 0) >= floor).nonzero().flatten().tolist())
+    assert kept(min_p=1.0) == likeliest(1)
+
+
+def test_penalties_move_scores_as_documented() -> None:
+    base = scores_of(make_sample(temperature=0.0))
+    openai = scores_of(
+        make_sample(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, output_ids=(4, 4, 9))
+    )
+    assert (base - openai)[[4, 9, 5]].tolist() == pytest.approx([1.25, 0.75, 0.0])
+    repetition = scores_of(
+        make_sample(temperature=0.0, repetition_penalty=2.0, prompt_ids=(0, 1), output_ids=(2,))
+    )
+    for token in (0, 1, 2):
+        expected = base[token] / 2 if base[token] > 0 else base[token] * 2
+        assert repetition[token] == expected
+    assert torch.equal(repetition[3:], base[3:])
+
+
+def test_a_bias_moves_one_token_and_unknown_ids_are_ignored() -> None:
+    sample = make_sample(temperature=0.0, logit_bias={7: 100.0, -1: 1000.0, VOCABULARY: 1000.0})
+    assert draw_one(sample).token_id == 7
+
+
+def test_before_min_tokens_nothing_that_ends_an_answer_is_drawn() -> None:
+    certain = torch.zeros(VOCABULARY)
+    certain[3], certain[8], certain[11] = 50.0, 40.0, 30.0
+    settings: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (8, 999)}
+    assert draw_one(make_sample(position=1, **settings), certain).token_id == 11
+    assert draw_one(make_sample(position=2, **settings), certain).token_id == 3
+
+
+def test_logprobs_are_of_the_raw_logits_best_first() -> None:
+    drawn = draw_one(make_sample(temperature=0.3, logit_bias={7: 100.0}, logprobs=4))
+    expected = torch.log_softmax(LOGITS, 0)
+    assert drawn.logprob is not None
+    assert drawn.token_id == 7
+    assert drawn.logprob.logprob == pytest.approx(expected[7].item())
+    assert [token for token, _ in drawn.logprob.top] == LOGITS.topk(4).indices.tolist()
+    assert [value for _, value in drawn.logprob.top] == pytest.approx(expected.topk(4).values.tolist())
+
+
+def test_zero_alternatives_still_report_the_drawn_token() -> None:
+    logprob = draw_one(make_sample(logprobs=0)).logprob
+    assert logprob is not None
+    assert logprob.top == ()
+
+
+def test_the_margin_is_the_lead_over_the_second_best() -> None:
+    scores = torch.tensor([[1.0, 4.0, 3.5, -torch.inf], [2.0, 2.0, 1.0, 0.0], [2.0, *[-torch.inf] * 3]])
+    assert margins(scores, torch.tensor([1, 0, 0])).tolist() == [0.5, 0.0, torch.inf]
+    assert margins(torch.tensor([[2.0]]), torch.tensor([0])).tolist() == [torch.inf]
+
+
+def test_the_given_logits_are_not_changed() -> None:
+    rows = LOGITS[None].clone()
+    draw(rows, [make_sample(logit_bias={1: 5.0}, min_tokens=3, frequency_penalty=1.0, output_ids=(1,))], EOS)
+    assert torch.equal(rows[0], LOGITS)
