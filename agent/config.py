@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvferry.transfer.control_fault import parse_control_fault
+from kvferry.transfer.control.fault import parse_control_fault
 
 Role = Literal["prefill", "decode", "both"]
 

@@ -1,22 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two faces of the transfer plane: one for the engine's scheduler, one for each of its ranks."""
+"""The face of the transfer plane that an engine's scheduler sees."""
 
-from kvferry.transfer.events import LeaseEnded, PlaneEvent, PlaneStats, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.lease import DuplicateTransfer
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from kvferry.transfer.consumer.consumer import Consumer
+from kvferry.transfer.events import LeaseEnded, PlaneEvent, PlaneStats
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import TransferId
 from kvferry.transfer.plane import PlaneConfig, Remote
-from kvferry.transfer.scheduler_connector import SchedulerConnector
-from kvferry.transfer.worker_connector import WorkerConnector
+from kvferry.transfer.producer.producer import Producer
+from kvferry.transfer.ranks.group import (
+    EngineBroken,
+    LinkConnected,
+    RankEvent,
+    RankGroup,
+    ReadEnded,
+    ReadQuiescent,
+)
 
-__all__ = [
-    "DuplicateTransfer",
-    "LeaseEnded",
-    "PlaneConfig",
-    "PlaneEvent",
-    "PlaneStats",
-    "PullDone",
-    "PullFailed",
-    "PullQuiescent",
-    "Remote",
-    "SchedulerConnector",
-    "WorkerConnector",
-]
+
+class SchedulerConnector:
+    """Leases our prompts' blocks to readers, and pulls other agents' blocks into ours.
+
+    Lives on the engine process's event loop. Only `start` and `close` wait; every other method commits and
+    returns. `wake` is called whenever `take_events` would return something.
+    """
+
+    def __init__(self, config: PlaneConfig, wake: Callable[[], None]) -> None:
+        self._config = config
+        self._wake = wake
+        self._events: list[PlaneEvent] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._ranks = RankGroup(config.tp_size, config.incarnation, self._reported)
+        self._producer = Producer(config, self._ranks, self._emit)
+        self._consumer = Consumer(config, self._ranks, self._emit)
+        self.control_port = config.control_port
+
+    async def start(self, timeout_s: float) -> None:
+        """Bind the control channel and the ranks' channel, and wait until every rank has reported.
+
+        Raises TimeoutError naming the ranks that have not, `zmq.ZMQError` or OSError if an address cannot be
+        bound, and RuntimeError if no backend is open on every rank.
+        """
+        self._context = zmq.Context()
+        await self._ranks.start(self._config.rank_address, timeout_s)
+        if not self._ranks.transfers:
+            raise RuntimeError("no transfer backend is open on every rank")
+        self.control_port = self._producer.start(self._context)
+        self._consumer.start(self._context)
+
+    async def close(self) -> None:
+        """Close every socket and timer. Idempotent; no event follows."""
+        self._consumer.close()
+        self._producer.close()
+        self._ranks.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    @property
+    def transfers(self) -> tuple[str, ...]:
+        """Backends usable on every rank, best first."""
+        return self._ranks.transfers
+
+    # Producer.
+
+    def register(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, timeout_s: float
+    ) -> None:
+        """Begin a lease over a prompt's blocks, before they are computed.
+
+        It ends after `timeout_s` at the latest. Raises `DuplicateTransfer`. `ids_hash` is told to the
+        reader. If the transfer has been dropped already, `LeaseEnded` follows at once.
+        """
+        self._producer.register(TransferId(transfer_id), block_ids, num_tokens, ids_hash, timeout_s)
+
+    def advance(self, transfer_id: str, readable_blocks: int) -> None:
+        """The first `readable_blocks` are computed, on every rank, to the end of their device work."""
+        self._producer.advance(TransferId(transfer_id), readable_blocks)
+
+    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
+        """The whole prompt is computed on every rank; the lease clock starts.
+
+        `first_tokens` are told to the reader, which may have come too early to be told them elsewhere.
+        """
+        self._producer.ready(TransferId(transfer_id), first_tokens)
+
+    def fail(self, transfer_id: str) -> None:
+        """The prefill was aborted or preempted. From the return on no reader can be told that what it read is
+        valid; the blocks are the caller's, and no `LeaseEnded` follows, not even one that was on its way.
+        """
+        self._producer.fail(TransferId(transfer_id))
+        self._events = [
+            event
+            for event in self._events
+            if not (isinstance(event, LeaseEnded) and event.transfer_id == transfer_id)
+        ]
+
+    def drop(self, transfer_id: str) -> bool:
+        """Nobody wants the blocks any more. True if this ended a lease, and then `LeaseEnded` follows."""
+        return self._producer.drop(TransferId(transfer_id))
+
+    # Consumer.
+
+    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None:
+        """Keep the producer's lease alive for a request that has no room yet. Raises `DuplicateTransfer`.
+
+        After `timeout_s` the hold ends by itself, without an event.
+        """
+        self._consumer.hold(TransferId(transfer_id), remote, timeout_s)
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: Remote,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str | None = None,
+        fill_s: float = 0.0,
+    ) -> None:
+        """Read a prompt's blocks from number `first_block` on into `block_ids[first_block:]`.
+
+        `block_ids` are all of the prompt's blocks. Comes to exactly one `PullDone` or `PullFailed`; until
+        then, and after a failure that is not quiescent until `PullQuiescent`, the blocks belong to the
+        transfer. Raises `DuplicateTransfer`. With `ids_hash` the producer's must be equal.
+
+        Blocks are read as soon as they are computed. All must be here `timeout_s` after the prompt is ready,
+        and that may take the producer `fill_s` from now.
+        """
+        self._consumer.pull(
+            TransferId(transfer_id), remote, block_ids, first_block, timeout_s, ids_hash, fill_s
+        )
+
+    def cancel(self, transfer_id: str) -> None:
+        """Give a pull or a hold up, and let the producer free its blocks.
+
+        A pull still ends in `PullFailed`; a mere hold just ends. Unknown transfers are ignored.
+        """
+        self._consumer.cancel(TransferId(transfer_id))
+
+    # Both.
+
+    def take_events(self) -> list[PlaneEvent]:
+        """Everything that happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> PlaneStats:
+        """Counters since start."""
+        producer, consumer = self._producer, self._consumer
+        return PlaneStats(
+            leased=producer.leased,
+            quarantined=consumer.quarantined,
+            leases_ended=dict(producer.ended),
+            pulls=consumer.pulls,
+            streamed_pulls=consumer.streamed_pulls,
+            pull_bytes=consumer.nbytes,
+            pull_descriptors=consumer.descriptors,
+            pull_seconds=consumer.seconds,
+            pull_failures=dict(consumer.failures),
+            verify_seconds=consumer.verify_seconds,
+            handshakes=producer.handshakes + consumer.handshakes,
+            bad_frames=producer.bad_frames,
+            refusals=consumer.refusals,
+            rebuilds=consumer.rebuilds,
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AssertionError on an inconsistency."""
+        self._producer.check_integrity()
+        self._consumer.check_integrity()
+        self._ranks.check_integrity()
+
+    def _emit(self, event: PlaneEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _reported(self, event: RankEvent) -> None:
+        match event:
+            case LinkConnected(link, outcome):
+                self._consumer.link_connected(link, outcome)
+            case EngineBroken(transfer):
+                self._consumer.engine_broken(transfer)
+            case ReadEnded(transfer_id, seq, outcome):
+                self._consumer.read_ended(transfer_id, seq, outcome)
+            case ReadQuiescent(transfer_id, seq):
+                self._consumer.read_quiescent(transfer_id, seq)

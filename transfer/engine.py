@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
-        "mori": "kvferry.transfer.backends.mori",
-        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc",
-        "nixl": "kvferry.transfer.backends.nixl",
-        "mooncake": "kvferry.transfer.backends.mooncake",
-        "nccl": "kvferry.transfer.backends.nccl",
-        "tcp": "kvferry.transfer.backends.tcp",
+        "mori": "kvferry.transfer.backends.mori.engine",
+        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc.engine",
+        "nixl": "kvferry.transfer.backends.nixl.engine",
+        "mooncake": "kvferry.transfer.backends.mooncake.engine",
+        "nccl": "kvferry.transfer.backends.nccl.engine",
+        "tcp": "kvferry.transfer.backends.tcp.engine",
     },
 )
 """Backend name to module, best first."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.lease import EndCause
+from kvferry.transfer.producer.lease import EndCause
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.transfer.curve import CurveKey
+from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.lease import MAX_STAGED
+from kvferry.transfer.producer.lease import MAX_STAGED
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):

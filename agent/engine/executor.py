@@ -22,7 +22,7 @@ from kvferry.agent.worker.messages import (
     ToRank,
     step_address,
 )
-from kvferry.transfer.rank_channel import RankConnection, RankGone, RankListener
+from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
 
 _log = logging.getLogger(__name__)
 

@@ -42,10 +42,10 @@ from kvferry.agent.ids import host_id
 from kvferry.agent.logs import configure_logging
 from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
-from kvferry.transfer.curve import CurveKey
+from kvferry.transfer.connector import SchedulerConnector
+from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.plane import PlaneConfig
-from kvferry.transfer.scheduler_connector import SchedulerConnector
 
 log = logging.getLogger(__name__)
 

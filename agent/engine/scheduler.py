@@ -29,7 +29,7 @@ from kvferry.agent.engine.transfers import Connector, TransferLedger
 from kvferry.agent.worker.messages import Chunk, Drawn, Step
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.lease import DuplicateTransfer
+from kvferry.transfer.producer.lease import DuplicateTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 
 The engine sends every rank the same `Step`; each rank answers once its device has completed it, and before
 that says when the KV is written, where a reader may wait for it. A rank that cannot go on exits, which the
-engine sees. msgspec's msgpack over `transfer.rank_channel`, typed unions, no pickle.
+engine sees. msgspec's msgpack over `transfer.ranks.channel`, typed unions, no pickle.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import time
 import torch
 
 from kvferry.transfer.checksum import PoolSums
-from kvferry.transfer.connector import PullDone
 from kvferry.transfer.engine import usable
+from kvferry.transfer.faces import PullDone
 from kvferry.transfer.layout import KVGeometry
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
 

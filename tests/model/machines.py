@@ -15,9 +15,9 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-import kvferry.transfer.aggregate
-import kvferry.transfer.lease
-import kvferry.transfer.pull
+import kvferry.transfer.consumer.pull
+import kvferry.transfer.producer.lease
+import kvferry.transfer.ranks.aggregate
 
 Handle = int
 
@@ -28,9 +28,9 @@ class Machines:
     def __init__(
         self,
         *,
-        lease: ModuleType = kvferry.transfer.lease,
-        pull: ModuleType = kvferry.transfer.pull,
-        aggregate: ModuleType = kvferry.transfer.aggregate,
+        lease: ModuleType = kvferry.transfer.producer.lease,
+        pull: ModuleType = kvferry.transfer.consumer.pull,
+        aggregate: ModuleType = kvferry.transfer.ranks.aggregate,
     ) -> None:
         self.lease = lease
         self.pull = pull

@@ -8,15 +8,15 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-import kvferry.transfer.aggregate
-import kvferry.transfer.lease
-import kvferry.transfer.pull
+import kvferry.transfer.consumer.pull
+import kvferry.transfer.producer.lease
+import kvferry.transfer.ranks.aggregate
 from tests.model.machines import Machines
 
 _MODULES = {
-    "lease": kvferry.transfer.lease,
-    "pull": kvferry.transfer.pull,
-    "aggregate": kvferry.transfer.aggregate,
+    "lease": kvferry.transfer.producer.lease,
+    "pull": kvferry.transfer.consumer.pull,
+    "aggregate": kvferry.transfer.ranks.aggregate,
 }
 
 

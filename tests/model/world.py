@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from kvferry.transfer.aggregate import RankReport
 from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.ranks.aggregate import RankReport
 from tests.model.machines import Handle
 
 BLOCKS = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for `transfer.scheduler_connector.SchedulerConnector`: the same calls, but the test decides what
+"""A stand-in for `transfer.connector.SchedulerConnector`: the same calls, but the test decides what
 becomes of every lease and pull. It asserts that its caller keeps to the contract."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.lease import DuplicateTransfer
 from kvferry.transfer.plane import Remote
+from kvferry.transfer.producer.lease import DuplicateTransfer
 
 
 @dataclass(slots=True)

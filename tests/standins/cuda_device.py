@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the GPU of the cuda_ipc backend: this process's memory, and launches that a test may hold.
 
-It keeps the promises of `transfer.backends.cuda_ipc_device.Device`, and fails a test that breaks its demands.
+It keeps the promises of `transfer.backends.cuda_ipc.device.Device`, and fails a test that breaks its demands.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from kvferry.transfer.backends.cuda_ipc_device import MAX_FLIGHTS
-from kvferry.transfer.backends.cuda_ipc_driver import HANDLE_BYTES, Borrowed, CudaError, Lent
-from kvferry.transfer.backends.cuda_ipc_work import Work
+from kvferry.transfer.backends.cuda_ipc.device import MAX_FLIGHTS
+from kvferry.transfer.backends.cuda_ipc.driver import HANDLE_BYTES, Borrowed, CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc.work import Work
 
 _ADDRESS = struct.Struct("<Q")
 

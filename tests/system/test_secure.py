@@ -14,9 +14,9 @@ import zmq
 
 from kvferry.deploy.cli import main
 from kvferry.deploy.launcher import AgentSpec
-from kvferry.transfer import messages
-from kvferry.transfer.control import ControlClient
-from kvferry.transfer.curve import CurveKey
+from kvferry.transfer.control import messages
+from kvferry.transfer.control.curve import CurveKey
+from kvferry.transfer.control.endpoints import ControlClient
 from tests.standins.certificates import make_certificate
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import COMMON_ARGS, StartCluster

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from kvferry.transfer.connector import PullDone, Remote
+from kvferry.transfer.faces import PullDone, Remote
 from kvferry.transfer.layout import KVGeometry
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from kvferry.transfer.connector import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
+from kvferry.transfer.faces import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvferry.transfer.checksum import PoolSums, pack_sums, totals, unpack_sums, word_keys
+from kvferry.transfer.consumer.verification import flaw, rows
 from kvferry.transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
-from kvferry.transfer.verification import flaw, rows
 from tests.gpu import needs_gpus
 from tests.unit.transfer.rig import GEOMETRY
 

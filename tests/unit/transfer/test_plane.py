@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.transfer.backends.tcp_client import TcpPeer
-from kvferry.transfer.connector import (
+from kvferry.transfer.backends.tcp.client import TcpPeer
+from kvferry.transfer.engine import PeerUnreachable, usable
+from kvferry.transfer.faces import (
     DuplicateTransfer,
     LeaseEnded,
     PullDone,
@@ -21,11 +22,10 @@ from kvferry.transfer.connector import (
     PullQuiescent,
     SchedulerConnector,
 )
-from kvferry.transfer.engine import PeerUnreachable, usable
 from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.lease import LeaseTable
+from kvferry.transfer.producer.lease import LeaseTable
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]
@@ -577,8 +577,8 @@ class Forwarder:
 
 
 async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.transfer.link.ANSWER_S", 0.3)
-    monkeypatch.setattr("kvferry.transfer.consumer._OPEN_WAIT_S", 0.1)
+    monkeypatch.setattr("kvferry.transfer.consumer.link.ANSWER_S", 0.3)
+    monkeypatch.setattr("kvferry.transfer.consumer.consumer._OPEN_WAIT_S", 0.1)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         forwarder = Forwarder(prefill.plane.control_port)
         async with forwarder as port:
@@ -598,8 +598,8 @@ async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or else its renewals would go nowhere, and its lease would end."""
-    monkeypatch.setattr("kvferry.transfer.link.ANSWER_S", 0.1)
-    monkeypatch.setattr("kvferry.transfer.consumer._OPEN_WAIT_S", 0.05)
+    monkeypatch.setattr("kvferry.transfer.consumer.link.ANSWER_S", 0.1)
+    monkeypatch.setattr("kvferry.transfer.consumer.consumer._OPEN_WAIT_S", 0.05)
     async with Agent(seed=1, lease_s=4.0) as prefill, Agent(seed=2, lease_s=4.0) as decode:
         forwarder = Forwarder(prefill.plane.control_port)
         async with forwarder as port:
@@ -739,7 +739,7 @@ async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_
     def unreachable(peer: object) -> bool:
         raise PeerUnreachable("no path")
 
-    monkeypatch.setattr("kvferry.transfer.backends.nixl.NixlPeer.poll", unreachable)
+    monkeypatch.setattr("kvferry.transfer.backends.nixl.engine.NixlPeer.poll", unreachable)
     async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="auto") as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
@@ -756,7 +756,7 @@ async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
     def unreachable(peer: object) -> bool:
         raise PeerUnreachable("no path")
 
-    monkeypatch.setattr("kvferry.transfer.backends.nixl.NixlPeer.poll", unreachable)
+    monkeypatch.setattr("kvferry.transfer.backends.nixl.engine.NixlPeer.poll", unreachable)
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="auto") as decode:
         decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
         failed = await decode.event(PullFailed)

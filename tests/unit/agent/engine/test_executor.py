@@ -22,7 +22,7 @@ from kvferry.agent.worker.messages import (
     StepWritten,
     step_address,
 )
-from kvferry.transfer.rank_channel import RankConnection, RankEnd, connect_at_once
+from kvferry.transfer.ranks.channel import RankConnection, RankEnd, connect_at_once
 from tests.standins.api_process import tiny_config
 from tests.unit.transfer.rig import until
 

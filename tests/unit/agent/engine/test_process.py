@@ -23,8 +23,8 @@ from kvferry.agent.engine.messages import (
     SamplingParams,
     Submit,
 )
-from kvferry.transfer import messages as wire
-from kvferry.transfer.control import ControlClient
+from kvferry.transfer.control import messages as wire
+from kvferry.transfer.control.endpoints import ControlClient
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.worker.tiny_models import reference_tokens, save_checkpoint

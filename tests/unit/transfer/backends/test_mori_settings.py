@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the mori backend, from the command line to the library."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvferry.transfer.backends.mori.settings import MoriSettings, create_engine, parse_settings
+from kvferry.transfer.engine import parse_backend_options
+from tests.standins import mori_io
+
+
+def test_options_come_as_text_and_leave_as_the_librarys_own_settings() -> None:
+    options = parse_backend_options(
+        "mori.qp_per_transfer=8,mori.num_worker_threads=2,mori.post_batch_size=16,mori.max_send_wr=4096,"
+        "mori.max_cqe_num=8192,mori.max_msg_sge=2,mori.notification=true"
+    )
+    settings = parse_settings(options["mori"])
+    with mori_io.on_path():
+        import mori.io as library
+
+        config = settings.rdma_config(library)
+    assert (config.qp_per_transfer, config.num_worker_threads, config.post_batch_size) == (8, 2, 16)
+    assert (config.max_send_wr, config.max_cqe_num, config.max_msg_sge) == (4096, 8192, 2)
+    assert config.enable_notification
+
+
+def test_devices_and_classes_go_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = parse_settings({"devices": "^mlx5_0+mlx5_1", "nic_index": "0", "traffic_class": "104"})
+    for name in (*settings.environment(), "MORI_DISABLE_AUTO_XGMI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MORI_IO_QP_PER_TRANSFER", "1")
+    with mori_io.on_path():
+        import mori.io as library
+
+        create_engine(library, "name", "127.0.0.1", settings)
+        assert os.environ["MORI_RDMA_DEVICES"] == "^mlx5_0,mlx5_1"
+        assert os.environ["MORI_IO_RDMA_NIC_IDX"] == "0"
+        assert os.environ["MORI_RDMA_TC"] == "104"
+        assert "MORI_RDMA_SL" not in os.environ
+        assert os.environ["MORI_IO_QP_PER_TRANSFER"] == "4", (
+            "a fence has to know how many queue pairs there are"
+        )
+        assert os.environ["MORI_DISABLE_AUTO_XGMI"] == "0"
+
+
+def test_defaults_make_sense() -> None:
+    settings = parse_settings({})
+    assert settings == MoriSettings()
+    assert not settings.notification
+    assert settings.send_depth == 8192
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"qp_per_transfre": "4"}, "qp_per_transfre"),
+        ({"qp_per_transfer": "many"}, "qp_per_transfer"),
+        ({"qp_per_transfer": "0"}, "qp_per_transfer"),
+        ({"post_batch_size": "0"}, "post_batch_size"),
+        ({"max_send_wr": "-1"}, "max_send_wr"),
+        ({"region_bytes": str(2 << 30)}, "region_bytes"),
+        ({"notification": "perhaps"}, "notification"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_settings(options)
+
+
+@pytest.mark.parametrize("text", ["qp=1", "mori.qp", "pigeon.wings=2", "mori.=2"])
+def test_an_option_that_names_no_backend_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"BACKEND\.NAME=VALUE"):
+        parse_backend_options(text)

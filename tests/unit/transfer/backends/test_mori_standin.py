@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stand-in behaves as reference/atom-mori-lightllm.md §2.2 and §2.3 say that the real library does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.standins import mori_io
+from tests.unit.transfer.backends.mori_rig import fault
+
+NBYTES = 1 << 16
+
+
+@pytest.fixture
+def io() -> Iterator[ModuleType]:
+    with mori_io.on_path():
+        import mori.io
+
+        yield mori.io
+
+
+class Engines:
+    """A reader and an owner that know each other, and one registered buffer of each."""
+
+    def __init__(self, io: ModuleType, **config: Any) -> None:
+        settings = io.RdmaBackendConfig(**{"qp_per_transfer": 2, **config})
+        self.reader = io.IOEngine("reader", io.IOEngineConfig(host="127.0.0.1", port=0))
+        with fault(""):
+            self.owner = io.IOEngine("owner", io.IOEngineConfig("127.0.0.1", 0))
+        for engine in (self.reader, self.owner):
+            engine.create_backend(io.BackendType.RDMA, settings)
+        self.reader.register_remote_engine(self.owner.get_engine_desc())
+        self.owner.register_remote_engine(self.reader.get_engine_desc())
+        self.ours = torch.zeros(NBYTES, dtype=torch.uint8)
+        self.theirs = torch.randint(1, 256, (NBYTES,), dtype=torch.uint8)
+        self.local = self.reader.register_torch_tensor(self.ours)
+        self.remote = self.owner.register_torch_tensor(self.theirs)
+
+
+def test_descriptions_pack_into_arrays_in_the_librarys_order(io: ModuleType) -> None:
+    import msgpack
+
+    two = Engines(io)
+    desc = two.owner.get_engine_desc()
+    assert msgpack.unpackb(desc.pack()) == [
+        "owner",
+        desc.node_id,
+        desc.hostname,
+        "127.0.0.1",
+        desc.port,
+        os.getpid(),
+    ]
+    assert desc.port > 0
+    assert io.EngineDesc.unpack(desc.pack()) == desc
+    packed = msgpack.unpackb(two.remote.pack())
+    assert packed[:7] == ["owner", two.remote.id, -1, "", two.theirs.data_ptr(), NBYTES, 1]
+    assert (len(packed), packed[7], packed[8]) == (15, bytes(64), two.remote.numa_node)
+    assert io.MemoryDesc.unpack(two.remote.pack()) == two.remote
+    for kind in (io.EngineDesc, io.MemoryDesc):
+        for nonsense in (b"", b"nonsense", msgpack.packb([1]), msgpack.packb(1)):
+            with pytest.raises(RuntimeError):
+                kind.unpack(nonsense)
+
+
+@pytest.mark.parametrize(
+    ("session", "batch", "write"), list(itertools.product((True, False), (True, False), (True, False)))
+)
+def test_bytes_move_either_way_and_the_owner_hears_of_it_for_ever(
+    io: ModuleType, session: bool, batch: bool, write: bool
+) -> None:
+    """Argument orders, and one status for a batch of a session, a list of them for a batch of an engine."""
+    two = Engines(io)
+    uid = two.reader.allocate_transfer_uid()
+    offsets, sizes = list(range(0, NBYTES, 2048)), [1024] * (NBYTES // 2048)
+    verb = ("batch_" if batch else "") + ("write" if write else "read")
+    if session:
+        call = getattr(two.reader.create_session(two.local, two.remote), verb)
+        answer = call(offsets, offsets, sizes, uid) if batch else call(0, 0, NBYTES, uid)
+        statuses = [answer]
+    else:
+        call = getattr(two.reader, verb)
+        if batch:
+            statuses = call([two.local], [offsets], [two.remote], [offsets], [sizes], [uid])
+        else:
+            statuses = [call(two.local, 0, two.remote, 0, NBYTES, uid)]
+    assert len(statuses) == 1
+    assert two.reader.wait_all(statuses, timeout_ms=5000) is io.StatusCode.SUCCESS
+    moved = torch.zeros(NBYTES, dtype=torch.bool)
+    for offset, size in zip(offsets, sizes, strict=True) if batch else [(0, NBYTES)]:
+        moved[offset : offset + size] = True
+    assert torch.equal(two.ours == two.theirs, moved)
+    deadline = time.monotonic() + 5.0
+    while two.owner.pop_inbound_transfer_status("reader", uid) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    again = two.owner.pop_inbound_transfer_status("reader", uid)
+    assert again is not None and again.Succeeded()
+    assert two.owner.pop_inbound_transfer_status("reader", uid + 1) is None
+
+
+def test_nobody_hears_of_it_when_notifications_are_off(io: ModuleType) -> None:
+    two = Engines(io, enable_notification=False)
+    status = two.reader.create_session(two.local, two.remote).read(0, 0, 8, 0)
+    status.Wait()
+    assert status.Succeeded()
+    time.sleep(0.02)
+    assert two.owner.pop_inbound_transfer_status("reader", 0) is None
+
+
+def test_an_error_stays_and_a_status_that_has_not_begun_waits_for_nothing(io: ModuleType) -> None:
+    from mori.cpp import TransferStatus
+
+    status = TransferStatus()
+    assert status.Init()
+    begun = time.monotonic()
+    status.Wait()
+    assert status.WaitFor(30_000) is io.StatusCode.INIT
+    assert time.monotonic() - begun < 6.0
+    status.Update(io.StatusCode.ERR_RDMA_OP, "first")
+    status.Update(io.StatusCode.SUCCESS, "second")
+    assert (status.Code(), status.Message(), status.Failed()) == (io.StatusCode.ERR_RDMA_OP, "first", True)
+    status.SetCode(io.StatusCode.SUCCESS)
+    assert status.Succeeded()
+
+
+def test_waiting_lets_others_run_and_keeps_to_its_time(io: ModuleType) -> None:
+    from mori.cpp import TransferStatus
+
+    status = TransferStatus()
+    status.SetCode(io.StatusCode.IN_PROGRESS)
+    assert status.WaitFor(0) is io.StatusCode.IN_PROGRESS
+    assert status.WaitFor(10) is io.StatusCode.IN_PROGRESS
+    threading.Timer(0.05, status.Update, (io.StatusCode.SUCCESS, "")).start()
+    assert status.WaitFor(5000) is io.StatusCode.SUCCESS
+
+
+def test_waiting_for_many_tells_the_first_error_and_polling_any(io: ModuleType) -> None:
+    from mori.cpp import TransferStatus
+
+    engine = io.IOEngine("waiting", io.IOEngineConfig("127.0.0.1", 0))
+    codes = io.StatusCode
+    done, pending, failed, worse = (TransferStatus() for _ in range(4))
+    for status, code in (
+        (done, codes.SUCCESS),
+        (pending, codes.IN_PROGRESS),
+        (failed, codes.ERR_RDMA_OP),
+        (worse, codes.ERR_BAD_STATE),
+    ):
+        status.SetCode(code)
+    assert engine.wait_all([]) is codes.SUCCESS
+    assert engine.wait_all([done, pending], timeout_ms=0) is codes.IN_PROGRESS
+    assert engine.wait_all([done, pending, failed], timeout_ms=0) is codes.ERR_RDMA_OP
+    assert engine.wait_all([failed, worse, done], timeout_ms=-1) is codes.ERR_RDMA_OP
+    assert engine.wait_all([done, pending], timeout_ms=20) is codes.IN_PROGRESS
+
+
+def test_without_a_backend_or_an_introduction_there_is_no_way(io: ModuleType) -> None:
+    two = Engines(io)
+    stranger = io.IOEngine("stranger", io.IOEngineConfig("127.0.0.1", 0))
+    region = stranger.register_torch_tensor(torch.zeros(8))
+    assert stranger.create_session(region, two.remote) is None
+    stranger.create_backend(io.BackendType.RDMA)
+    region = stranger.register_torch_tensor(torch.zeros(8))
+    assert stranger.create_session(region, two.remote) is None
+    status = stranger.read(region, 0, two.remote, 0, 8, 0)
+    assert status.Code() is io.StatusCode.ERR_BAD_STATE
+    assert status.Message() == "No available backend found, create backend first"
+    with pytest.raises(NotImplementedError):
+        stranger.create_backend(io.BackendType.TCP)
+
+
+def test_what_lies_outside_a_region_is_refused_and_breaks_nothing(io: ModuleType) -> None:
+    two = Engines(io)
+    session = two.reader.create_session(two.local, two.remote)
+    for local, remote, size in ((NBYTES, 0, 1), (0, NBYTES - 4, 8), (0, 0, 1 << 32)):
+        status = session.read(local, remote, size, 0)
+        assert status.Code() is io.StatusCode.ERR_INVALID_ARGS
+    status = session.batch_read([0], [0, 1], [1], 0)
+    assert status.Code() is io.StatusCode.ERR_INVALID_ARGS
+    status = session.read(0, 0, 8, 0)
+    assert status.WaitFor(5000) is io.StatusCode.SUCCESS
+
+
+def test_a_region_that_its_owner_does_not_know_is_a_runtime_error(io: ModuleType) -> None:
+    two = Engines(io)
+    two.owner.deregister_memory(two.remote)
+    with pytest.raises(RuntimeError, match="remote MR size mismatch"):
+        two.reader.create_session(two.local, two.remote)
+
+
+def test_a_broken_queue_pair_stays_broken_and_the_other_does_not(io: ModuleType) -> None:
+    """A uid names the queue pair that a single read takes."""
+    with fault("fail:after=1,lane=0"):
+        two = Engines(io)
+    session = two.reader.create_session(two.local, two.remote)
+    codes = [session.read(0, 0, 8, uid).WaitFor(5000) for uid in (0, 2, 4, 1, 3, 0)]
+    good, bad = io.StatusCode.SUCCESS, io.StatusCode.ERR_RDMA_OP
+    assert codes == [good, bad, bad, good, good, bad]
+    again = two.reader.create_session(two.local, two.remote)
+    assert again.read(0, 0, 8, 0).WaitFor(5000) is bad
+    assert again.alive()
+
+
+def test_registration_happens_at_first_use_and_ends_the_process_when_it_fails() -> None:
+    code = """
+import os, sys, mori.io as io
+engine = io.IOEngine("e", io.IOEngineConfig("127.0.0.1", 0))
+engine.create_backend(io.BackendType.RDMA)
+engine.register_remote_engine(engine.get_engine_desc())
+region = engine.register_memory(id(engine), 16, -1, io.MemoryLocationType.CPU)
+print("registered", flush=True)
+engine.create_session(region, region)
+print("unreachable", flush=True)
+"""
+    ended = _run(code, "registration:above=8")
+    assert (ended.returncode, ended.stdout) == (-6, "registered\n")
+
+
+def test_a_missing_topology_ends_the_process() -> None:
+    code = (
+        "import mori.io as io; e = io.IOEngine('e', io.IOEngineConfig('127.0.0.1', 0));"
+        "e.create_backend(io.BackendType.RDMA); print('unreachable')"
+    )
+    ended = _run(code, "topology")
+    assert (ended.returncode, ended.stdout) == (255, "")
+
+
+def test_another_process_is_read_while_it_is_stopped_and_not_once_it_is_dead(io: ModuleType) -> None:
+    code = """
+import ctypes, json, sys, mori.io as io
+engine = io.IOEngine("owner", io.IOEngineConfig("127.0.0.1", 0))
+engine.create_backend(io.BackendType.RDMA)
+memory = ctypes.create_string_buffer(b"remote bytes", 16)
+region = engine.register_memory(ctypes.addressof(memory), 16, -1, io.MemoryLocationType.CPU)
+print(json.dumps([engine.get_engine_desc().pack().hex(), region.pack().hex()]), flush=True)
+sys.stdin.read()
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+    )
+    try:
+        assert owner.stdout is not None and owner.stdin is not None
+        engine, region = (bytes.fromhex(each) for each in json.loads(owner.stdout.readline()))
+        reader = io.IOEngine("reader", io.IOEngineConfig("127.0.0.1", 0))
+        reader.create_backend(io.BackendType.RDMA, io.RdmaBackendConfig(enable_notification=False))
+        reader.register_remote_engine(io.EngineDesc.unpack(engine))
+        ours = np.zeros(16, dtype=np.uint8)
+        local = reader.register_memory(ours.ctypes.data, 16, -1, io.MemoryLocationType.CPU)
+        session = reader.create_session(local, io.MemoryDesc.unpack(region))
+        owner.send_signal(19)
+        assert session.read(0, 0, 16, 0).WaitFor(5000) is io.StatusCode.SUCCESS
+        assert ours.tobytes().rstrip(b"\0") == b"remote bytes"
+        owner.kill()
+        owner.wait()
+        assert session.read(0, 0, 16, 0).WaitFor(5000) is io.StatusCode.ERR_RDMA_OP
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdin.close()
+        owner.stdout.close()
+
+
+def test_a_fault_that_makes_no_sense_is_refused(io: ModuleType) -> None:
+    for text in ("melt", "fail:when=2", "topology:after=1"):
+        with fault(text), pytest.raises(ValueError, match=text):
+            io.IOEngine("e", io.IOEngineConfig())
+
+
+def _run(code: str, told: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(mori_io.FOLDER), mori_io.FAULT: told}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30
+    )

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.transfer.consumer.pull import (
+    MAX_ATTEMPTS,
+    CancelRead,
+    Connect,
+    Emit,
+    Pull,
+    PullState,
+    Read,
+    SendDrop,
+    SendOpen,
+    SendRelease,
+    Verify,
+)
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.producer.lease import Grant
+from kvferry.transfer.ranks.aggregate import Outcome
+
+OURS = (10, 11, 12)
+GOOD = Outcome(ok=True, reason="", quiescent=True, nbytes=100, descriptors=3)
+BAD = Outcome(ok=False, reason="peer_lost", quiescent=True, nbytes=0, descriptors=0)
+WRITING = Outcome(ok=False, reason="deadline", quiescent=False, nbytes=0, descriptors=0)
+
+
+def grant(ids: tuple[int, ...], *, first: int = 0, ready: bool = True, tokens: int = 40) -> Grant:
+    return Grant(ready, first, ids, tokens, "hash")
+
+
+def opening(first_block: int = 0) -> Pull:
+    pull = Pull(TransferId("t"), 40)
+    assert pull.start(1.0, OURS, first_block, None) == [Connect()]
+    assert pull.connected("tcp") == [SendOpen(0)]
+    return pull
+
+
+def reading() -> Pull:
+    pull = opening()
+    assert pull.opened(2.0, grant((3, 4, 5))) == [Read(0, OURS, (3, 4, 5))]
+    return pull
+
+
+def events(effects: list[Any]) -> list[Any]:
+    return [effect.event for effect in effects if isinstance(effect, Emit)]
+
+
+def failure(effects: list[Any]) -> PullFailed:
+    (event,) = events(effects)
+    assert isinstance(event, PullFailed)
+    return event
+
+
+def test_decoding_may_start_only_after_the_producers_proof() -> None:
+    """I1: all bytes here is not enough."""
+    pull = reading()
+    assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
+    (done,) = events(pull.released(5.0, True))
+    assert done == PullDone(
+        transfer_id="t", backend="tcp", nbytes=100, descriptors=3, wait_s=1.0, pull_s=3.0, tail_s=3.0
+    )
+    assert pull.over
+
+
+def test_without_the_proof_the_bytes_are_thrown_away() -> None:
+    pull = reading()
+    pull.read_ended(0, GOOD)
+    assert failure(pull.released(5.0, False)).reason == "invalid"
+
+
+def test_chunks_are_read_as_they_come_and_the_proof_is_asked_for_after_the_last() -> None:
+    pull = opening()
+    assert pull.opened(2.0, grant((3,), ready=False)) == [Read(0, (10,), (3,)), SendOpen(1)]
+    assert pull.pending() == [SendOpen(1)]
+    assert pull.opened(3.0, grant((4, 5), first=1)) == [Read(1, (11, 12), (4, 5))]
+    assert pull.read_ended(1, GOOD) == []
+    assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
+
+
+def test_what_was_here_before_the_prefill_ended_is_told_apart() -> None:
+    """Only what is left then is waited for by anybody."""
+    pull = opening()
+    pull.opened(2.0, grant((3,), ready=False))
+    pull.read_ended(0, GOOD)
+    pull.opened(3.0, grant((4,), first=1, ready=False))
+    pull.opened(6.0, grant((5,), first=2))
+    pull.read_ended(1, GOOD)
+    pull.read_ended(2, GOOD)
+    (done,) = events(pull.released(7.0, True))
+    assert (done.early_blocks, done.tail_s, done.pull_s) == (1, 1.0, 5.0)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_the_first_tokens_are_passed_on_even_if_the_kv_is_lost(valid: bool) -> None:
+    pull, first = opening(), FirstTokens(choices=(FirstToken(id=9),), cached_tokens=16)
+    pull.opened(2.0, replace(grant((3, 4, 5)), first_tokens=first))
+    pull.read_ended(0, GOOD)
+    (end,) = events(pull.released(3.0, valid))
+    assert end.first_tokens == first
+
+
+def test_a_chunk_that_arrives_early_does_not_end_the_pull() -> None:
+    pull = opening()
+    pull.opened(2.0, grant((3,), ready=False))
+    assert pull.read_ended(0, GOOD) == []
+    assert pull.state is PullState.OPENING
+
+
+def test_cached_blocks_are_skipped() -> None:
+    assert opening(2).opened(2.0, grant((3, 4, 5))) == [Read(0, (12,), (5,))]
+    assert opening(3).opened(2.0, grant((3, 4, 5))) == [SendRelease(read_ok=True)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        grant((3, 4)),
+        grant((3, 4, 5, 6)),
+        grant((3, 4, 5), first=1),
+        grant((3, 4, 5), tokens=41),
+    ],
+)
+def test_an_answer_about_another_prompt_fails_the_pull(answer: Grant) -> None:
+    """X24: counts are compared before anything is read."""
+    pull = opening()
+    effects = pull.opened(2.0, answer)
+    assert failure(effects).reason == "mismatch"
+    assert SendRelease(read_ok=False) in effects
+    assert not any(isinstance(effect, Read) for effect in effects)
+
+
+def test_one_failed_read_fails_the_pull_and_cancels_the_others() -> None:
+    pull = opening()
+    pull.opened(2.0, grant((3,), ready=False))
+    pull.opened(3.0, grant((4, 5), first=1))
+    effects = pull.read_ended(0, BAD)
+    assert CancelRead(1) in effects
+    assert SendRelease(read_ok=False) in effects
+    assert failure(effects) == PullFailed(
+        transfer_id="t", reason="read_failed", quiescent=False, detail="peer_lost"
+    )
+    assert not pull.over
+    assert events(pull.read_ended(1, GOOD)) == [PullQuiescent(transfer_id="t")]
+    assert pull.over
+
+
+def test_blocks_stay_quarantined_until_the_last_read_is_quiescent() -> None:
+    """I3: a cancel does not stop what is in flight."""
+    pull = reading()
+    assert not failure(pull.fail("cancelled")).quiescent
+    assert pull.read_ended(0, WRITING) == []
+    assert not pull.over
+    assert events(pull.read_quiescent(0)) == [PullQuiescent(transfer_id="t")]
+    assert pull.read_quiescent(0) == []
+
+
+def test_an_unanswered_request_is_repeated_and_then_the_producer_is_unreachable() -> None:
+    for pull, again in ((opening(), SendOpen(0)), (reading(), SendRelease(read_ok=True))):
+        pull.read_ended(0, GOOD)
+        for _ in range(MAX_ATTEMPTS - 1):
+            assert pull.unanswered() == [again]
+        assert failure(pull.unanswered()).reason == "unreachable"
+
+
+def test_a_late_verdict_of_a_renewal_does_not_overrule_the_release() -> None:
+    pull = reading()
+    pull.read_ended(0, GOOD)
+    assert pull.gone("gone") == []
+    assert events(pull.released(5.0, True))
+
+
+def test_a_hold_ends_without_an_event() -> None:
+    pull = Pull(TransferId("t"), 40)
+    assert pull.fail("deadline") == [SendDrop()]
+    assert pull.over
+
+
+def test_a_pull_that_never_opened_drops_the_lease() -> None:
+    pull = Pull(TransferId("t"), 40)
+    pull.start(1.0, OURS, 0, None)
+    effects = pull.fail("cancelled")
+    assert effects[0] == SendDrop()
+    assert failure(effects).quiescent
+
+
+INPUTS = st.sampled_from(
+    [
+        lambda pull, seq: pull.connected("tcp"),
+        lambda pull, seq: pull.opened(2.0, grant((3,), ready=False)),
+        lambda pull, seq: pull.opened(2.0, grant((4, 5), first=1)),
+        lambda pull, seq: pull.opened(2.0, grant((3, 4, 5))),
+        lambda pull, seq: pull.pending(),
+        lambda pull, seq: pull.gone("expired"),
+        lambda pull, seq: pull.read_ended(seq, GOOD),
+        lambda pull, seq: pull.read_ended(seq, BAD),
+        lambda pull, seq: pull.read_ended(seq, WRITING),
+        lambda pull, seq: pull.read_quiescent(seq),
+        lambda pull, seq: pull.released(4.0, True),
+        lambda pull, seq: pull.released(4.0, False),
+        lambda pull, seq: pull.unanswered(),
+        lambda pull, seq: pull.fail("cancelled"),
+        lambda pull, seq: pull.lost("unreachable"),
+    ]
+)
+
+
+@given(st.lists(st.tuples(INPUTS, st.integers(0, 2)), max_size=30))
+def test_in_any_order_of_events_there_is_one_end_and_it_is_honest(history: list[tuple[Any, int]]) -> None:
+    """X15, X20: late, repeated and unknown events change nothing."""
+    pull = opening()
+    told: list[Any] = []
+    asked_for_proof = False
+    for step, seq in history:
+        was = pull.state
+        effects = step(pull, seq)
+        told += events(effects)
+        if effects and SendRelease(read_ok=True) in effects:
+            asked_for_proof = True
+        if pull.state is PullState.DONE and was is not PullState.DONE:
+            assert asked_for_proof
+            assert was is PullState.RELEASING
+    ends = [event for event in told if not isinstance(event, PullQuiescent)]
+    assert len(ends) <= 1
+    assert bool(ends) == (not pull.live)
+    quiescent = [event for event in told if isinstance(event, PullQuiescent)]
+    assert len(quiescent) <= 1
+    if quiescent:
+        assert isinstance(ends[0], PullFailed)
+        assert not ends[0].quiescent
+
+
+def verifying() -> Pull:
+    """Both chunks have been read."""
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 1, None)
+    pull.connected("tcp")
+    pull.opened(2.0, Grant(False, 0, (3, 4), 40, "hash", (b"3", b"4")))
+    pull.opened(2.0, Grant(True, 2, (5,), 40, "hash", (b"5",)))
+    assert pull.read_ended(0, GOOD) == []
+    assert pull.read_ended(1, GOOD) == [Verify((11, 12), (b"4", b"5"))]
+    return pull
+
+
+def test_what_was_read_is_verified_before_the_proof_is_asked_for() -> None:
+    pull = verifying()
+    assert pull.live
+    assert pull.verified("") == [SendRelease(read_ok=True)]
+    (done,) = events(pull.released(5.0, True))
+    assert isinstance(done, PullDone)
+
+
+def test_what_differs_from_its_checksums_is_thrown_away() -> None:
+    pull = verifying()
+    effects = pull.verified("one slice differs")
+    assert effects[0] == SendRelease(read_ok=False)
+    failed = failure(effects)
+    assert (failed.reason, failed.detail, failed.quiescent) == ("checksum", "one slice differs", True)
+    assert pull.verified("") == [] and pull.over
+
+
+def test_a_pull_that_ends_while_it_verifies_does_not_wait_for_the_sums() -> None:
+    pull = verifying()
+    assert failure(pull.fail("deadline")).reason == "deadline"
+    assert pull.verified("") == []
+
+
+def test_blocks_without_checksums_are_not_taken_where_they_are_wanted() -> None:
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 0, None)
+    pull.connected("tcp")
+    assert failure(pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3",)))).reason == "mismatch"
+
+
+def test_a_full_hit_has_nothing_to_verify() -> None:
+    pull = Pull(TransferId("t"), 40, verify=True)
+    pull.start(1.0, OURS, 3, None)
+    pull.connected("tcp")
+    assert pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3", b"4", b"5"))) == [
+        SendRelease(read_ok=True)
+    ]

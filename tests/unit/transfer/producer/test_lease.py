@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.producer.lease import (
+    Denied,
+    DuplicateTransfer,
+    Effect,
+    Freed,
+    Grant,
+    LeaseTable,
+    NotYet,
+    Reply,
+)
+
+LEASE_S = 10.0
+T = TransferId("t")
+READER, STRANGER = Incarnation("reader"), Incarnation("stranger")
+
+
+def filling(**limits: int) -> LeaseTable:
+    table = LeaseTable(LEASE_S, **limits)
+    assert table.register(0.0, T, [5, 6, 7], 40, "hash", 100.0) == []
+    return table
+
+
+def ready() -> LeaseTable:
+    table = filling()
+    assert table.ready(0.0, T) == []
+    return table
+
+
+def only_answer(effects: list[Effect]) -> Grant | NotYet | Denied:
+    (effect,) = effects
+    assert isinstance(effect, Reply)
+    return effect.answer
+
+
+def ask(
+    table: LeaseTable, now: float, have: int = 0, wait_s: float = 5.0, reader: Incarnation = READER
+) -> Any:
+    return table.open(now, T, reader, have, wait_s, "waiter")
+
+
+def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
+    table = ready()
+    assert only_answer(ask(table, 1.0)) == Grant(True, 0, (5, 6, 7), 40, "hash")
+    assert table.release(2.0, T, READER, True) == (True, [Freed(T, "released")])
+    assert table.leased == 0
+
+
+def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
+    table, first = filling(max_blocks=1), FirstTokens(choices=(FirstToken(id=3),))
+    table.advance(0.0, T, 1)
+    table.tell(T, first)
+    assert only_answer(ask(table, 1.0)).first_tokens is None
+    table.ready(2.0, T)
+    assert only_answer(ask(table, 2.0, have=1)).first_tokens is None
+    assert only_answer(ask(table, 2.0, have=2)).first_tokens == first
+
+
+def test_more_blocks_than_fit_an_answer_are_told_in_turn() -> None:
+    """Ready is said with the last of them; each comes with its own checksum."""
+    table = filling(max_blocks=2)
+    table.advance(0.0, T, 1, (b"5",))
+    table.ready(0.0, T, (b"6", b"7"))
+    assert only_answer(ask(table, 1.0)) == Grant(False, 0, (5, 6), 40, "hash", (b"5", b"6"))
+    assert only_answer(ask(table, 1.0, have=2)) == Grant(True, 2, (7,), 40, "hash", (b"7",))
+
+
+def test_a_repeated_release_gets_the_same_answer_and_frees_once() -> None:
+    table = ready()
+    ask(table, 1.0)
+    table.release(2.0, T, READER, True)
+    assert table.release(3.0, T, READER, True) == (True, [])
+    assert table.release(3.0, T, STRANGER, True) == (False, [])
+
+
+def test_a_reader_whose_reads_failed_gets_no_proof() -> None:
+    table = ready()
+    ask(table, 1.0)
+    assert table.release(2.0, T, READER, False) == (False, [Freed(T, "released")])
+    assert table.release(3.0, T, READER, True) == (False, [])
+
+
+def test_a_release_after_the_deadline_is_invalid_even_if_no_timer_fired() -> None:
+    """I1: what the timer would have done is done first."""
+    table = ready()
+    ask(table, 1.0)
+    assert table.release(11.0, T, READER, True) == (False, [Freed(T, "expired")])
+
+
+def test_a_release_before_ready_is_never_valid() -> None:
+    table = filling()
+    table.advance(0.0, T, 3)
+    ask(table, 1.0)
+    assert table.release(2.0, T, READER, True) == (False, [Freed(T, "released")])
+
+
+def test_an_unknown_release_is_invalid() -> None:
+    assert LeaseTable(LEASE_S).release(0.0, T, READER, True) == (False, [])
+
+
+def test_a_stranger_neither_releases_nor_reads_a_lease() -> None:
+    """X22: an id alone frees nobody's blocks."""
+    table = ready()
+    ask(table, 1.0)
+    assert table.release(2.0, T, STRANGER, True) == (False, [])
+    assert only_answer(ask(table, 2.0, reader=STRANGER)) == Denied("finished")
+    assert table.renew(2.0, STRANGER, [T]) == ([], [T], [])
+    assert table.leased == 1
+
+
+def test_the_lease_clock_starts_at_ready_and_renewals_extend_it() -> None:
+    table = filling()
+    assert table.expire(50.0) == []
+    table.ready(50.0, T)
+    assert table.renew(59.0, READER, [T]) == ([T], [], [])
+    assert table.expire(68.9) == []
+    assert table.expire(69.0) == [Freed(T, "expired")]
+
+
+def test_no_renewal_outlives_the_request() -> None:
+    table = ready()
+    for now in range(1, 100):
+        table.renew(float(now), READER, [T])
+    assert table.next_deadline() == 100.0
+    assert table.expire(100.0) == [Freed(T, "expired")]
+
+
+def test_a_prefill_that_never_ends_is_given_up_with_its_request() -> None:
+    assert filling().expire(100.0) == [Freed(T, "expired")]
+
+
+def test_an_open_waits_for_more_blocks_than_the_reader_has() -> None:
+    table = filling()
+    table.advance(0.0, T, 1)
+    assert only_answer(ask(table, 0.0)) == Grant(False, 0, (5,), 40, "hash")
+    assert ask(table, 0.0, have=1) == []
+    assert only_answer(table.advance(1.0, T, 2)) == Grant(False, 1, (6,), 40, "hash")
+    assert ask(table, 1.0, have=2) == []
+    assert only_answer(table.ready(2.0, T)) == Grant(True, 2, (7,), 40, "hash")
+
+
+def test_an_open_is_answered_when_its_wait_is_over() -> None:
+    table = filling()
+    assert ask(table, 0.0, wait_s=5.0) == []
+    assert table.next_deadline() == 5.0
+    assert only_answer(table.expire(5.0)) == NotYet()
+    assert only_answer(ask(table, 6.0, wait_s=0.0)) == NotYet()
+
+
+def test_a_repeated_open_supersedes_the_one_that_waits() -> None:
+    """A duplicate on the wire costs nothing, and no request goes without an answer."""
+    table = filling()
+    assert ask(table, 0.0) == []
+    assert only_answer(ask(table, 1.0)) == NotYet()
+
+
+def test_an_open_before_registration_is_staged_and_settled_by_it() -> None:
+    """A3."""
+    table = LeaseTable(LEASE_S)
+    assert ask(table, 0.0) == []
+    assert table.leased == 0
+    table.register(1.0, T, [5], 4, "hash", 100.0)
+    assert table.renew(1.0, STRANGER, [T])[1] == [T]
+    assert only_answer(table.ready(2.0, T)) == Grant(True, 0, (5,), 4, "hash")
+
+
+def test_staged_opens_are_bounded_and_erased() -> None:
+    """A4, A6: a full map asks the reader to come again, and every way out erases the entry."""
+    table = LeaseTable(LEASE_S, max_staged=2)
+    for each in ("a", "b"):
+        assert table.open(0.0, TransferId(each), READER, 0, 5.0, each) == []
+    assert only_answer(table.open(0.0, TransferId("c"), READER, 0, 5.0, "c")) == NotYet()
+    table.drop(1.0, TransferId("a"))
+    table.register(1.0, TransferId("b"), [1], 4, "", 100.0)
+    for each in ("d", "e"):
+        assert table.open(2.0, TransferId(each), READER, 0, 5.0, each) == []
+    table.check_integrity()
+    table.expire(20.0)
+    assert (table.open_count, table.leased) == (1, 1)
+
+
+def test_a_staged_open_that_nobody_registers_ends() -> None:
+    table = LeaseTable(LEASE_S)
+    assert ask(table, 0.0, wait_s=60.0) == []
+    assert only_answer(table.expire(10.0)) == Denied("unknown")
+    assert table.open_count == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda table: table.drop(1.0, T), "dropped"),
+        (lambda table: table.fail(T), "failed"),
+        (lambda table: table.expire(100.0), "expired"),
+        (lambda table: (ask(table, 1.0), table.release(1.0, T, READER, True)), "finished"),
+    ],
+)
+def test_an_ended_lease_is_gone_for_its_reason(end: Any, reason: str) -> None:
+    table = ready()
+    end(table)
+    assert only_answer(ask(table, 100.0)) == Denied(reason)
+    assert table.renew(100.0, READER, [T])[1] == [T]
+    assert table.ready(100.0, T) == table.advance(100.0, T, 1) == table.fail(T) == []
+
+
+def test_a_failed_prefill_answers_the_waiting_reader_and_frees_nothing_itself() -> None:
+    """The scheduler that calls `fail` has the blocks back already."""
+    table = filling()
+    ask(table, 0.0)
+    assert only_answer(table.fail(T)) == Denied("failed")
+
+
+def test_a_drop_is_idempotent_and_remembered_for_a_late_prefill() -> None:
+    table = LeaseTable(LEASE_S)
+    assert table.drop(0.0, T) == (False, [])
+    assert table.register(1.0, T, [5], 4, "hash", 100.0) == [Freed(T, "dropped")]
+    with pytest.raises(DuplicateTransfer):
+        table.register(2.0, T, [5], 4, "hash", 100.0)
+
+
+def test_a_drop_of_a_staged_open_is_remembered_too() -> None:
+    table = LeaseTable(LEASE_S)
+    ask(table, 0.0)
+    dropped, effects = table.drop(1.0, T)
+    assert dropped
+    assert only_answer(effects) == Denied("dropped")
+    assert table.register(2.0, T, [5], 4, "hash", 100.0) == [Freed(T, "dropped")]
+
+
+def test_the_memory_of_ended_leases_is_bounded_and_forgets_towards_invalid() -> None:
+    table = LeaseTable(LEASE_S, max_ended=4)
+    for number in range(10):
+        each = TransferId(str(number))
+        table.register(0.0, each, [number], 4, "", 100.0)
+        table.ready(0.0, each)
+        table.open(0.0, each, READER, 0, 0.0, None)
+        assert table.release(0.0, each, READER, True)[0]
+    table.check_integrity()
+    assert table.release(1.0, TransferId("9"), READER, True) == (True, [])
+    assert table.release(1.0, TransferId("0"), READER, True) == (False, [])
+
+
+@dataclass
+class _Truth:
+    """What must be so, kept apart from the table: which blocks are promised, and until when."""
+
+    blocks: list[int]
+    limit: float
+    ready: bool = False
+    until: float = 0.0
+    readable: int = 0
+
+
+def test_leases_that_end_at_the_same_moment_all_end() -> None:
+    """L13: nothing is taken out of what is being walked through."""
+    table = LeaseTable(LEASE_S)
+    ids = [TransferId(f"t{number}") for number in range(4)]
+    for each in ids:
+        table.register(0.0, each, [1], 4, "hash", 5.0)
+    assert table.expire(5.0) == [Freed(each, "expired") for each in ids]
+
+
+class Counted(dict[Any, Any]):
+    """Tells whether somebody has looked at everything in it."""
+
+    scans = 0
+
+    def values(self) -> Any:
+        self.scans += 1
+        return super().values()
+
+
+def test_a_request_costs_the_same_however_many_leases_there_are() -> None:
+    """A5: nothing looks through all leases but the timer, once for each time it is due."""
+    table = LeaseTable(LEASE_S)
+    others = [TransferId(f"t{number}") for number in range(50)]
+    for other in others:
+        table.register(0.0, other, [1], 4, "hash", 100.0)
+        table.ready(0.0, other)
+    table._live = live = Counted(table._live)
+    table.register(1.0, T, [5, 6, 7], 40, "hash", 100.0)
+    table.ready(1.0, T)
+    ask(table, 1.0)
+    table.renew(2.0, READER, [T, *others])
+    table.release(3.0, T, READER, True)
+    assert live.scans == 0
+    assert table.next_deadline() == 10.0
+    assert table.expire(10.0) == []
+    assert live.scans > 0
+    assert table.next_deadline() == 12.0, "they were renewed meanwhile"
+    table.check_integrity()
+
+
+class Leases(RuleBasedStateMachine):
+    """Random schedules of scheduler, two readers and time, against an allocator that frees nothing twice."""
+
+    ids = st.integers(0, 3).map(lambda number: TransferId(f"t{number}"))
+    readers = st.sampled_from([READER, STRANGER])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable(LEASE_S, max_staged=2, max_ended=64)
+        self.now = 0.0
+        self.free = set(range(24))
+        self.truth: dict[TransferId, _Truth] = {}
+        self.registered: set[TransferId] = set()
+        self.proofs: dict[tuple[TransferId, Incarnation], bool] = {}
+        self.admitted: dict[TransferId, set[Incarnation]] = {}
+        self.asked = 0
+        self.answered: set[int] = set()
+
+    def apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Freed):
+                self.give_back(effect.transfer_id)
+            else:
+                assert effect.waiter not in self.answered, "answered twice"
+                self.answered.add(effect.waiter)
+                if isinstance(effect.answer, Grant):
+                    truth = self.truth[effect.transfer_id]
+                    known = effect.answer.first_block + len(effect.answer.block_ids)
+                    assert known <= (len(truth.blocks) if truth.ready else truth.readable)
+                    assert truth.ready or not effect.answer.ready
+
+    def give_back(self, transfer_id: TransferId) -> None:
+        truth = self.truth.pop(transfer_id)  # KeyError: freed twice, or never pinned
+        assert not self.free & set(truth.blocks)
+        self.free |= set(truth.blocks)
+
+    def known_good(self, transfer_id: TransferId) -> bool:
+        truth = self.truth.get(transfer_id)
+        return truth is not None and self.now < (truth.until if truth.ready else truth.limit)
+
+    @rule(dt=st.sampled_from([0.5, 3.0, 6.0, 11.0]), timer=st.booleans())
+    def pass_time(self, dt: float, timer: bool) -> None:
+        self.now += dt
+        if timer:
+            self.apply(self.table.expire(self.now))
+
+    @precondition(lambda self: len(self.free) >= 3)
+    @rule(transfer_id=ids, timeout_s=st.sampled_from([5.0, 40.0]))
+    def register(self, transfer_id: TransferId, timeout_s: float) -> None:
+        if transfer_id in self.registered:
+            with pytest.raises(DuplicateTransfer):
+                self.table.register(self.now, transfer_id, [0], 4, "", timeout_s)
+            return
+        self.registered.add(transfer_id)
+        blocks = [self.free.pop() for _ in range(3)]
+        self.truth[transfer_id] = _Truth(blocks, self.now + timeout_s)
+        self.apply(self.table.register(self.now, transfer_id, blocks, 12, "", timeout_s))
+
+    @rule(transfer_id=ids)
+    def advance(self, transfer_id: TransferId) -> None:
+        truth = self.truth.get(transfer_id)
+        if truth is not None and truth.readable < 3:
+            truth.readable += 1
+            self.apply(self.table.advance(self.now, transfer_id, truth.readable))
+
+    @rule(transfer_id=ids)
+    def ready(self, transfer_id: TransferId) -> None:
+        truth = self.truth.get(transfer_id)
+        if truth is None or truth.ready:
+            return
+        if self.known_good(transfer_id):
+            truth.ready = True
+            truth.until = min(self.now + LEASE_S, truth.limit)
+        self.apply(self.table.ready(self.now, transfer_id))
+
+    @rule(transfer_id=ids)
+    def fail(self, transfer_id: TransferId) -> None:
+        if transfer_id in self.truth:
+            self.give_back(transfer_id)
+            self.apply(self.table.fail(transfer_id))
+
+    @rule(transfer_id=ids)
+    def drop(self, transfer_id: TransferId) -> None:
+        dropped, effects = self.table.drop(self.now, transfer_id)
+        self.apply(effects)
+        assert not self.table.drop(self.now, transfer_id)[0]
+        assert not dropped or transfer_id not in self.truth
+
+    @rule(transfer_id=ids, reader=readers, have=st.integers(0, 3), wait_s=st.sampled_from([0.0, 2.0]))
+    def open(self, transfer_id: TransferId, reader: Incarnation, have: int, wait_s: float) -> None:
+        good = self.known_good(transfer_id)
+        self.asked += 1
+        effects = self.table.open(self.now, transfer_id, reader, have, wait_s, self.asked)
+        self.apply(effects)
+        mine = [effect for effect in effects if isinstance(effect, Reply) and effect.waiter == self.asked]
+        if mine and isinstance(mine[0].answer, Denied):
+            return
+        self.admitted.setdefault(transfer_id, set()).add(reader)
+        truth = self.truth.get(transfer_id)
+        if truth is not None:
+            assert good
+            truth.until = max(truth.until, min(self.now + LEASE_S, truth.limit))
+
+    @rule(transfer_id=ids, reader=readers)
+    def renew(self, transfer_id: TransferId, reader: Incarnation) -> None:
+        truth = self.truth.get(transfer_id)
+        good = self.known_good(transfer_id)
+        alive, _, effects = self.table.renew(self.now, reader, [transfer_id])
+        self.apply(effects)
+        if truth is not None and transfer_id in alive:
+            assert good
+            truth.until = max(truth.until, min(self.now + LEASE_S, truth.limit))
+
+    @rule(transfer_id=ids, reader=readers, read_ok=st.booleans())
+    def release(self, transfer_id: TransferId, reader: Incarnation, read_ok: bool) -> None:
+        truth = self.truth.get(transfer_id)
+        good = self.known_good(transfer_id)
+        valid, effects = self.table.release(self.now, transfer_id, reader, read_ok)
+        self.apply(effects)
+        told = self.proofs.get((transfer_id, reader))
+        if valid and not told:
+            assert read_ok and good and truth is not None and truth.ready, "proof without a live lease (I1)"
+            assert reader in self.admitted[transfer_id]
+            assert not any(self.proofs.get((transfer_id, other)) for other in (READER, STRANGER))
+        if told is not None and truth is None:
+            assert valid == told, "a repeated release was answered differently"
+        if truth is not None and transfer_id not in self.truth:
+            self.proofs[transfer_id, reader] = valid
+
+    @invariant()
+    def only_live_leases_pin_blocks(self) -> None:
+        self.table.check_integrity()
+        assert self.table.leased == len(self.truth), "a pinned block without a lease, or the reverse (I2)"
+        assert len(self.free) + 3 * len(self.truth) == 24
+
+    def teardown(self) -> None:
+        self.apply(self.table.expire(self.now + 1000.0))
+        assert len(self.free) == 24, "a block never came back (I2)"
+        assert len(self.answered) == self.asked, "an open was never answered"
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

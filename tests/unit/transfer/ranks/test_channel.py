@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel between an engine process and its ranks' transfer threads."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.transfer.ranks import channel as rank_channel
+from kvferry.transfer.ranks.channel import (
+    BadFrame,
+    Frames,
+    RankConnection,
+    RankEnd,
+    RankGone,
+    RankListener,
+    connect,
+    packed,
+)
+from tests.unit.transfer.rig import until
+
+WAIT_S = 10.0
+
+
+class Engine:
+    """The listening end, which keeps what comes."""
+
+    def __init__(self, path: Path, stopped: socket.socket) -> None:
+        self.path, self.stopped = path, stopped
+        self.received: asyncio.Queue[tuple[RankConnection, bytes]] = asyncio.Queue()
+        self.listener = RankListener(lambda connection, frame: self.received.put_nowait((connection, frame)))
+
+    async def next(self) -> tuple[RankConnection, bytes]:
+        return await asyncio.wait_for(self.received.get(), WAIT_S)
+
+    async def meet(self) -> tuple[RankConnection, RankEnd]:
+        """Both ends of a rank."""
+        end = connect(self.path, self.stopped)
+        assert end is not None
+        end.send(b"hello")
+        return (await self.next())[0], end
+
+
+@pytest.fixture
+def stop() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """What a rank watches while it connects, after the end that a test closes to have it stop."""
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, stop: tuple[socket.socket, socket.socket]) -> AsyncIterator[Engine]:
+    made = Engine(tmp_path / "ranks", stop[1])
+    await made.listener.start(made.path)
+    yield made
+    made.listener.close()
+
+
+def frames_of(end: RankEnd, count: int) -> list[bytes]:
+    """The next frames."""
+    frames: list[bytes] = []
+    while len(frames) < count:
+        assert select.select([end], [], [], WAIT_S)[0]
+        frames += end.receive()
+    return frames
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 1000])
+def test_frames_come_out_whole_however_the_stream_is_cut(step: int) -> None:
+    sent = [b"", b"one", b"x" * 300, b"four"]
+    stream, frames = b"".join(map(packed, sent)), Frames()
+    pieces = [stream[at : at + step] for at in range(0, len(stream), step)]
+    assert [frame for piece in pieces for frame in frames.feed(piece)] == sent
+
+
+def test_a_length_that_none_of_ours_has_is_refused_before_anything_is_kept_for_it() -> None:
+    with pytest.raises(BadFrame):
+        list(Frames().feed(b"\xff\xff\xff\xff"))
+
+
+async def test_frames_go_both_ways_and_long_ones_too(engine: Engine) -> None:
+    connection, end = await engine.meet()
+    long = bytes(range(256)) * 4096
+    received = asyncio.to_thread(frames_of, end, 3)
+    for frame in (b"a", long, b"b"):
+        connection.send(frame)
+    assert await received == [b"a", long, b"b"]
+    await asyncio.to_thread(end.send, long)
+    assert (await engine.next())[1] == long
+    end.close()
+
+
+async def test_a_rank_may_be_up_before_the_engine_process_listens(
+    tmp_path: Path, stop: tuple[socket.socket, socket.socket]
+) -> None:
+    engine = Engine(tmp_path / "ranks", stop[1])
+    connecting = asyncio.create_task(asyncio.to_thread(connect, engine.path, engine.stopped))
+    await asyncio.sleep(0.05)
+    assert not connecting.done()
+    await engine.listener.start(engine.path)
+    end = await asyncio.wait_for(connecting, WAIT_S)
+    assert end is not None
+    end.close()
+    engine.listener.close()
+
+
+async def test_a_rank_that_is_told_to_stop_does_not_wait_for_an_engine_process(
+    tmp_path: Path, stop: tuple[socket.socket, socket.socket]
+) -> None:
+    """R7"""
+    connecting = asyncio.create_task(asyncio.to_thread(connect, tmp_path / "nobody", stop[1]))
+    stop[0].close()
+    assert await asyncio.wait_for(connecting, WAIT_S) is None
+
+
+def test_nobody_waits_for_ever_for_an_engine_process(
+    tmp_path: Path, stop: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I5"""
+    monkeypatch.setattr(rank_channel, "_CONNECT_S", 0.05)
+    with pytest.raises(TimeoutError, match="nobody"):
+        connect(tmp_path / "nobody", stop[1])
+
+
+async def test_a_rank_that_has_left_or_does_not_read_is_gone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "_MAX_QUEUED_BYTES", 1 << 20)
+    connection, end = await engine.meet()
+    with pytest.raises(RankGone, match="does not read"):
+        for _ in range(1000):
+            connection.send(bytes(1 << 16))
+    end.close()
+
+    def left() -> bool:
+        try:
+            connection.send(b"anybody?")
+        except RankGone as gone:
+            return "has left" in str(gone)
+        return False
+
+    await until(left, WAIT_S)
+
+
+async def test_a_rank_whose_engine_process_has_gone_is_silent(engine: Engine) -> None:
+    """I8: something else ends it, so it must not break, nor report to nobody for ever."""
+    _, end = await engine.meet()
+    engine.listener.close()
+    assert await asyncio.to_thread(select.select, [end], [], [], WAIT_S)
+    await until(lambda: not list(end.receive()) and end.gone, WAIT_S)
+    end.send(b"anybody?")
+    end.close()

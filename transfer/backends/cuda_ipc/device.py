@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reading GPU: it lends and borrows memory, and copies on streams of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvferry.transfer.backends.cuda_ipc.driver import Borrowed, CudaError, Driver, Lent
+from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
+from kvferry.transfer.backends.cuda_ipc.work import WIDE_BYTES, Shape, Words, Work
+from kvferry.transfer.engine import BackendUnavailable
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_FLIGHTS = 2
+"""Launches under way: one that copies, and the next, so that the link does not wait for us."""
+_TABLE_ENTRIES = 1 << 16
+
+
+class Flight(Protocol):
+    """One launch.
+
+    `begun` is when the device was told (`time.monotonic`), `seconds` how long it took once it has landed, by
+    the device's own clock.
+    """
+
+    begun: float
+    seconds: float
+
+    def landed(self) -> bool:
+        """Whether everything is in our pool. Never waits."""
+
+    def wait(self) -> None:
+        """Wait until it is."""
+
+
+class Device(Protocol):
+    """What an engine needs of a GPU."""
+
+    def lend(self, address: int, nbytes: int) -> Lent:
+        """Make our memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
+
+    def borrow(self, lent: Lent) -> Borrowed:
+        """Map another process's memory. Raises `CudaError` with the reason if we cannot reach it."""
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        """Unmap it. No launch may be reading from it."""
+
+    def peek(self, borrowed: Borrowed) -> bytes:
+        """Its bytes, for a few of them."""
+
+    def launch(self, work: Work) -> Flight:
+        """Begin to copy. At most `MAX_FLIGHTS` may be under way."""
+
+    def close(self) -> None:
+        """Let go of the GPU. No launch may be under way."""
+
+
+class CudaDevice:
+    """An NVIDIA GPU; see `Device`.
+
+    `computing` is set while the model computes there.
+    """
+
+    def __init__(self, pool: torch.Tensor, settings: CudaIpcSettings, computing: threading.Event) -> None:
+        """Raises `BackendUnavailable` if the driver or Triton does not work with this pool's device."""
+        import torch
+
+        if not pool.is_cuda:
+            raise BackendUnavailable("cuda_ipc: the pool is not on a GPU")
+        try:
+            from kvferry.transfer.backends.cuda_ipc.kernel import gather
+
+            self._driver = Driver(pool.get_device())
+        except (ImportError, CudaError) as error:
+            raise BackendUnavailable(f"cuda_ipc: {error}") from error
+        self._torch = torch
+        self._multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._settings = settings
+        self._computing = computing
+        # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
+        # priority goes first wherever both could start.
+        self._gathers = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
+        self._slots = deque(_Slot(pool.device) for _ in range(MAX_FLIGHTS))
+        self._driver.relax_capture()
+        self._kernels: dict[bool, Any] = {}
+        self._compile(gather, pool.device)
+
+    def lend(self, address: int, nbytes: int) -> Lent:
+        return self._driver.lend(address, nbytes)
+
+    def borrow(self, lent: Lent) -> Borrowed:
+        return self._driver.borrow(lent)
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        self._driver.give_back(borrowed)
+
+    def peek(self, borrowed: Borrowed) -> bytes:
+        return self._driver.peek(borrowed)
+
+    def launch(self, work: Work) -> Flight:
+        computing, num_gathered = self._computing.is_set(), work.num_spans
+        if self._driver.has_batches:
+            num_gathered = self._settings.num_gathered(work.num_spans, work.nbytes, computing)
+        slot = self._slots.popleft()
+        slot.make_room(work.table_size(num_gathered))
+        most = self._settings.num_programs(self._multiprocessors, computing)
+        shape = work.write_table(slot.table, num_gathered, most, self._settings.block_words)
+        begun = time.monotonic()
+        stretches = []
+        self._driver.enter()
+        try:
+            # The kernel first: it is told in one call, and copies while the engines are told.
+            if num_gathered:
+                stretches.append(slot.gathering)
+                slot.gathering.begin(self._gathers)
+                self._gather(slot, num_gathered, shape)
+                slot.gathering.end(self._gathers)
+            if num_gathered < work.num_spans:
+                stretches.append(slot.copying)
+                slot.copying.begin(self._copies)
+                self._copy(work.spans(slot.table, num_gathered)[num_gathered:])
+                slot.copying.end(self._copies)
+        finally:
+            self._driver.leave()
+        return CudaFlight(slot, self._slots, begun, stretches)
+
+    def close(self) -> None:
+        self._slots.clear()
+        self._driver.close()
+
+    def _copy(self, spans: Words) -> None:
+        destinations, sources, sizes = np.ascontiguousarray(spans[spans[:, 2] > 0].T)
+        if len(sizes):
+            self._driver.copy_batch(destinations, sources, sizes, self._copies.cuda_stream)
+
+    def _gather(self, slot: _Slot, num_spans: int, shape: Shape) -> None:
+        table, stream = slot.device_address, self._gathers.cuda_stream
+        self._driver.upload(table, slot.host_address, (2 + 4 * num_spans) * slot.table.itemsize, stream)
+        # The first time, this loads the kernel into the current context.
+        kernel = self._kernels[shape.aligned][(shape.num_programs, 1, 1)]
+        kernel(table, num_spans, shape.aligned, self._settings.block_words, stream=stream)
+
+    def _compile(self, gather: Any, device: torch.device) -> None:
+        """Both forms of the kernel, now: later it would hold up a request, or fail it. A launch then goes to
+        the compiled kernel itself, as Triton's dispatcher costs more than all the rest.
+        """
+        from triton.errors import TritonError
+
+        scratch = self._torch.zeros(2 * WIDE_BYTES, dtype=self._torch.uint8, device=device)
+        self._torch.cuda.current_stream(device).synchronize()
+        settings = self._settings
+        try:
+            for aligned, length in ((True, WIDE_BYTES), (False, 1)):
+                with self._torch.cuda.device(device):
+                    self._kernels[aligned] = gather.warmup(
+                        self._slots[0].there,
+                        2,
+                        ALIGNED=aligned,
+                        BLOCK=settings.block_words,
+                        num_warps=settings.num_warps,
+                        grid=(1,),
+                    )
+                spans = np.array([(WIDE_BYTES, 0, length)], dtype=np.int64)
+                self.launch(Work([(spans, scratch.data_ptr(), scratch.data_ptr())])).wait()
+        except (TritonError, CudaError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+            self.close()
+            raise BackendUnavailable(f"cuda_ipc: its kernel does not work here: {error}") from error
+
+
+class CudaFlight:
+    """One launch on a GPU; see `Flight`. Its slot goes back to the free ones when it has landed."""
+
+    def __init__(self, slot: _Slot, free: deque[_Slot], begun: float, stretches: Sequence[_Stretch]) -> None:
+        self._slot: _Slot | None = slot
+        self._free = free
+        self._stretches = stretches
+        self.begun = begun
+        self.seconds = 0.0
+
+    def landed(self) -> bool:
+        # The host has seen the events, so whatever is launched from now on, an attention kernel above all,
+        # sees the bytes: nothing on the GPU needs to wait for these streams.
+        if self._slot is not None and all(each.over() for each in self._stretches):
+            self._free_slot(self._slot)
+        return self._slot is None
+
+    def wait(self) -> None:
+        for each in self._stretches:
+            each.wait()
+        if self._slot is not None:
+            self._free_slot(self._slot)
+
+    def _free_slot(self, slot: _Slot) -> None:
+        self.seconds = max(each.seconds() for each in self._stretches)
+        self._slot = None
+        self._free.append(slot)
+
+
+class _Stretch:
+    """What lies between two events of one stream."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        self._begin.record(stream)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        self._end.record(stream)
+
+    def over(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def seconds(self) -> float:
+        """How long it took. It must be over."""
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class _Slot:
+    """What one launch needs, and the next may use again: room for its table, pinned, so that the upload does
+    not wait, and on the device; and the events of its two parts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gathering, self.copying = _Stretch(), _Stretch()
+        self._grow(_TABLE_ENTRIES)
+
+    def make_room(self, entries: int) -> None:
+        """For a table of so many."""
+        if entries > len(self.table):
+            self._grow(1 << entries.bit_length())
+
+    def _grow(self, entries: int) -> None:
+        import torch
+
+        self._host = torch.empty(entries, dtype=torch.int64, pin_memory=True)
+        self.there = torch.empty(entries, dtype=torch.int64, device=self._device)
+        self.table = self._host.numpy()
+        self.host_address, self.device_address = self._host.data_ptr(), self.there.data_ptr()

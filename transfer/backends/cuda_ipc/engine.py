@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cuda_ipc backend: NVIDIA GPUs of one host, over NVLink or PCIe.
+
+The producer lends its pool by a CUDA IPC handle and is not needed any further: the reading GPU fetches all
+spans of all waiting reads by one kernel on a stream of its own, at the link's speed whatever the size of a
+block (measured beside NIXL in tests/bench/results). How much of the GPU it may occupy meanwhile is an option
+(`cuda_ipc_settings`); while the model computes, long spans are left to the copy engines, which occupy none.
+
+A reader's mapping keeps a dead producer's memory taken. So both keep a connection open, and its end, or the
+engine process giving the link up, makes the reader unmap as soon as no kernel reads from there.
+
+A peer is greeted with a token before it is borrowed from, but that is courtesy: whoever has a handle, on this
+host, can read the pool and write to it. Handles travel in `hello_ok` only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kvferry.transfer import tokens
+from kvferry.transfer.backends.common.handshake import Doorkeeper, Visit
+from kvferry.transfer.backends.common.timer import Timer
+from kvferry.transfer.backends.cuda_ipc.device import CudaDevice, Device
+from kvferry.transfer.backends.cuda_ipc.driver import CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc.launches import CudaIpcTransfer, Launches
+from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcPeer, EngineAddress
+from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings, parse_settings
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+_PROOF_BYTES = 32
+
+OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event], Device]
+
+
+class CudaIpcRegion:
+    """A pool that peers may borrow."""
+
+    def __init__(self, device: Device, pool: torch.Tensor) -> None:
+        """Raises `CudaError` if the pool's memory cannot be lent."""
+        self.address = pool.data_ptr()
+        self.nbytes = pool.numel() * pool.element_size()
+        self._lent = device.lend(self.address, self.nbytes)
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self._lent)
+
+
+class CudaIpcEngine:
+    """See `transfer.engine.TransferEngine`. A GPU is opened with the pool that lies on it."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, options: EngineOptions, open_device: OpenDevice = CudaDevice) -> None:
+        self._options = options
+        self._settings = parse_settings(options.backend_options)
+        self._open_device = open_device
+        self._secret: bytes | None = None
+        self._proof = secrets.token_bytes(_PROOF_BYTES)
+        self._proof_tensor: torch.Tensor | None = None
+        self._device: Device | None = None
+        self._region: CudaIpcRegion | None = None
+        self._launches: Launches | None = None
+        self._peers: list[CudaIpcPeer] = []
+        self._selector = selectors.EpollSelector()
+        self._timer = Timer()
+        self._selector.register(self._timer, selectors.EVENT_READ, self)
+        self._door = Doorkeeper(options.bind_host, self._selector, self._admits)
+
+    def admit(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def register(self, pool: torch.Tensor) -> Region:
+        import torch
+
+        self._device = device = self._open_device(pool, self._settings, self._options.computing)
+        proof = torch.frombuffer(bytearray(self._proof), dtype=torch.uint8)
+        self._proof_tensor = proof.to(pool.device, copy=True)
+        try:
+            self._region = CudaIpcRegion(device, pool)
+        except CudaError as error:
+            raise BackendUnavailable(f"cuda_ipc: this memory cannot be lent: {error}") from error
+        self._launches = Launches(device, self._region.address)
+        return self._region
+
+    def describe(self) -> bytes:
+        proof = self._proof_tensor
+        if proof is None or self._device is None:
+            raise AssertionError("no pool is registered")
+        address = EngineAddress(
+            greeting=self._door.address(self._options.advertise_host),
+            proof=self._proof,
+            proof_memory=self._device.lend(proof.data_ptr(), _PROOF_BYTES),
+        )
+        return msgspec.msgpack.encode(address)
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=EngineAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=Lent)
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise PeerUnreachable(f"not a cuda_ipc engine's description: {error}") from error
+        if self._device is None or self._launches is None or self._region is None:
+            raise AssertionError("no pool is registered")
+        visit = Visit(address.greeting, token, self._selector, time.monotonic() + timeout_s)
+        client = CudaIpcPeer(self._device, self._launches, visit, address, pool, self._region.nbytes)
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> CudaIpcTransfer:
+        return cast(CudaIpcPeer, peer).read(spans, timeout_s)
+
+    def progress(self) -> None:
+        """The end of a peer counts before the landing of what was read from it."""
+        for key, events in self._selector.select(0):
+            key.data.on_ready(events)
+        now = time.monotonic()
+        self._door.expire(now)
+        for peer in self._peers:
+            peer.progress(now)
+        if self._launches is not None:
+            self._launches.progress(now)
+            self._timer.set(self._launches.next_look())
+        for peer in self._peers:
+            peer.let_go()
+        self._peers = [peer for peer in self._peers if not peer.over]
+
+    def fileno(self) -> int | None:
+        return self._selector.fileno()
+
+    def next_deadline(self) -> float | None:
+        times = [self._door.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
+        if self._launches is not None:
+            times.append(self._launches.next_deadline())
+        return min((each for each in times if each is not None), default=None)
+
+    def close(self) -> None:
+        self._door.close()
+        if self._launches is not None:
+            self._launches.settle()
+        for peer in self._peers:
+            peer.close()
+            peer.let_go()
+        self._peers.clear()
+        if self._device is not None:
+            self._device.close()
+        self._selector.close()
+        self._timer.close()
+
+    def on_ready(self, events: int) -> None:
+        """It is time to look whether a launch has landed, which `progress` does anyhow."""
+
+    def _admits(self, token: bytes) -> bool:
+        return self._secret is not None and tokens.verify(self._secret, token)
+
+
+def open_backend(options: EngineOptions) -> CudaIpcEngine:
+    """Listen for readers. Raises `BackendUnavailable` with the reason where there is no GPU or no Triton, and
+    ValueError for an option that makes no sense.
+    """
+    reason = probe()
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    try:
+        return CudaIpcEngine(options)
+    except OSError as error:
+        raise BackendUnavailable(f"cuda_ipc on {options.bind_host}: {error}") from error
+
+
+def probe() -> str | None:
+    """Why nothing here can read by CUDA IPC, or None. Whether two GPUs reach each other, `connect` tells."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "cuda_ipc: this build of torch is without CUDA"
+    if not torch.cuda.is_available():
+        return "cuda_ipc: no NVIDIA GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "cuda_ipc: triton is not installed"
+    return None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mooncake backend: one-sided reads through Mooncake's transfer engine (RDMA, or TCP without it).
+
+What its Python face leaves to us (version 0.3.13; read from its source, and tried):
+
+- Asking for the status of a batch waits and spins, and after a timeout the batch is left behind, still
+  writing. The status of a batch of *one* read can be had without waiting, and tells when that read is over.
+  So every piece is a batch of its own, and a transfer is quiescent when each has ended, or when this backend
+  was closed: an engine of Mooncake's writes nothing once it is destroyed.
+- Opening a segment waits for the peer, up to a minute, and locks its engine meanwhile. So a thread does it,
+  and every producer has an engine of its own: one that hangs holds nobody up. Destroying an engine holds the
+  interpreter, so idle ones are used again.
+- It authenticates nobody and listens on every address of the host, whatever it is told. Whoever reaches it
+  can read, and write, the registered pool. So it opens only for somebody who names it, never under
+  `--transfer auto`.
+- It has no deadline that suits us. Ours are kept here.
+
+The RDMA path has not been run by us.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import numpy as np
+
+from kvferry.transfer.backends.common.waker import Waker
+from kvferry.transfer.backends.mooncake.library import (
+    PROOF_BYTES,
+    Library,
+    MooncakeAddress,
+    PoolAddress,
+    probe,
+)
+from kvferry.transfer.backends.mooncake.peer import MooncakePeer, MooncakeTransfer, cut
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable, check_bounds
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MooncakeEngine", "open_backend", "probe"]
+
+_log = logging.getLogger(__name__)
+
+
+class MooncakeRegion:
+    """A pool that peers may read."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self.address = PoolAddress(address=pool.data_ptr(), nbytes=pool.numel() * pool.element_size())
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self.address)
+
+
+class MooncakeEngine:
+    """See `transfer.engine.TransferEngine`. One library engine serves, one more reads from each producer."""
+
+    name = "mooncake"
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._host = options.advertise_host
+        self._serving = Library(self._host)
+        self._waker = Waker()
+        self._region: MooncakeRegion | None = None
+        self._peers: list[MooncakePeer] = []
+        self._spare: list[Library] = []
+        self._proof = np.frombuffer(secrets.token_bytes(PROOF_BYTES), dtype=np.uint8).copy()
+        self._serving.pin(self._proof.ctypes.data, PROOF_BYTES)
+
+    def admit(self, secret: bytes) -> None:
+        """Mooncake has no way to check a token."""
+
+    def register(self, pool: torch.Tensor) -> Region:
+        if pool.is_cuda and not self._serving.moves_cuda:
+            raise BackendUnavailable("mooncake: this build moves host memory only, and the pool is on a GPU")
+        region = MooncakeRegion(pool)
+        self._serving.pin(region.address.address, region.address.nbytes)
+        self._region = region
+        return region
+
+    def describe(self) -> bytes:
+        address = MooncakeAddress(
+            segment=self._serving.segment(),
+            proof=self._proof.tobytes(),
+            proof_address=self._proof.ctypes.data,
+        )
+        return msgspec.msgpack.encode(address)
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=MooncakeAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise PeerUnreachable(f"not a mooncake engine's description: {error}") from error
+        if any(each.opening and each.segment == address.segment for each in self._peers):
+            raise PeerUnreachable(f"mooncake: {address.segment} has not answered an earlier attempt yet")
+        client = MooncakePeer(self._library_for(address), address, pool, self._waker, timeout_s)
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> MooncakeTransfer:
+        """Raises ValueError for a span outside the peer's pool or ours."""
+        client = cast(MooncakePeer, peer)
+        ours = self._pool()
+        check_bounds(spans, ours.nbytes, client.pool.nbytes)
+        pieces = cut(spans, ours.address, client.pool.address)
+        transfer = MooncakeTransfer(pieces, len(spans), time.monotonic() + timeout_s)
+        client.read(transfer)
+        return transfer
+
+    def progress(self) -> None:
+        self._waker.drain()
+        now = time.monotonic()
+        for peer in self._peers:
+            peer.progress(now)
+        self._recycle()
+
+    def fileno(self) -> int | None:
+        return self._waker.fileno()
+
+    def next_deadline(self) -> float | None:
+        now = time.monotonic()
+        times = [peer.next_deadline(now) for peer in self._peers]
+        return min((each for each in times if each is not None), default=None)
+
+    def close(self) -> None:
+        """Destroy every engine, up to 0.1 s each. One whose segment is still being opened is left to its
+        thread, which ends by itself; it has no read under way.
+        """
+        for peer in self._peers:
+            if peer.opening:
+                peer.close()
+                peer.library.unpin_pool()
+            else:
+                peer.abandon()
+        for library in [self._serving, *self._spare]:
+            library.close()
+        self._peers.clear()
+        self._spare.clear()
+        self._waker.close()
+
+    def _recycle(self) -> None:
+        """Take back the engines of peers that are through."""
+        idle = [peer for peer in self._peers if peer.idle]
+        self._spare += [peer.library for peer in idle]
+        self._peers = [peer for peer in self._peers if peer not in idle]
+
+    def _library_for(self, address: MooncakeAddress) -> Library:
+        """A spare engine, but none that knows an earlier life of the same address; or a new one."""
+        for library in self._spare:
+            if library.met.get(address.segment, address.proof) == address.proof:
+                self._spare.remove(library)
+                break
+        else:
+            library = self._new_library()
+        library.met[address.segment] = address.proof
+        library.landing[:] = 0
+        return library
+
+    def _new_library(self) -> Library:
+        try:
+            library = Library(self._host)
+        except BackendUnavailable as error:
+            raise PeerUnreachable(str(error)) from error
+        library.pin_pool(self._pool())
+        return library
+
+    def _pool(self) -> PoolAddress:
+        if self._region is None:
+            raise AssertionError("no pool is registered")
+        return self._region.address
+
+
+def open_backend(options: EngineOptions) -> MooncakeEngine:
+    """Start an engine. Raises `BackendUnavailable` with the reason if Mooncake does not run here."""
+    if not options.explicit:
+        raise BackendUnavailable(
+            "mooncake: whoever reaches it can write the pool, so it has to be asked for by name"
+        )
+    if ":" in options.advertise_host:
+        raise BackendUnavailable("mooncake: not used here with IPv6 addresses")
+    engine = MooncakeEngine(options)
+    if options.bind_host not in ("0.0.0.0", "::"):
+        _log.warning("mooncake listens on every address of this host, not only on %s", options.bind_host)
+    return engine

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's own transfer engine: the few of its calls that are used, and how it is set up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvferry.transfer.backends.common.address import MemoryAddress, NumBytes
+from kvferry.transfer.engine import BackendUnavailable, PeerUnreachable, Status
+
+PROOF_BYTES = 32
+_ACCEPT_TIMEOUT = struct.pack("@ll", 0, 100_000)
+"""A `struct timeval`."""
+
+
+class MooncakeAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs: Mooncake's name for the engine, and where a copy of `proof` lies."""
+
+    segment: str
+    proof: bytes
+    proof_address: MemoryAddress
+
+
+class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a pool lies in its owner's address space."""
+
+    address: MemoryAddress
+    nbytes: NumBytes
+
+
+class Piece(NamedTuple):
+    """One read to post: addresses in the two processes, and a length."""
+
+    local: int
+    remote: int
+    length: int
+
+
+class Library:
+    """One of Mooncake's engines, with a landing place for a peer's proof.
+
+    `met` holds the proof of every segment that it was used for: Mooncake keeps what it learns about one.
+    """
+
+    def __init__(self, host: str) -> None:
+        module = _load()
+        self.moves_cuda = bool(getattr(module, "SUPPORT_CUDA", False))
+        self.met: dict[str, bytes] = {}
+        self.landing = np.zeros(PROOF_BYTES, dtype=np.uint8)
+        self._host = host
+        self._pool: PoolAddress | None = None
+        self._engine: Any = module.TransferEngine()
+        if self._engine.initialize(host, "P2PHANDSHAKE", _protocol(), "") != 0:
+            raise BackendUnavailable(f"mooncake: its engine does not start as {host}")
+        _shorten_accept(self._engine.get_rpc_port())
+        self.pin(self.landing.ctypes.data, PROOF_BYTES)
+
+    def segment(self) -> str:
+        """What peers open."""
+        return f"{self._host}:{self._engine.get_rpc_port()}"
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Make memory known to the engine. Raises `BackendUnavailable` if it refuses."""
+        if self._engine.register_memory(address, nbytes) != 0:
+            raise BackendUnavailable(f"mooncake: {nbytes} bytes of memory cannot be registered")
+
+    def pin_pool(self, pool: PoolAddress) -> None:
+        """Make the pool that reads go to known to the engine. Raises `PeerUnreachable` if it refuses."""
+        try:
+            self.pin(pool.address, pool.nbytes)
+        except BackendUnavailable as error:
+            raise PeerUnreachable(str(error)) from error
+        self._pool = pool
+
+    def unpin_pool(self) -> None:
+        """Nobody reaches the pool through this engine any more."""
+        if self._pool is not None:
+            self._engine.unregister_memory(self._pool.address)
+            self._pool = None
+
+    def start_read(self, segment: str, piece: Piece) -> int:
+        """Post one read; 0 if Mooncake does not take it. Waits for the peer if the segment is new."""
+        batch: int = self._engine.batch_transfer_async_read(
+            segment, [piece.local], [piece.remote], [piece.length]
+        )
+        return batch
+
+    def check(self, batch: int) -> Status:
+        """How far a read is. Mooncake forgets the read when it says DONE or FAILED."""
+        state = self._engine.transfer_check_status(batch)
+        if state == 1:
+            return Status.DONE
+        return Status.FAILED if state == -1 else Status.PENDING  # -2: late by its own clock, but not over
+
+    def close(self) -> None:
+        """Destroy the engine: afterwards it neither serves nor writes. Holds the interpreter up to 0.1 s."""
+        self._engine = None
+
+
+def probe() -> str | None:
+    """Why Mooncake does not run in this process, or None if it does."""
+    try:
+        Library("127.0.0.1").close()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def _load() -> Any:
+    """Mooncake's module. It takes its settings from the environment when an engine starts."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # without it every read connects, and waits
+    if _protocol() == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+    try:
+        import mooncake.engine as module
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(f"mooncake: {error}") from error
+    return module
+
+
+def _shorten_accept(port: int) -> None:
+    """Let the engine's listener look up every 0.1 s, not every second.
+
+    Destroying the engine waits for that, and holds the interpreter meanwhile. The accept that has begun keeps
+    its second.
+    """
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(link.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as ours:
+                if ours.getsockname()[1:2] == (port,):
+                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ACCEPT_TIMEOUT)
+        except OSError:
+            continue  # another thread has closed it by now
+
+
+def _protocol() -> str:
+    """RDMA where there is an adapter for it, unless MC_FORCE_TCP says otherwise."""
+    adapters = Path("/sys/class/infiniband")
+    has_rdma = adapters.is_dir() and any(adapters.iterdir())
+    return "rdma" if has_rdma and "MC_FORCE_TCP" not in os.environ else "tcp"

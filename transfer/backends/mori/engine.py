@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mori backend: one-sided reads through AMD's MORI-IO (RDMA between hosts, XGMI between GPUs of one).
+
+It has run on a stand-in only, never on AMD hardware. What it takes care of, beyond what the library does:
+
+* The library ends its process on a failed topology or registration, so a child process tries first.
+* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`greeting`).
+* It has no deadline, no cancel, and an error that is not the end of writing (`mori_transfer`).
+* Its queue pairs to an engine are made once and stay broken once they are; such a peer is refused from then
+  on, which makes the link fall back to another backend, and our engine be opened anew when it is idle.
+* A NIC takes no more than its send queue holds; what exceeds that waits here rather than in a blocking call.
+
+MORI authenticates nobody: whoever can reach its port may ask for the keys to the registered memory. It keeps
+a core busy polling for completions for as long as its engine lives.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kvferry.transfer import tokens
+from kvferry.transfer.backends.common.handshake import Doorkeeper, GreetingAddress, Visit
+from kvferry.transfer.backends.mori.library import Library
+from kvferry.transfer.backends.mori.peer import MoriPeer
+from kvferry.transfer.backends.mori.probe import find_reason
+from kvferry.transfer.backends.mori.regions import MoriRegion, PoolAddress, RemotePool
+from kvferry.transfer.backends.mori.settings import parse_settings
+from kvferry.transfer.backends.mori.transfer import MoriTransfer
+from kvferry.transfer.engine import (
+    BackendUnavailable,
+    EngineOptions,
+    Peer,
+    PeerBroken,
+    PeerUnreachable,
+    Region,
+)
+from kvferry.transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_S = 0.001
+
+
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs: MORI's own description of the engine, and where to greet it."""
+
+    engine: bytes
+    greeting: GreetingAddress
+
+
+class MoriEngine:
+    """See `transfer.engine.TransferEngine`."""
+
+    name = "mori"
+
+    def __init__(self, options: EngineOptions, library: Library) -> None:
+        self._options = options
+        self._library = library
+        self._secret: bytes | None = None
+        self._region: MoriRegion | None = None
+        self._peers: list[MoriPeer] = []
+        self._selector = selectors.EpollSelector()
+        self._door = Doorkeeper(options.bind_host, self._selector, self._admits)
+
+    def admit(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def register(self, pool: torch.Tensor) -> Region:
+        self._region = MoriRegion(pool, self._library)
+        return self._region
+
+    def describe(self) -> bytes:
+        address = EngineAddress(
+            engine=self._library.engine.get_engine_desc().pack(),
+            greeting=self._door.address(self._options.advertise_host),
+        )
+        return msgspec.msgpack.encode(address)
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=EngineAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise PeerUnreachable(f"not a mori engine's description: {error}") from error
+        remote = RemotePool(self._library.module, address.engine, pool)
+        if remote.key in self._library.broken:
+            raise PeerBroken("mori: our queue pairs to it are in error")
+        visit = Visit(address.greeting, token, self._selector, time.monotonic() + timeout_s)
+        self._library.engine.register_remote_engine(remote.engine)
+        client = MoriPeer(self._library, self._pool(), remote, visit)
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> MoriTransfer:
+        return cast(MoriPeer, peer).read(spans, time.monotonic() + timeout_s)
+
+    def progress(self) -> None:
+        for key, events in self._selector.select(0):
+            key.data.on_ready(events)
+        now = time.monotonic()
+        self._door.expire(now)
+        for peer in self._peers:
+            peer.progress(now)
+        self._forget_lost()
+
+    def fileno(self) -> int | None:
+        return self._selector.fileno()
+
+    def next_deadline(self) -> float | None:
+        """MORI wakes nobody: while something is under way it is polled."""
+        if any(peer.underway for peer in self._peers):
+            return time.monotonic() + _POLL_S
+        times = [self._door.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
+        return min((each for each in times if each is not None), default=None)
+
+    def close(self) -> None:
+        self._door.close()
+        for peer in self._peers:
+            peer.forget_sessions()
+        self._library.close()
+        for peer in self._peers:
+            peer.abandon()
+        self._peers.clear()
+        self._selector.close()
+
+    def _admits(self, token: bytes) -> bool:
+        return self._secret is not None and tokens.verify(self._secret, token)
+
+    def _forget_lost(self) -> None:
+        """Let go of peers that are over; the library forgets an engine with the last peer that means it."""
+        over = [peer for peer in self._peers if peer.over]
+        if not over:
+            return
+        self._peers = [peer for peer in self._peers if not peer.over]
+        for peer in over:
+            peer.forget_sessions()
+        in_use = {peer.remote.key for peer in self._peers}
+        for remote in {peer.remote.key: peer.remote for peer in over}.values():
+            if remote.key not in in_use:
+                self._library.engine.deregister_remote_engine(remote.engine)
+
+    def _pool(self) -> MoriRegion:
+        if self._region is None:
+            raise AssertionError("no pool is registered")
+        return self._region
+
+
+def open_backend(options: EngineOptions) -> MoriEngine:
+    """Make an engine. Raises `BackendUnavailable` with the reason if MORI-IO does not run here, and
+    ValueError for an option that makes no sense.
+    """
+    settings = parse_settings(options.backend_options)
+    try:
+        host = socket.gethostbyname(options.advertise_host)  # MORI takes numbers only, of version 4
+    except OSError as error:
+        raise BackendUnavailable(f"mori: {options.advertise_host}: {error}") from error
+    reason = find_reason(host, options.backend_options)
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    try:
+        return MoriEngine(options, Library(options.name, host, settings))
+    except OSError as error:
+        raise BackendUnavailable(f"mori on {options.bind_host}: {error}") from error
+
+
+def probe() -> str | None:
+    """Why MORI-IO does not run on this machine, or None if it does."""
+    return find_reason("127.0.0.1", {})

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One producer rank as its reader sees it: greeted, connected, and read from batch by batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kvferry.transfer.backends.common.handshake import Visit
+from kvferry.transfer.backends.common.peer import GreetedPeer, PeerState
+from kvferry.transfer.backends.mori.library import Library
+from kvferry.transfer.backends.mori.regions import MoriRegion, RemotePool, by_regions
+from kvferry.transfer.backends.mori.transfer import BatchState, MoriBatch, MoriTransfer
+from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.layout import SpanTable, check_bounds
+
+
+class MoriPeer(GreetedPeer[MoriTransfer]):
+    """One producer rank; see `transfer.engine.Peer`. A session is made when its regions are first used."""
+
+    def __init__(self, library: Library, local: MoriRegion, remote: RemotePool, visit: Visit) -> None:
+        super().__init__("mori", visit)
+        self.remote = remote
+        self._library = library
+        self._local = local
+        self._sessions: dict[tuple[int, int], Any] = {}
+        self._waiting: deque[MoriBatch] = deque()
+        self._posted: list[MoriBatch] = []
+
+    @property
+    def underway(self) -> bool:
+        """There is something to be polled for."""
+        return any(transfer.underway for transfer in self.transfers)
+
+    @property
+    def over(self) -> bool:
+        """Lost, and no byte of its transfers can come any more."""
+        return self.state is PeerState.LOST and not self.transfers
+
+    def read(self, spans: SpanTable, deadline: float) -> MoriTransfer:
+        """Begin. Raises ValueError for a span outside the peer's pool or ours."""
+        check_bounds(spans, self._local.nbytes, self.remote.pool.nbytes)
+        transfer = MoriTransfer(self._batches(spans), int(spans[:, 2].sum()), deadline)
+        if self.state is not PeerState.READY:
+            transfer.fail("peer_lost")
+        if not transfer.quiescent:
+            self.transfers.append(transfer)
+            self._waiting.extend(transfer.batches)
+            self._post()
+        return transfer
+
+    def progress(self, now: float) -> None:
+        """Take what has been greeted, posted, and ended a step further."""
+        super().progress(now)
+        for transfer in self.transfers:
+            transfer.progress(now)
+        if any(transfer.broken for transfer in self.transfers):
+            self._library.broken.add(self.remote.key)
+            self._lose("its queue pairs are in error")
+        self.transfers = [transfer for transfer in self.transfers if not transfer.quiescent]
+        self._post()
+
+    def abandon(self) -> None:
+        """The engine has been destroyed."""
+        self._lose("closed")
+        for transfer in self.transfers:
+            transfer.abandon()
+
+    def forget_sessions(self) -> None:
+        """Sessions must be gone before their engine is."""
+        self._sessions.clear()
+        for transfer in self.transfers:
+            for batch in transfer.batches:
+                batch.forget_session()
+
+    def _meet(self) -> None:
+        """Make the queue pairs, with the first session."""
+        try:
+            session = self._session(0, 0)
+        except (RuntimeError, OSError) as error:
+            raise PeerUnreachable(str(error)) from error
+        if session is None:
+            raise PeerUnreachable("no way between their memory and ours")
+
+    def _batches(self, spans: SpanTable) -> list[MoriBatch]:
+        depth = self._library.settings.send_depth
+        theirs = self.remote.pool.region_bytes
+        return [
+            self._batch(local, remote, rows[first : first + depth])
+            for local, remote, rows in by_regions(spans, self._local.region_bytes, theirs)
+            for first in range(0, len(rows), depth)
+        ]
+
+    def _batch(self, local: int, remote: int, rows: SpanTable) -> MoriBatch:
+        return MoriBatch(lambda: self._session(local, remote), rows, self._library.lanes)
+
+    def _post(self) -> None:
+        """Post in order, but together never more than a single send queue holds, however they spread."""
+        self._posted = [batch for batch in self._posted if batch.underway]
+        room = self._library.settings.send_depth - sum(len(batch) for batch in self._posted)
+        while self._waiting and len(self._waiting[0]) <= room:
+            batch = self._waiting.popleft()
+            if batch.state is BatchState.WAITING:
+                room -= len(batch)
+                batch.post()
+                self._posted.append(batch)
+
+    def _session(self, local: int, remote: int) -> Any:
+        key = (local, remote)
+        if key not in self._sessions:
+            self._sessions[key] = self._library.engine.create_session(
+                self._local.memory[local], self.remote.memory[remote]
+            )
+        return self._sessions[key]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether MORI-IO works here, found out in a process that it may end.
+
+    python -m kvferry.transfer.backends.mori.probe '{"host": "127.0.0.1", "options": {}}'
+
+The library ends its process when it finds no GPU topology or cannot register memory, so this process does
+what a rank will do: it makes two engines and has one read from the other. It prints a line of JSON, whose
+`reason` is null if that worked. What it registers is small; a pool beyond what the system lets a process lock
+(RLIMIT_MEMLOCK) still ends the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.transfer.backends.mori.settings import create_engine, parse_settings
+
+_MODULE = "kvferry.transfer.backends.mori.probe"
+_TIMEOUT_S = 30.0
+_WAIT_MS = 5000
+_NBYTES = 1 << 16
+_GPU_DRIVER = Path("/dev/kfd")
+
+
+def find_reason(host: str, options: Mapping[str, str]) -> str | None:
+    """Why MORI-IO does not work on this machine, or None if it does. Tries in a child process."""
+    if importlib.util.find_spec("mori") is None:
+        return "mori: not installed (distribution amd-mori)"
+    question = json.dumps({"host": host, "options": dict(options)})
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", _MODULE, question], capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"mori: the probe did not end within {_TIMEOUT_S:.0f} s"
+    answers = [line for line in child.stdout.splitlines() if line.startswith('{"reason"')]
+    if child.returncode or not answers:
+        return f"mori: child {_ending(child.returncode)}: {_last_line(child.stderr)}"
+    reason = json.loads(answers[-1])["reason"]
+    return f"mori: {reason}" if reason else None
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"exited with {status - 256 if status > 127 else status}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _try(host: str, options: Mapping[str, str]) -> str | None:
+    """Read from one engine to another, of host memory and, where there is an AMD GPU, of its memory."""
+    try:
+        import mori.io as library
+    except ImportError as error:
+        return str(error)
+    settings = parse_settings(options)
+    try:
+        reader, owner = (create_engine(library, name, host, settings) for name in ("reader", "owner"))
+        reader.register_remote_engine(owner.get_engine_desc())
+        owner.register_remote_engine(reader.get_engine_desc())
+        host_reason = _move(library, reader, owner, _host_buffers(library))
+        if host_reason is None or not _GPU_DRIVER.exists():
+            return host_reason
+        return _move(library, reader, owner, _gpu_buffers(library))
+    except (RuntimeError, OSError) as error:
+        return str(error)
+
+
+def _move(library: Any, reader: Any, owner: Any, buffers: list[tuple[Any, int, int, Any]]) -> str | None:
+    mine, theirs = (
+        engine.register_memory(address, _NBYTES, device, kind)
+        for engine, (_, address, device, kind) in zip((reader, owner), buffers, strict=True)
+    )
+    session = reader.create_session(mine, theirs)
+    if session is None:
+        return "no way to move this machine's memory"
+    status = session.batch_read([0], [0], [_NBYTES], reader.allocate_transfer_uid())
+    status.WaitFor(_WAIT_MS)
+    if not status.Succeeded():
+        return f"a first read ended as {status.Code()}: {status.Message()}"
+    return None
+
+
+def _host_buffers(library: Any) -> list[tuple[Any, int, int, Any]]:
+    """Two of (owner of the memory, address, device, kind)."""
+    buffers = [ctypes.create_string_buffer(_NBYTES) for _ in range(2)]
+    return [(each, ctypes.addressof(each), -1, library.MemoryLocationType.CPU) for each in buffers]
+
+
+def _gpu_buffers(library: Any) -> list[tuple[Any, int, int, Any]]:
+    import torch
+
+    buffers = [torch.zeros(_NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    return [(each, each.data_ptr(), each.get_device(), library.MemoryLocationType.GPU) for each in buffers]
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    print(json.dumps({"reason": _try(asked["host"], asked["options"])}), flush=True)
+    os._exit(0)  # the library's own way out may wait for ever for a peer

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nccl backend: KV over torch.distributed, for GPUs without RDMA libraries; gloo on CPU, for tests.
+
+NCCL and gloo know only send and receive, so this backend is two-sided inside: a reader asks over a socket,
+and the server's thread gathers the spans into messages that the reader receives and copies out. Every pair of
+ranks has a communicator of its own, made when they meet, and every message carries the id of its read and its
+number: none is ever taken by the order in which it came alone (L10).
+
+A peer must hold a token from the control channel to be served. What the two libraries send is neither
+encrypted nor authenticated. NCCL's kernels run beside the model's own; where both GPUs are one, NCCL refuses.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import struct
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from kvferry.transfer import tokens
+from kvferry.transfer.backends.common import sockets
+from kvferry.transfer.backends.common.waker import Waker
+from kvferry.transfer.backends.nccl.client import NcclPeer, NcclTransfer
+from kvferry.transfer.backends.nccl.server import ServedPair
+from kvferry.transfer.backends.nccl.wire import ID_BYTES, NcclAddress
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
+from kvferry.transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_PAIRS = 256
+_CLOSE_S = 2.0
+_POOL_SIZE = struct.Struct("<Q")
+
+
+class NcclRegion:
+    """A pool that peers may read; its description is its size in bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def describe(self) -> bytes:
+        return _POOL_SIZE.pack(self._nbytes)
+
+
+class NcclEngine:
+    """See `transfer.engine.TransferEngine`."""
+
+    name = "nccl"
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._nonce = secrets.token_bytes(ID_BYTES)
+        self._secret: bytes | None = None
+        self._fabric = "gloo"
+        self._registered: torch.Tensor | None = None
+        self._peers: list[NcclPeer] = []
+        self._served: list[ServedPair] = []
+        everywhere = options.bind_host in ("0.0.0.0", "::")
+        self._own_host = options.advertise_host if everywhere else options.bind_host
+        self._waker = Waker()
+        self._selector = selectors.EpollSelector()
+        self._listener = sockets.listen(options.bind_host)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._waker, selectors.EVENT_READ, lambda events: self._waker.drain())
+
+    def admit(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def register(self, pool: torch.Tensor) -> Region:
+        self._fabric = _fabric(pool, self._options.explicit)
+        self._registered = pool
+        return NcclRegion(pool.numel() * pool.element_size())
+
+    def describe(self) -> bytes:
+        port = self._listener.getsockname()[1]
+        return msgspec.msgpack.encode(
+            NcclAddress(host=self._options.advertise_host, port=port, nonce=self._nonce, fabric=self._fabric)
+        )
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=NcclAddress)
+            (pool_bytes,) = _POOL_SIZE.unpack(regions[0])
+        except (msgspec.MsgspecError, struct.error, IndexError) as error:
+            raise PeerUnreachable(f"not an nccl engine's description: {error}") from error
+        if address.fabric != self._fabric:
+            raise PeerUnreachable(f"nccl: their pool moves by {address.fabric}, ours by {self._fabric}")
+        client = NcclPeer(
+            address, pool_bytes, token, self._pool(), self._own_host, self._selector, self._waker, timeout_s
+        )
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> NcclTransfer:
+        return cast(NcclPeer, peer).read(spans, timeout_s)
+
+    def progress(self) -> None:
+        for key, events in self._selector.select(0):
+            key.data(events)
+        now = time.monotonic()
+        for peer in self._peers:
+            peer.progress(now)
+        for pair in self._served:
+            pair.progress(now)
+        self._peers = [peer for peer in self._peers if not peer.idle]
+        self._served = [pair for pair in self._served if not pair.closed]
+
+    def fileno(self) -> int | None:
+        return self._selector.fileno()
+
+    def next_deadline(self) -> float | None:
+        now = time.monotonic()
+        times = [peer.next_deadline(now) for peer in self._peers]
+        times += [pair.next_deadline() for pair in self._served]
+        return min((each for each in times if each is not None), default=None)
+
+    def close(self) -> None:
+        """End every pair. A thread that waits for a stopped peer ends later, by its deadline; the pool is out
+        of its reach.
+        """
+        pairs: list[NcclPeer | ServedPair] = [*self._peers, *self._served]
+        for pair in pairs:
+            pair.close()
+        until = time.monotonic() + _CLOSE_S
+        for pair in pairs:
+            pair.end(max(0.0, until - time.monotonic()))
+        self._selector.close()
+        self._listener.close()
+        self._waker.close()
+
+    def _accept(self, events: int) -> None:
+        """A peer knocks at the listener."""
+        connection = sockets.accept(self._listener)
+        if connection is None:
+            return
+        if len(self._served) >= _MAX_PAIRS:
+            connection.close()
+            return
+        hosts = (self._options.bind_host, self._own_host)
+        self._served.append(
+            ServedPair(
+                connection, self._selector, self._pool(), hosts, self._fabric, self._check, self._waker
+            )
+        )
+
+    def _check(self, nonce: bytes, token: bytes) -> bool:
+        """Whether a reader means this engine and was admitted by our engine process."""
+        return nonce == self._nonce and self._secret is not None and tokens.verify(self._secret, token)
+
+    def _pool(self) -> torch.Tensor:
+        if self._registered is None:
+            raise AssertionError("no pool is registered")
+        return self._registered
+
+
+def open_backend(options: EngineOptions) -> NcclEngine:
+    """Listen for readers. Raises `BackendUnavailable` without torch.distributed, or if it cannot."""
+    reason = probe()
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    try:
+        return NcclEngine(options)
+    except OSError as error:
+        raise BackendUnavailable(f"nccl on {options.bind_host}: {error}") from error
+
+
+def probe() -> str | None:
+    """Why neither gloo nor NCCL works in this process, or None. Which one it takes is the pool's matter."""
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        return f"nccl: {error}"
+    if not dist.is_available() or not (dist.is_nccl_available() or dist.is_gloo_available()):
+        return "nccl: this build of torch has neither NCCL nor gloo"
+    return None
+
+
+def _fabric(pool: torch.Tensor, explicit: bool) -> str:
+    """What moves the bytes of this pool. Raises `BackendUnavailable` if it is not there."""
+    import torch.distributed as dist
+
+    if pool.is_cuda:
+        if not dist.is_nccl_available():
+            raise BackendUnavailable("nccl: this build of torch is without NCCL, and the pool is on a GPU")
+        return "nccl"
+    if not explicit:
+        raise BackendUnavailable("nccl: in host memory it is gloo, which has to be asked for by name")
+    if not dist.is_gloo_available():
+        raise BackendUnavailable("nccl: this build of torch is without gloo, and the pool is in host memory")
+    return "gloo"

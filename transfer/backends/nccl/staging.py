@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of one pair, and the copies between them and the pool."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvferry.transfer.backends.nccl.wire import HEAD_BYTES, PART_BYTES, Pieces
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Copy(Protocol):
+    """A copy out of a message."""
+
+    def query(self) -> bool:
+        """Whether the pool holds the bytes."""
+
+    def synchronize(self) -> None:
+        """Wait until it does."""
+
+
+class Staging(Protocol):
+    """One pair's way to the pool."""
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """What the pair's thread does inside is ordered on a stream of its own."""
+
+    def new_message(self) -> torch.Tensor:
+        """Room for the longest message, in the pool's kind of memory."""
+
+    def fill(self, message: torch.Tensor, head: bytes, pieces: Pieces) -> torch.Tensor:
+        """Gather pieces of the pool behind a head; returns the part of the message that is to be sent."""
+
+    def head(self, message: torch.Tensor) -> bytes:
+        """The head of a message that has been received."""
+
+    def scatter(self, message: torch.Tensor, pieces: Pieces) -> Copy:
+        """Copy a received message out into the pool. It may not be used again before that is over."""
+
+
+def staging(pool: torch.Tensor) -> Staging:
+    """The way to a contiguous pool."""
+    return GpuStaging(pool) if pool.is_cuda else HostStaging(pool)
+
+
+class HostStaging:
+    """A pool in host memory. By numpy: torch would start a pool of threads for every thread that copies."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        import torch
+
+        self._pool = pool.view(-1).view(torch.uint8).numpy()
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def new_message(self) -> torch.Tensor:
+        import torch
+
+        return torch.empty(HEAD_BYTES + PART_BYTES, dtype=torch.uint8)
+
+    def fill(self, message: torch.Tensor, head: bytes, pieces: Pieces) -> torch.Tensor:
+        view = message.numpy()
+        view[:HEAD_BYTES] = np.frombuffer(head, dtype=np.uint8)
+        at = HEAD_BYTES
+        for offset, length in pieces:
+            view[at : at + length] = self._pool[offset : offset + length]
+            at += length
+        return message[:at]
+
+    def head(self, message: torch.Tensor) -> bytes:
+        return message.numpy()[:HEAD_BYTES].tobytes()
+
+    def scatter(self, message: torch.Tensor, pieces: Pieces) -> Copy:
+        view = message.numpy()
+        at = HEAD_BYTES
+        for offset, length in pieces:
+            self._pool[offset : offset + length] = view[at : at + length]
+            at += length
+        return FinishedCopy()
+
+
+class FinishedCopy:
+    """A copy in host memory is over when it was made."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class GpuStaging:
+    """A pool on a GPU. Copies out of messages go by a second stream, on the transfer thread."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        import torch
+
+        self._pool = pool.view(-1).view(torch.uint8)
+        self._pair_stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        import torch
+
+        return torch.cuda.stream(self._pair_stream)
+
+    def new_message(self) -> torch.Tensor:
+        import torch
+
+        return torch.empty(HEAD_BYTES + PART_BYTES, dtype=torch.uint8, device=self._pool.device)
+
+    def fill(self, message: torch.Tensor, head: bytes, pieces: Pieces) -> torch.Tensor:
+        import torch
+
+        message[:HEAD_BYTES].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        at = HEAD_BYTES
+        for offset, length in pieces:
+            message[at : at + length].copy_(self._pool[offset : offset + length])
+            at += length
+        return message[:at]
+
+    def head(self, message: torch.Tensor) -> bytes:
+        return message[:HEAD_BYTES].cpu().numpy().tobytes()
+
+    def scatter(self, message: torch.Tensor, pieces: Pieces) -> Copy:
+        """The host has waited for the receive (`Communicator.wait`), so the bytes are there (L1)."""
+        import torch
+
+        with torch.cuda.stream(self._copy_stream):
+            at = HEAD_BYTES
+            for offset, length in pieces:
+                self._pool[offset : offset + length].copy_(message[at : at + length])
+                at += length
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._copy_stream)
+        return done

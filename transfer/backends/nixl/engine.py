@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nixl backend: one-sided reads through NIXL's UCX plugin (shared memory, RDMA, or TCP).
+
+Its progress thread stays off, as it keeps a core busy; so both ends must be polled, the target too.
+Releasing a handle does not stop a transfer (reference/measured.md §3), so a handle is kept until NIXL
+reports DONE or ERR: only then, or once the whole agent is gone, is the destination quiescent. NIXL has no
+deadline of its own.
+
+NIXL does not authenticate readers: whoever has an agent's metadata can read its registered memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+
+from kvferry.transfer.backends.common.address import MemoryAddress
+from kvferry.transfer.backends.common.transfer import BaseTransfer
+from kvferry.transfer.backends.nixl.lists import DescriptorLists, PoolAddress
+from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
+from kvferry.transfer.layout import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_PROOF_BYTES = 32
+_SETTLE_S = 0.02
+_SETTLE_STEP_S = 0.001
+
+
+class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs: NIXL's own metadata, and where a copy of `proof` can be read as a first test."""
+
+    metadata: bytes
+    proof: bytes
+    proof_address: MemoryAddress
+
+
+class NixlRegion:
+    """A pool that peers may read."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        on_host = pool.device.type == "cpu"
+        self.address = PoolAddress(
+            address=pool.data_ptr(),
+            nbytes=pool.numel() * pool.element_size(),
+            device=0 if on_host else pool.get_device(),
+            kind="DRAM" if on_host else "VRAM",
+        )
+
+    def describe(self) -> bytes:
+        return msgspec.msgpack.encode(self.address)
+
+
+class NixlTransfer(BaseTransfer):
+    """One read; see `transfer.engine.Transfer`."""
+
+    def __init__(self, api: _Api, nbytes: int, descriptors: int, deadline: float) -> None:
+        super().__init__(nbytes, descriptors, deadline)
+        self.quiescent = False
+        self._api = api
+        self._handle: Any = None
+
+    def post(self, make: Callable[[], Any]) -> None:
+        """Begin what `make` returns a handle of. A failure to do so is a failed transfer like any other.
+
+        What is asked for was checked by the time there is a handle. So one that cannot be posted, whatever
+        NIXL says of it, means that the peer or its memory is gone: UCX opens a GPU's memory only now.
+        """
+        try:
+            self._handle = make()
+        except self._api.errors as error:
+            self._failed(_reason(error))
+            return
+        try:
+            state = self._api.agent.transfer(self._handle)
+        except self._api.errors:
+            state = "ERR"
+        self._take(state)
+
+    def progress(self, now: float) -> None:
+        """Ask NIXL how far it is; after a failure of ours, until the bytes have stopped coming."""
+        if self.quiescent:
+            return
+        try:
+            state = self._api.agent.check_xfer_state(self._handle)
+        except self._api.errors as error:
+            self._failed(_reason(error))
+            return
+        self._take(state)
+        if not self.quiescent and self.deadline <= now:
+            self.fail("deadline")
+
+    def abandon(self) -> None:
+        """The agent is about to be destroyed, and nothing is written after that."""
+        self.fail("peer_lost")
+        self.quiescent = True
+        self._handle = None
+
+    def _take(self, state: str) -> None:
+        if state == "DONE":
+            self.succeed()
+            self._release()
+        elif state == "ERR":
+            self._failed("peer_lost")
+
+    def _failed(self, reason: str) -> None:
+        """NIXL says so; what we decided earlier stands."""
+        self._api.failed = True
+        self.fail(reason)
+        self._release()
+
+    def _release(self) -> None:
+        """NIXL is through with it."""
+        self.quiescent = True
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        try:
+            self._api.agent.release_xfer_handle(handle)
+        except self._api.errors:
+            # The wrapper queues a handle it cannot free yet and frees it with the agent.
+            del handle
+
+
+class NixlPeer:
+    """One producer rank; see `transfer.engine.Peer`. Its proof is read first, so it is known to answer."""
+
+    def __init__(
+        self, engine: NixlEngine, name: str, lists: DescriptorLists, address: AgentAddress, timeout_s: float
+    ) -> None:
+        self.name = name
+        self.lists = lists
+        self.transfers: list[NixlTransfer] = []
+        self.closed = False
+        self.landing = np.zeros(_PROOF_BYTES, dtype=np.uint8)
+        self.registration = engine.register_host(self.landing)
+        self._proof = address.proof
+        self._first = engine.read_proof(self, address.proof_address, timeout_s)
+
+    def poll(self) -> bool:
+        if self.closed:
+            raise PeerUnreachable("nixl: closed")
+        status = self._first.poll()
+        if status is Status.FAILED:
+            raise PeerUnreachable(f"nixl: first read failed: {self._first.reason}")
+        if status is Status.DONE and self.landing.tobytes() != self._proof:
+            raise PeerUnreachable("nixl: the peer is not the one that was described")
+        return status is Status.DONE
+
+    def close(self) -> None:
+        self.closed = True
+        for transfer in self.transfers:
+            transfer.cancel()
+
+
+class NixlEngine:
+    """See `transfer.engine.TransferEngine`."""
+
+    name = "nixl"
+
+    def __init__(self, api: _Api) -> None:
+        self._api = api
+        self._peers: list[NixlPeer] = []
+        self._region: NixlRegion | None = None
+        self._proof = np.frombuffer(secrets.token_bytes(_PROOF_BYTES), dtype=np.uint8).copy()
+        self._registrations = [self.register_host(self._proof)]
+
+    def admit(self, secret: bytes) -> None:
+        """NIXL has no way to check a token."""
+
+    def register(self, pool: torch.Tensor) -> Region:
+        region = NixlRegion(pool)
+        address = region.address
+        row = (address.address, address.nbytes, address.device, "")
+        self._registrations.append(self._api.agent.register_memory([row], address.kind))
+        self._region = region
+        return region
+
+    def describe(self) -> bytes:
+        address = AgentAddress(
+            metadata=self._api.agent.get_agent_metadata(),
+            proof=self._proof.tobytes(),
+            proof_address=self._proof.ctypes.data,
+        )
+        return msgspec.msgpack.encode(address)
+
+    def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
+        try:
+            address = msgspec.msgpack.decode(peer, type=AgentAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+            name = self._api.agent.add_remote_agent(address.metadata)
+        except self._api.connect_errors as error:
+            raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
+        lists = DescriptorLists(self._api.agent, name, self._pool(), pool)
+        client = NixlPeer(self, name, lists, address, timeout_s)
+        self._peers.append(client)
+        return client
+
+    def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> NixlTransfer:
+        client = cast(NixlPeer, peer)
+        transfer = NixlTransfer(self._api, int(spans[:, 2].sum()), len(spans), time.monotonic() + timeout_s)
+        return self._post(client, transfer, lambda: client.lists.make_read(spans))
+
+    def register_host(self, buffer: _Bytes) -> Any:
+        """Make a buffer in host memory known to NIXL; returns what takes it back."""
+        return self._api.agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
+
+    def read_proof(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
+        """Begin to read a peer's proof into its landing."""
+        agent = self._api.agent
+        ours = agent.get_xfer_descs([(peer.landing.ctypes.data, _PROOF_BYTES, 0)], "DRAM")
+        theirs = agent.get_xfer_descs([(address, _PROOF_BYTES, 0)], "DRAM")
+        transfer = NixlTransfer(self._api, _PROOF_BYTES, 1, time.monotonic() + timeout_s)
+        return self._post(peer, transfer, lambda: agent.initialize_xfer("READ", ours, theirs, peer.name))
+
+    def progress(self) -> None:
+        self._api.agent.get_new_notifs()  # what drives the worker, for the peers that read from us too
+        now = time.monotonic()
+        for peer in self._peers:
+            for transfer in peer.transfers:
+                transfer.progress(now)
+            peer.transfers = [transfer for transfer in peer.transfers if not transfer.quiescent]
+        self._forget_closed()
+
+    def fileno(self) -> int | None:
+        return None
+
+    def next_deadline(self) -> float | None:
+        """It is polled anyhow while it has work."""
+        return None
+
+    def close(self) -> None:
+        if self._api.agent is None:
+            return
+        transfers = self._settle()
+        for peer in self._peers:
+            self._api.release(peer.lists)
+        if self._api.failed and not transfers:
+            # Nothing can write into the pool any more, so the agent need not go; what peers could read goes.
+            self._api.keep([*self._registrations, *(peer.registration for peer in self._peers)])
+        else:
+            self._api.close()
+        self._peers.clear()
+        for transfer in transfers:
+            transfer.abandon()
+
+    def _settle(self) -> list[NixlTransfer]:
+        """Give UCX a moment to end what a dead peer left in flight; returns the reads that did not end."""
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            self._api.drive()
+            now = time.monotonic()
+            transfers = [transfer for peer in self._peers for transfer in peer.transfers]
+            for transfer in transfers:
+                transfer.progress(now)
+            left = [transfer for transfer in transfers if not transfer.quiescent]
+            if not left or until <= now:
+                return left
+            time.sleep(_SETTLE_STEP_S)
+
+    def _post(self, peer: NixlPeer, transfer: NixlTransfer, make: Callable[[], Any]) -> NixlTransfer:
+        transfer.post(make)
+        if not transfer.quiescent:
+            peer.transfers.append(transfer)
+        return transfer
+
+    def _forget_closed(self) -> None:
+        """Disconnect from closed peers, but not while a transfer of theirs is still in flight."""
+        gone = [peer for peer in self._peers if peer.closed and not peer.transfers]
+        if not gone:
+            return
+        self._peers = [peer for peer in self._peers if peer not in gone]
+        for peer in gone:
+            self._api.release(peer.lists)
+            self._api.agent.deregister_memory(peer.registration)
+        in_use = {peer.name for peer in self._peers}
+        for name in {peer.name for peer in gone} - in_use:
+            self._api.remove(name)
+
+    def _pool(self) -> PoolAddress:
+        if self._region is None:
+            raise AssertionError("no pool is registered")
+        return self._region.address
+
+
+class _Api:
+    """NIXL's agent object and the exceptions that it raises."""
+
+    def __init__(self, name: str) -> None:
+        self.failed = False  # NIXL has reported a failed transfer, so an endpoint may be broken
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        # To learn of memory that goes, UCX would rewrite libc's mmap and its like while other threads may be
+        # in them: a pause of 50 ms for each, and a race (openucx/ucx#11112). We deregister before we free.
+        os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
+        try:
+            import nixl._bindings as bindings
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise BackendUnavailable(f"nixl: {error}") from error
+        errors = [getattr(bindings, each) for each in dir(bindings) if each.endswith("Error")]
+        self.errors: tuple[type[Exception], ...] = tuple(errors)
+        self.open_errors: tuple[type[Exception], ...] = (RuntimeError, *self.errors)
+        self.connect_errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, IndexError, *self.errors)
+        try:
+            self.agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        except self.open_errors as error:
+            raise BackendUnavailable(f"nixl: {error or type(error).__name__}") from error
+        if "UCX" not in self.agent.backends:
+            raise BackendUnavailable("nixl: its UCX plugin is missing")
+
+    def remove(self, name: str) -> None:
+        """Disconnect from a remote agent; one that is gone already is fine."""
+        try:
+            self.agent.remove_remote_agent(name)
+        except self.errors:
+            return
+
+    def release(self, lists: DescriptorLists) -> None:
+        """Let go of prepared lists; NIXL may have dropped those of a peer that died."""
+        try:
+            lists.release()
+        except self.errors:
+            return
+
+    def drive(self) -> None:
+        """Advance the worker on the way out, when an error has nobody left to act on it."""
+        try:
+            self.agent.get_new_notifs()
+        except self.errors:
+            return
+
+    def keep(self, registrations: Sequence[Any]) -> None:
+        """Let go of the agent without destroying it, which leaks it for the life of the process on purpose.
+
+        Where a peer died with reads in flight, destroying UCX's worker can abort the whole process
+        (`arbiter.c:36 Assertion ucs_arbiter_group_is_empty`). The agent has no thread of its own, so nothing
+        drives the one that is left; its memory is deregistered.
+        """
+        for registration in registrations:
+            try:
+                self.agent.deregister_memory(registration)
+            except self.errors:
+                continue
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.agent))
+        self.agent = None
+
+    def close(self) -> None:
+        """Destroy the agent."""
+        self.agent = None
+
+
+def open_backend(options: EngineOptions) -> NixlEngine:
+    """Make an agent. Raises `BackendUnavailable` with the reason if NIXL does not run here."""
+    if _is_loopback(options.bind_host):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen on every address of the host
+    return NixlEngine(_Api(options.name))
+
+
+def probe() -> str | None:
+    """Why NIXL does not run in this process, or None if it does."""
+    try:
+        _Api("kvferry-probe").close()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reason(error: Exception) -> str:
+    return "peer_lost" if "Disconnect" in type(error).__name__ else "refused"

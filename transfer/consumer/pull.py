@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's side of one transfer (design §6, I1, I3).
+
+Pure and synchronous: it is told what happened and returns what to do. Blocks are read as soon as the producer
+says that they are computed; the pull is done when every read of every rank reported done *and* the producer,
+asked after the last of them, confirmed the lease. Whatever else happens ends in `PullFailed`, once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.producer.lease import Grant
+from kvferry.transfer.ranks.aggregate import Outcome
+
+MAX_ATTEMPTS = 3
+"""Times a control request is sent before the producer counts as unreachable."""
+
+
+class PullState(enum.Enum):
+    HELD = "held"
+    """Accepted; there is no room for its blocks yet, so the lease is only kept alive."""
+    CONNECTING = "connecting"
+    OPENING = "opening"
+    """Asking for blocks that are not known yet, or whether these are all; earlier ones may be under way."""
+    READING = "reading"
+    """All blocks are known; some are under way."""
+    VERIFYING = "verifying"
+    """All reads are done; the checksums of what they brought are on their way."""
+    RELEASING = "releasing"
+    """All bytes are here; waiting for the proof."""
+    DONE = "done"
+    FAILED = "failed"
+
+
+_LIVE = (
+    PullState.HELD,
+    PullState.CONNECTING,
+    PullState.OPENING,
+    PullState.READING,
+    PullState.VERIFYING,
+    PullState.RELEASING,
+)
+_TABLE: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
+    {
+        PullState.HELD: frozenset({PullState.CONNECTING, PullState.FAILED}),
+        PullState.CONNECTING: frozenset({PullState.OPENING, PullState.FAILED}),
+        PullState.OPENING: frozenset(
+            {PullState.READING, PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}
+        ),
+        PullState.READING: frozenset({PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}),
+        PullState.VERIFYING: frozenset({PullState.RELEASING, PullState.FAILED}),
+        PullState.RELEASING: frozenset({PullState.DONE, PullState.FAILED}),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Effect: make sure that there is a handshake with the producer, then call `connected`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendOpen:
+    """Effect: ask for the blocks after the first `have`."""
+
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Effect: every rank reads these remote blocks into these local ones."""
+
+    seq: int
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRead:
+    """Effect: every rank gives this read up."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Effect: sum what these local blocks hold, compare with a row of checksums each; comes to `verified`."""
+
+    local_blocks: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Effect: tell the producer that we are done. With `read_ok` the answer must come to `released`."""
+
+    read_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrop:
+    """Effect: tell the producer that we never came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Effect: tell the scheduler."""
+
+    event: PullDone | PullFailed | PullQuiescent
+
+
+Effect = Connect | SendOpen | Read | CancelRead | Verify | SendRelease | SendDrop | Emit
+
+
+class Pull:
+    """One transfer into our blocks. With `verify` it takes no block without the producer's checksums.
+
+    Its reads are numbered from `first_seq` on, one for each block at most. No earlier read of a transfer with
+    the same id may have had one of these numbers: what is still said of that one is not about ours.
+    """
+
+    def __init__(
+        self, transfer_id: TransferId, num_tokens: int, *, verify: bool = False, first_seq: int = 0
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.state = PullState.HELD
+        self._num_tokens = num_tokens
+        self._verify = verify
+        self._checksums: tuple[bytes, ...] = ()
+        self._blocks: tuple[int, ...] = ()
+        self._first_block = 0
+        self._ids_hash: str | None = None
+        self._known = 0
+        self._reading: dict[int, int] = {}
+        """Reads that may still write, and how many blocks each has."""
+        self._next_seq = first_seq
+        self._attempts = 0
+        self._backend = ""
+        self._nbytes = 0
+        self._descriptors = 0
+        self._started = 0.0
+        self._first_read: float | None = None
+        self._ready_at: float | None = None
+        self._early_blocks = 0
+        self._first_tokens: FirstTokens | None = None
+
+    def __repr__(self) -> str:
+        return f"<Pull {self.transfer_id} {self.state.value} reading={sorted(self._reading)}>"
+
+    @property
+    def over(self) -> bool:
+        """It ended and nothing is written any more."""
+        return self.state not in _LIVE and not self._reading
+
+    @property
+    def reading(self) -> bool:
+        """A read is under way, or has failed and is not quiescent."""
+        return bool(self._reading)
+
+    @property
+    def backend(self) -> str:
+        """What its reads run over; empty before it is connected."""
+        return self._backend
+
+    @property
+    def num_written(self) -> int:
+        """Our blocks that its reads write to."""
+        return len(self._blocks) - self._first_block
+
+    @property
+    def live(self) -> bool:
+        return self.state in _LIVE
+
+    def start(
+        self, now: float, block_ids: Sequence[int], first_block: int, ids_hash: str | None
+    ) -> list[Effect]:
+        """There is room: pull prompt blocks `first_block`.. into `block_ids[first_block:]`."""
+        if not 0 <= first_block <= len(block_ids):
+            raise ValueError(f"first_block {first_block} of {len(block_ids)} blocks")
+        self._transition(PullState.CONNECTING)
+        self._blocks = tuple(block_ids)
+        self._first_block = first_block
+        self._ids_hash = ids_hash
+        self._started = now
+        return [Connect()]
+
+    def connected(self, backend: str) -> list[Effect]:
+        """The handshake with the producer is complete."""
+        if self.state is not PullState.CONNECTING:
+            return []
+        self._transition(PullState.OPENING)
+        self._backend = backend
+        return [SendOpen(self._known)]
+
+    def opened(self, now: float, grant: Grant) -> list[Effect]:
+        """The producer named more blocks."""
+        if self.state is not PullState.OPENING:
+            return []
+        mismatch = self._mismatch(grant)
+        if mismatch:
+            return self.fail("mismatch", mismatch)
+        self._attempts = 0
+        effects = self._read(now, grant)
+        if not grant.ready:
+            return [*effects, SendOpen(self._known)]
+        self._ready_at = now
+        self._first_tokens = grant.first_tokens
+        if self._reading:
+            self._transition(PullState.READING)
+            return effects
+        return [*effects, *self._complete()]
+
+    def pending(self) -> list[Effect]:
+        """The producer has nothing new yet."""
+        if self.state is not PullState.OPENING:
+            return []
+        self._attempts = 0
+        return [SendOpen(self._known)]
+
+    def gone(self, reason: str) -> list[Effect]:
+        """The producer has no lease for us. While releasing, its answer to that is the one that counts."""
+        if not self.live or self.state is PullState.RELEASING:
+            return []
+        return self._failed(f"lease_{reason}")
+
+    def read_ended(self, seq: int, outcome: Outcome) -> list[Effect]:
+        """Every rank has reported one read."""
+        if seq not in self._reading:
+            return []
+        blocks = self._reading[seq]
+        if outcome.quiescent:
+            del self._reading[seq]
+        if not self.live:
+            return self._quiesced()
+        if not outcome.ok:
+            # Ranks keep the same deadline as we do, and whoever notices first, it is one reason.
+            return self.fail("deadline" if outcome.reason == "deadline" else "read_failed", outcome.reason)
+        self._nbytes += outcome.nbytes
+        self._descriptors += outcome.descriptors
+        if self.state is PullState.OPENING:
+            self._early_blocks += blocks
+        if self._reading or self.state is not PullState.READING:
+            return []
+        return self._complete()
+
+    def read_quiescent(self, seq: int) -> list[Effect]:
+        """A read that failed is no longer written by any rank."""
+        if seq not in self._reading:
+            return []
+        del self._reading[seq]
+        return self._quiesced()
+
+    def verified(self, flaw: str) -> list[Effect]:
+        """What landed was compared with the checksums; `flaw` says where it differs, empty if nowhere."""
+        if self.state is not PullState.VERIFYING:
+            return []
+        return self.fail("checksum", flaw) if flaw else self._release()
+
+    def released(self, now: float, valid: bool) -> list[Effect]:
+        """The producer's verdict on what was read."""
+        if self.state is not PullState.RELEASING:
+            return []
+        if not valid:
+            return self._failed("invalid")
+        self._transition(PullState.DONE)
+        begun = now if self._first_read is None else self._first_read
+        done = PullDone(
+            transfer_id=self.transfer_id,
+            backend=self._backend,
+            nbytes=self._nbytes,
+            descriptors=self._descriptors,
+            wait_s=begun - self._started,
+            pull_s=now - begun,
+            tail_s=0.0 if self._ready_at is None else now - self._ready_at,
+            early_blocks=self._early_blocks,
+            first_tokens=self._first_tokens,
+        )
+        return [Emit(done)]
+
+    def unanswered(self) -> list[Effect]:
+        """A control request got no answer in time: ask again, a few times."""
+        if self.state not in (PullState.OPENING, PullState.RELEASING):
+            return []
+        self._attempts += 1
+        if self._attempts >= MAX_ATTEMPTS:
+            return self._failed("unreachable", "no answer on the control channel")
+        if self.state is PullState.OPENING:
+            return [SendOpen(self._known)]
+        return [SendRelease(read_ok=True)]
+
+    def fail(self, reason: str, detail: str = "") -> list[Effect]:
+        """Give up, and let the producer have its blocks back at once."""
+        if not self.live:
+            return []
+        untouched = self.state in (PullState.HELD, PullState.CONNECTING)
+        farewell: Effect = SendDrop() if untouched else SendRelease(read_ok=False)
+        return [farewell, *self._failed(reason, detail)]
+
+    def lost(self, reason: str, detail: str = "") -> list[Effect]:
+        """Give up because the producer is not there to be told."""
+        return self._failed(reason, detail) if self.live else []
+
+    def _failed(self, reason: str, detail: str = "") -> list[Effect]:
+        held = self.state is PullState.HELD
+        self._transition(PullState.FAILED)
+        if held:
+            return []
+        failed = PullFailed(
+            transfer_id=self.transfer_id,
+            reason=reason,
+            quiescent=not self._reading,
+            detail=detail,
+            first_tokens=self._first_tokens,
+        )
+        return [*(CancelRead(seq) for seq in sorted(self._reading)), Emit(failed)]
+
+    def _mismatch(self, grant: Grant) -> str:
+        """Why this answer cannot be about our request; empty if it can."""
+        known = grant.first_block + len(grant.block_ids)
+        if grant.first_block != self._known:
+            return f"blocks from {grant.first_block}, asked from {self._known}"
+        if grant.num_tokens != self._num_tokens:
+            return f"{grant.num_tokens} tokens, expected {self._num_tokens}"
+        if self._ids_hash is not None and grant.ids_hash != self._ids_hash:
+            return "other token ids"
+        if known > len(self._blocks) or (grant.ready and known < len(self._blocks)):
+            return f"{known} blocks, expected {len(self._blocks)}"
+        if self._verify and len(grant.checksums) != len(grant.block_ids):
+            return f"{len(grant.checksums)} checksums of {len(grant.block_ids)} blocks"
+        return ""
+
+    def _read(self, now: float, grant: Grant) -> list[Effect]:
+        skip = max(0, self._first_block - self._known)
+        remote = grant.block_ids[skip:]
+        local = self._blocks[self._known + skip : self._known + len(grant.block_ids)]
+        self._known += len(grant.block_ids)
+        if not remote:
+            return []
+        if self._verify:
+            self._checksums += grant.checksums[skip:]
+        if self._first_read is None:
+            self._first_read = now
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        self._reading[seq] = len(remote)
+        return [Read(seq, local, remote)]
+
+    def _complete(self) -> list[Effect]:
+        """Every read is done."""
+        if not self._checksums:
+            return self._release()
+        self._transition(PullState.VERIFYING)
+        return [Verify(self._blocks[self._first_block :], self._checksums)]
+
+    def _release(self) -> list[Effect]:
+        self._transition(PullState.RELEASING)
+        self._attempts = 0
+        return [SendRelease(read_ok=True)]
+
+    def _quiesced(self) -> list[Effect]:
+        if self._reading or self.state is not PullState.FAILED:
+            return []
+        return [Emit(PullQuiescent(transfer_id=self.transfer_id))]
+
+    def _transition(self, to: PullState) -> None:
+        if to not in _TABLE.get(self.state, ()):
+            raise AssertionError(f"pull {self.transfer_id}: {self.state.value} → {to.value}")
+        self.state = to

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of the control channel: a ROUTER that answers, a DEALER that asks (design §6).
+
+Every request is answered or reported as unanswered by its deadline. A peer whose connection breaks is
+reported at once, from the socket's own monitor, not after a timeout. With a key, both ends speak only to
+those who own it (`curve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.transfer.control.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
+from kvferry.transfer.control.curve import CurveKey, Gate
+from kvferry.transfer.control.fault import ControlFaults
+from kvferry.transfer.control.messages import (
+    MAX_FRAME_BYTES,
+    Answer,
+    BadFrame,
+    Request,
+    decode_answer,
+    decode_request,
+    encode,
+)
+
+_QUEUE = 4096
+"""Frames queued per connection and direction, and requests that may be waiting for an answer."""
+
+_FAREWELL_MS = 200
+"""How long the last requests may take to leave after a client was closed."""
+
+_BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asked: an address on the ROUTER and the number of the request. Valid for one answer."""
+
+    identity: bytes
+    seq: int
+
+
+class ControlServer:
+    """Takes requests of any number of consumers. Bad frames are counted and dropped, never fatal."""
+
+    def __init__(
+        self,
+        on_request: Callable[[Caller, Request], None],
+        faults: ControlFaults | None = None,
+        key: CurveKey | None = None,
+    ) -> None:
+        self._on_request = on_request
+        self._faults = faults or ControlFaults()
+        self._key = key
+        self._gate: Gate | None = None
+        self._channel: Channel | None = None
+        self.bad_frames = 0
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> int:
+        """Bind, and return the port. Raises `zmq.ZMQError` if the address cannot be bound.
+
+        With a key, whoever is to judge the peers is there before any can come.
+        """
+        socket = context.socket(zmq.ROUTER)
+        self._channel = Channel(socket, self._received)
+        limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._key is not None:
+            self._key.secure_server(socket)
+            self._gate = Gate(context, self._key)
+        socket.bind(tcp_endpoint(host, port or "*"))
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._channel.start()
+        return int(endpoint.rpartition(":")[2])
+
+    def answer(self, caller: Caller, answer: Answer) -> None:
+        """Send an answer; a caller that has left, or does not read, is passed over."""
+        if self._channel is None:
+            return
+        try:
+            for _ in range(self._faults.copies(answer)):
+                self._channel.send([caller.identity, encode(answer)])
+        except ChannelFull as error:
+            _log.debug("answer %d was not taken: %s", caller.seq, error)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+
+    def _received(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise BadFrame(f"{len(frames)} parts")
+            request = decode_request(frames[1])
+        except BadFrame as error:
+            self.bad_frames += 1
+            _log.debug("dropped a control frame: %s", error)
+            return
+        self._on_request(Caller(frames[0], request.seq), request)
+
+
+class ControlClient:
+    """Asks one producer. `on_broken` is called, once, when the connection fails or is lost."""
+
+    def __init__(
+        self,
+        on_broken: Callable[[], None],
+        faults: ControlFaults | None = None,
+        key: CurveKey | None = None,
+    ) -> None:
+        self._endpoint = ""
+        self._on_broken = on_broken
+        self._faults = faults or ControlFaults()
+        self._key = key
+        self._seq = itertools.count(1)
+        self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
+        self._socket: zmq.Socket[bytes] | None = None
+        self._channel: Channel | None = None
+        self._monitor: Channel | None = None
+        self._unsent: list[bytes] = []
+        self._closed = False
+        self.bad_frames = 0
+
+    def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """Begin to connect to a numeric address, and send what was requested before.
+
+        Raises `zmq.ZMQError` for an address that makes no sense.
+        """
+        self._endpoint = tcp_endpoint(host, port)
+        socket = context.socket(zmq.DEALER)
+        limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost producer is met anew, by a handshake
+        if self._key is not None:
+            self._key.secure_client(socket)
+        self._channel = Channel(socket, self._received)
+        # pyzmq would name the monitor after the socket's descriptor. A client closed a moment ago may have
+        # had the same, and its name is freed later than its descriptor.
+        monitor = socket.get_monitor_socket(_BROKEN | zmq.EVENT_CLOSED, f"inproc://{uuid4().hex}")
+        self._socket = socket
+        self._monitor = Channel(monitor, self._monitored)
+        socket.connect(self._endpoint)
+        self._channel.start()
+        self._monitor.start()
+        for frame in self._unsent:
+            self._channel.send([frame])
+        self._unsent.clear()
+
+    def next_seq(self) -> int:
+        """The number for the next request."""
+        return next(self._seq)
+
+    def request(self, request: Request, timeout_s: float, on_answer: Callable[[Answer | None], None]) -> None:
+        """Send a request. `on_answer` is called once, later: with the answer, or with None when there is none
+        by the deadline, the queue is full, or the client is closed.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed or len(self._waiting) >= _QUEUE:
+            loop.call_soon(on_answer, None)
+            return
+        timer = loop.call_later(timeout_s, self._settle, request.seq, None)
+        self._waiting[request.seq] = (on_answer, timer)
+        try:
+            for _ in range(self._faults.copies(request)):
+                self._send(encode(request))
+        except ChannelFull:
+            timer.cancel()
+            del self._waiting[request.seq]
+            loop.call_soon(on_answer, None)
+
+    def close(self) -> None:
+        """Close; requests that wait are told that no answer comes."""
+        self._closed = True
+        self._unsent.clear()
+        socket, channel, monitor = self._socket, self._channel, self._monitor
+        self._socket = self._channel = self._monitor = None
+        if socket is not None:
+            # ZMQ's I/O thread waits without end to tell of an event that nobody takes any more.
+            socket.disable_monitor()
+        if monitor is not None:
+            monitor.close()
+        if channel is not None:
+            channel.close(linger_ms=_FAREWELL_MS)
+        loop = asyncio.get_running_loop()
+        for on_answer, timer in self._waiting.values():
+            timer.cancel()
+            loop.call_soon(on_answer, None)
+        self._waiting.clear()
+
+    def _send(self, frame: bytes) -> None:
+        """Raises `ChannelFull`."""
+        if self._channel is not None:
+            self._channel.send([frame])
+        elif len(self._unsent) < _QUEUE:
+            self._unsent.append(frame)
+        else:
+            raise ChannelFull("not connected yet")
+
+    def _received(self, frames: list[bytes]) -> None:
+        try:
+            answer = decode_answer(b"".join(frames))
+        except BadFrame as error:
+            self.bad_frames += 1
+            _log.warning("dropped a control frame from %s: %s", self._endpoint, error)
+            return
+        self._settle(answer.seq, answer)
+
+    def _settle(self, seq: int, answer: Answer | None) -> None:
+        """An answer, or the end of waiting for it. Repeated and late answers find nobody waiting."""
+        waiting = self._waiting.pop(seq, None)
+        if waiting is None:
+            return
+        on_answer, timer = waiting
+        timer.cancel()
+        on_answer(answer)
+
+    def _monitored(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)
+        _log.debug("control channel to %s broke: %s", self._endpoint, event["event"])
+        on_broken, self._on_broken = self._on_broken, _nothing
+        on_broken()
+
+
+def _nothing() -> None:
+    """A broken connection is reported once."""

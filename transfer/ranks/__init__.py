@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of one engine, as a group and one by one."""

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process's end of the channel to its own ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.transfer.checksum import SumTable, unpack_sums
+from kvferry.transfer.control.messages import EngineDescription
+from kvferry.transfer.engine import BACKENDS
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.ranks import messages as wire
+from kvferry.transfer.ranks.aggregate import Aggregator, Outcome, RankReport
+from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
+from kvferry.transfer.tokens import new_secret
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConnected:
+    """Every rank has tried to connect a link."""
+
+    link: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Every rank's part of a read is over."""
+
+    transfer_id: TransferId
+    seq: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ReadQuiescent:
+    """A read that ended before it was quiescent has become so on every rank."""
+
+    transfer_id: TransferId
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBroken:
+    """A rank has met a peer that this backend's engine will never reach again."""
+
+    transfer: str
+
+
+RankEvent = LinkConnected | EngineBroken | ReadEnded | ReadQuiescent
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Checksums on their way from the ranks."""
+
+    num_blocks: int
+    on_sums: Callable[[SumTable], None]
+    parts: dict[int, SumTable] = field(default_factory=dict)
+
+
+class RankGroup:
+    """Every TP rank of this agent, as one: commands go to all, and one event comes back (I6)."""
+
+    def __init__(self, tp_size: int, incarnation: str, on_event: Callable[[RankEvent], None]) -> None:
+        self._tp_size = tp_size
+        self._incarnation = incarnation
+        self._on_event = on_event
+        self._hellos: dict[int, wire.RankHello] = {}
+        self._welcomed: set[int] = set()
+        self._complete = asyncio.Event()
+        self._listener = RankListener(self._received)
+        self._connections: dict[int, RankConnection] = {}
+        self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
+        self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
+        self._sums: dict[int, _Sums] = {}
+        self._sum_numbers = itertools.count()
+        self.secret = new_secret()
+
+    async def start(self, path: Path, timeout_s: float) -> None:
+        """Listen, and wait until every rank lets peers in. Raises TimeoutError naming those that do not, and
+        OSError if the path is taken or makes no sense.
+        """
+        await self._listener.start(path)
+        try:
+            await asyncio.wait_for(self._complete.wait(), timeout_s)
+        except TimeoutError as error:
+            missing = sorted(set(range(self._tp_size)) - self._welcomed)
+            raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
+
+    @property
+    def connecting(self) -> int:
+        """Links that not every rank has reported yet."""
+        return len(self._links)
+
+    @property
+    def transfers(self) -> tuple[str, ...]:
+        """Backends that every rank has opened, best first."""
+        return tuple(
+            name for name in BACKENDS if all(name in hello.engines for hello in self._hellos.values())
+        )
+
+    def descriptions(self, transfer: str) -> tuple[EngineDescription, ...]:
+        """How peers address our ranks with one backend, in order of rank."""
+        return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
+
+    def connect(self, command: wire.Connect) -> None:
+        """Connect every rank; comes to one `LinkConnected`."""
+        self._links.expect((command.link, command.transfer))
+        self.broadcast(command)
+
+    def close_link(self, link: int, transfer: str) -> None:
+        """Have every rank let go of a link, connected or not; none of them reports it then."""
+        self._links.discard((link, transfer))
+        self.broadcast(wire.CloseLink(link=link))
+
+    def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
+        """Give each rank its part of a read, in order of rank; comes to one `ReadEnded`."""
+        self._reads.expect((transfer_id, seq))
+        for rank, command in enumerate(commands):
+            self._send(rank, command)
+
+    def sum_blocks(self, blocks: Sequence[int], on_sums: Callable[[SumTable], None]) -> None:
+        """Have every rank sum some blocks. `on_sums` is called once, with a row per block and a column for
+        every head of every rank, in order of rank.
+        """
+        number = next(self._sum_numbers)
+        self._sums[number] = _Sums(len(blocks), on_sums)
+        self.broadcast(wire.SumBlocks(number=number, blocks=tuple(blocks)))
+
+    def broadcast(self, command: wire.Command) -> None:
+        """Command every rank."""
+        for rank in range(self._tp_size):
+            self._send(rank, command)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if more ranks have reported than there are."""
+        assert len(self._hellos) <= self._tp_size, "too many ranks"
+
+    def close(self) -> None:
+        self._listener.close()
+        self._connections.clear()
+
+    def _send(self, rank: int, command: wire.Command) -> None:
+        connection = self._connections.get(rank)
+        if connection is None:
+            return
+        try:
+            connection.send(wire.encode(command))
+        except RankGone as error:
+            # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
+            _log.error("rank %d does not take commands: %s", rank, error)
+
+    def _received(self, connection: RankConnection, frame: bytes) -> None:
+        report = wire.decode_report(frame)
+        match report:
+            case wire.RankHello():
+                self._welcome(connection, report)
+            case wire.Welcomed():
+                self._welcomed.add(report.rank)
+                if len(self._welcomed) == self._tp_size:
+                    self._complete.set()
+            case wire.Connected():
+                self._connected(report)
+            case wire.ReadEnded():
+                self._read_ended(report)
+            case wire.ReadQuiescent():
+                key = (TransferId(report.transfer_id), report.seq)
+                if self._reads.quiescent(key, report.rank):
+                    self._on_event(ReadQuiescent(*key))
+            case wire.BlocksSummed():
+                self._blocks_summed(report)
+
+    def _welcome(self, connection: RankConnection, hello: wire.RankHello) -> None:
+        if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
+            _log.error("a stranger reported as rank %d of %s", hello.rank, hello.incarnation)
+            return
+        self._hellos[hello.rank] = hello
+        self._connections[hello.rank] = connection
+        self._send(hello.rank, wire.Welcome(secret=self.secret))
+
+    def _connected(self, report: wire.Connected) -> None:
+        if report.broken:
+            self._on_event(EngineBroken(report.transfer))
+        rank_report = RankReport(ok=report.error is None, reason=report.error or "")
+        outcome = self._links.report((report.link, report.transfer), report.rank, rank_report)
+        if outcome is not None:
+            self._on_event(LinkConnected(report.link, outcome))
+
+    def _read_ended(self, report: wire.ReadEnded) -> None:
+        key = (TransferId(report.transfer_id), report.seq)
+        rank_report = RankReport(
+            ok=report.ok,
+            reason=report.reason,
+            quiescent=report.quiescent,
+            nbytes=report.nbytes,
+            descriptors=report.descriptors,
+        )
+        outcome = self._reads.report(key, report.rank, rank_report)
+        if outcome is not None:
+            self._on_event(ReadEnded(*key, outcome))
+        elif not report.ok:
+            # The whole has failed already; the other ranks need not go on.
+            self.broadcast(wire.CancelRead(transfer_id=report.transfer_id, seq=report.seq))
+
+    def _blocks_summed(self, report: wire.BlocksSummed) -> None:
+        sums = self._sums[report.number]
+        sums.parts[report.rank] = unpack_sums(report.sums, sums.num_blocks)
+        if len(sums.parts) == self._tp_size:
+            del self._sums[report.number]
+            sums.on_sums(np.concatenate([sums.parts[rank] for rank in range(self._tp_size)], axis=1))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent's engine process and its own ranks say to each other about transfers.
+
+msgspec's msgpack over ipc in the agent's private directory; both ends are of one incarnation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvferry.transfer.control.messages import EngineDescription
+from kvferry.transfer.layout import SpanTable
+
+
+class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Which backends a rank opened, and how peers address them: first of all, and after a `Rebuild`."""
+
+    rank: int
+    incarnation: str
+    engines: dict[str, EngineDescription]
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The secret under which peers' tokens are minted."""
+
+    secret: bytes
+
+
+class Welcomed(msgspec.Struct, frozen=True, kw_only=True, tag="welcomed"):
+    """The rank's engines know the secret: peers that come now are let in."""
+
+    rank: int
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """Connect to every rank of a producer; comes to one `Connected`. `link` names it from now on."""
+
+    link: int
+    transfer: str
+    ranks: tuple[EngineDescription, ...]
+    token: bytes
+    timeout_s: float
+
+
+class CloseLink(msgspec.Struct, frozen=True, kw_only=True, tag="close_link"):
+    """Let go of a producer."""
+
+    link: int
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
+    """Read spans from several producer ranks; comes to one `ReadEnded`. `spans` is by producer rank."""
+
+    link: int
+    transfer_id: str
+    seq: int
+    spans: dict[int, bytes]
+    timeout_s: float
+
+
+class CancelRead(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_read"):
+    """Fail a read that has not ended."""
+
+    transfer_id: str
+    seq: int
+
+
+class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
+    """Destroy a backend's engine, and with it all that it could still write; open another. Comes to a
+    `ReadEnded` or `ReadQuiescent` for every read that it had under way, and to a new `RankHello`.
+    """
+
+    transfer: str
+
+
+class SumBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="sum_blocks"):
+    """Sum what some blocks hold now (`transfer.checksum`); comes to one `BlocksSummed`."""
+
+    number: int
+    blocks: tuple[int, ...]
+
+
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
+    """Whether peers may need us, so that backends which have to be polled must be; `awaited`: one connects,
+    or has blocks to read.
+    """
+
+    on: bool
+    awaited: bool
+
+
+class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """Every producer rank is reachable, or why not. `broken`: not before our engine is opened anew."""
+
+    rank: int
+    link: int
+    transfer: str
+    error: str | None
+    broken: bool = False
+
+
+class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):
+    """One rank's part of a read is over: every span arrived, or `reason` says why not."""
+
+    rank: int
+    transfer_id: str
+    seq: int
+    ok: bool
+    reason: str
+    quiescent: bool
+    nbytes: int
+    descriptors: int
+
+
+class ReadQuiescent(msgspec.Struct, frozen=True, kw_only=True, tag="read_quiescent"):
+    """A read that failed without being quiescent has become so."""
+
+    rank: int
+    transfer_id: str
+    seq: int
+
+
+class BlocksSummed(msgspec.Struct, frozen=True, kw_only=True, tag="blocks_summed"):
+    """One rank's sums of the blocks that a `SumBlocks` named, a row per block and a column per head."""
+
+    rank: int
+    number: int
+    sums: bytes
+
+
+Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | SumBlocks | Serve
+Report = RankHello | Welcomed | Connected | ReadEnded | ReadQuiescent | BlocksSummed
+
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | Report) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """Type a command. Raises `msgspec.DecodeError` (a bug of ours)."""
+    return _command_decoder.decode(frame)
+
+
+def decode_report(frame: bytes) -> Report:
+    """Type a report. Raises `msgspec.DecodeError` (a bug of ours)."""
+    return _report_decoder.decode(frame)
+
+
+def pack_spans(table: SpanTable) -> bytes:
+    return table.astype("<i8").tobytes()
+
+
+def unpack_spans(packed: bytes) -> SpanTable:
+    flat: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(packed, dtype="<i8")
+    return flat.reshape(-1, 3)

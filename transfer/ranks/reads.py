@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's transfer thread has under way: links to producers, and reads from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
+from kvferry.transfer.ranks import messages as wire
+
+_NONSENSE = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
+"""What libraries raise for arguments that make no sense to them."""
+
+_BUSY_MS = 1
+_ATTENTIVE_MS = 20
+"""While nobody waits for us, but a read that was given up may have to end. A poll takes up to 200 µs after a
+sleep, and a rank without work must stay below a hundredth of a core.
+"""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """A producer: its ranks as peers of one engine. `connecting` until the outcome has been reported."""
+
+    engine: TransferEngine
+    peers: list[Peer]
+    connecting: bool = True
+
+
+@dataclass(slots=True)
+class _Read:
+    """One rank's part of one read. `reported` once its end was; it stays here until it is quiescent."""
+
+    engine: TransferEngine
+    transfers: list[Transfer]
+    reported: bool = False
+
+
+class RankLinks:
+    """Carries out commands on the rank's engines and reports how they ended. Single-threaded."""
+
+    def __init__(
+        self, rank: int, engines: Mapping[str, TransferEngine], report: Callable[[wire.Report], None]
+    ) -> None:
+        self._rank = rank
+        self._engines = engines
+        self._report = report
+        self._links: dict[int, _Link] = {}
+        self._reads: dict[tuple[str, int], _Read] = {}
+        self._serving = wire.Serve(on=False, awaited=False)
+
+    @property
+    def poll_ms(self) -> int | None:
+        """How soon a backend that has to be polled may have something to do; None while there is none."""
+        busy = list(self._engines.values()) if self._serving.awaited else []
+        busy += [link.engine for link in self._links.values() if link.connecting]
+        busy += [read.engine for read in self._reads.values()]
+        if any(engine.fileno() is None for engine in busy):
+            return _BUSY_MS
+        if self._serving.on and any(engine.fileno() is None for engine in self._engines.values()):
+            return _ATTENTIVE_MS
+        return None
+
+    def handle(self, command: wire.Command) -> None:
+        """Carry out one command of the engine process."""
+        match command:
+            case wire.Welcome():
+                for engine in self._engines.values():
+                    engine.admit(command.secret)
+                self._report(wire.Welcomed(rank=self._rank))
+            case wire.Serve():
+                self._serving = command
+            case wire.Connect():
+                self._connect(command)
+            case wire.CloseLink():
+                self._close_link(command.link)
+            case wire.Read():
+                self._read(command)
+            case wire.CancelRead():
+                read = self._reads.get((command.transfer_id, command.seq))
+                for transfer in read.transfers if read else ():
+                    transfer.cancel()
+
+    def engine_destroyed(self, engine: TransferEngine) -> None:
+        """Nothing of this engine writes any more: every link of it is gone, and every read is quiescent."""
+        for number, link in list(self._links.items()):
+            if link.engine is engine:
+                if link.connecting:
+                    self._connected(number, "the engine was rebuilt")
+                self._links.pop(number, None)
+        for key, read in list(self._reads.items()):
+            if read.engine is engine:
+                del self._reads[key]
+                self._end_destroyed(key, read)
+
+    def _end_destroyed(self, key: tuple[str, int], read: _Read) -> None:
+        if read.reported:
+            self._report(wire.ReadQuiescent(rank=self._rank, transfer_id=key[0], seq=key[1]))
+        elif all(transfer.poll() is Status.DONE for transfer in read.transfers):
+            self._report_success(key, read)
+        else:
+            self._ended(*key, ok=False, reason="peer_lost")
+
+    def collect(self) -> None:
+        """Report every link and read that has come to an end since the last call."""
+        for number, link in list(self._links.items()):
+            if link.connecting:
+                self._collect_link(number, link)
+        for key, read in list(self._reads.items()):
+            self._collect_read(key, read)
+
+    def _connect(self, command: wire.Connect) -> None:
+        engine = self._engines[command.transfer]
+        link = _Link(engine, [])
+        self._links[command.link] = link
+        try:
+            for rank in command.ranks:
+                link.peers.append(engine.connect(rank.engine, rank.regions, command.token, command.timeout_s))
+        except PeerUnreachable as error:
+            self._connected(command.link, str(error), broken=isinstance(error, PeerBroken))
+        except _NONSENSE as error:
+            # These are a peer's own words. Whatever a library makes of them, they cost this link only.
+            _log.warning("a peer is described in a way that makes no sense", exc_info=True)
+            self._connected(command.link, f"a description that makes no sense: {error!r}")
+
+    def _collect_link(self, number: int, link: _Link) -> None:
+        try:
+            ready = [peer.poll() for peer in link.peers]
+        except PeerUnreachable as error:
+            self._connected(number, str(error))
+            return
+        if all(ready):
+            self._connected(number, None)
+
+    def _connected(self, number: int, error: str | None, *, broken: bool = False) -> None:
+        link = self._links[number]
+        link.connecting = False
+        if error is not None:
+            self._close_link(number)
+        self._report(
+            wire.Connected(
+                rank=self._rank, link=number, transfer=link.engine.name, error=error, broken=broken
+            )
+        )
+
+    def _close_link(self, number: int) -> None:
+        link = self._links.pop(number, None)
+        for peer in link.peers if link else ():
+            peer.close()
+
+    def _read(self, command: wire.Read) -> None:
+        link = self._links.get(command.link)
+        if link is None:
+            self._ended(command.transfer_id, command.seq, ok=False, reason="peer_lost")
+            return
+        key = (command.transfer_id, command.seq)
+        self._reads[key] = read = _Read(link.engine, [])
+        try:
+            for rank, spans in command.spans.items():
+                read.transfers.append(
+                    link.engine.read(link.peers[rank], wire.unpack_spans(spans), command.timeout_s)
+                )
+        except ValueError as error:
+            _log.warning("read %s/%d: %s", *key, error)
+            self._fail(key, read, "refused")
+
+    def _collect_read(self, key: tuple[str, int], read: _Read) -> None:
+        statuses = [transfer.poll() for transfer in read.transfers]
+        if not read.reported:
+            if Status.FAILED in statuses:
+                self._fail(key, read, read.transfers[statuses.index(Status.FAILED)].reason or "failed")
+            elif Status.PENDING not in statuses:
+                del self._reads[key]
+                self._report_success(key, read)
+        elif all(transfer.quiescent for transfer in read.transfers):
+            del self._reads[key]
+            self._report(wire.ReadQuiescent(rank=self._rank, transfer_id=key[0], seq=key[1]))
+
+    def _report_success(self, key: tuple[str, int], read: _Read) -> None:
+        nbytes = sum(transfer.nbytes for transfer in read.transfers)
+        descriptors = sum(transfer.descriptors for transfer in read.transfers)
+        self._ended(*key, ok=True, nbytes=nbytes, descriptors=descriptors)
+
+    def _fail(self, key: tuple[str, int], read: _Read, reason: str) -> None:
+        for transfer in read.transfers:
+            transfer.cancel()
+        quiescent = all(transfer.quiescent for transfer in read.transfers)
+        _log.info("read %s/%d failed: %s%s", *key, reason, "" if quiescent else ", not quiescent yet")
+        if quiescent:
+            del self._reads[key]
+        read.reported = True
+        self._ended(*key, ok=False, reason=reason, quiescent=quiescent)
+
+    def _ended(
+        self,
+        transfer_id: str,
+        seq: int,
+        *,
+        ok: bool,
+        reason: str = "",
+        quiescent: bool = True,
+        nbytes: int = 0,
+        descriptors: int = 0,
+    ) -> None:
+        self._report(
+            wire.ReadEnded(
+                rank=self._rank,
+                transfer_id=transfer_id,
+                seq=seq,
+                ok=ok,
+                reason=reason,
+                quiescent=quiescent,
+                nbytes=nbytes,
+                descriptors=descriptors,
+            )
+        )

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of the transfer plane that one rank sees: a thread that owns this rank's backends.
+
+The thread takes commands from the engine process and reports back; the rank's own work never waits for it. It
+sleeps on descriptors, and polls, at most every millisecond, only while a backend without one has work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.transfer.checksum import PoolSums
+from kvferry.transfer.control.messages import EngineDescription
+from kvferry.transfer.engine import (
+    BackendUnavailable,
+    EngineOptions,
+    TransferEngine,
+    candidates,
+    open_engine,
+    parse_backend_options,
+)
+from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.ranks import messages as wire
+from kvferry.transfer.ranks.channel import RankEnd, connect
+from kvferry.transfer.ranks.reads import RankLinks
+from kvferry.transfer.ranks.sums import RankSums
+
+if TYPE_CHECKING:
+    import torch
+
+_OPEN_S = 60.0
+_CLOSE_S = 5.0
+_SWITCH_S = 0.0005
+"""Longest that the rank's own Python may keep the interpreter from this thread (5 ms by default)."""
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerConnector:
+    """This rank's part of the transfer plane.
+
+    Args:
+        address: Where the engine process's SchedulerConnector listens for its ranks.
+        pool: This rank's contiguous KV pool, `geometry.pool_shape`, allocated and touched.
+        transfer: A backend's name, or auto for every one that works here.
+        tcp_fault: Damage that the tcp backend does to what it sends (tests).
+        transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
+        computing: Set by the rank while its model computes, so that a pull may then take less of the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: Path,
+        rank: int,
+        tp_size: int,
+        geometry: KVGeometry,
+        pool: torch.Tensor,
+        transfer: str,
+        incarnation: str,
+        bind_host: str,
+        advertise_host: str,
+        tcp_fault: str | None = None,
+        transfer_options: str = "",
+        computing: threading.Event | None = None,
+    ) -> None:
+        heads = len(geometry.local_heads(tp_size, rank))
+        if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], heads):
+            raise ValueError(f"pool of shape {tuple(pool.shape)} does not fit {geometry} with {heads} heads")
+        self._address = address
+        self._rank = rank
+        self._pool = pool
+        self._geometry = geometry
+        self._names = candidates(transfer)
+        self._incarnation = incarnation
+        self._options = EngineOptions(
+            name=f"{incarnation}-{rank}-{secrets.token_hex(4)}",
+            bind_host=bind_host,
+            advertise_host=advertise_host,
+            item_bytes=geometry.item_bytes,
+            explicit=transfer != "auto",
+            fault=tcp_fault,
+            computing=computing or threading.Event(),
+        )
+        self._backend_options = parse_backend_options(transfer_options)
+        self._lives = itertools.count()
+        self._opened = threading.Event()
+        self._error: Exception | None = None
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Open the backends and report to the engine process. Raises `BackendUnavailable` with the reason, or
+        ValueError for a fault that makes no sense.
+        """
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self._thread.start()
+        if not self._opened.wait(_OPEN_S):
+            raise BackendUnavailable(f"transfer backends did not open within {_OPEN_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread and everything it owns; afterwards nothing writes into the pool. Idempotent."""
+        self._stop.close()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the transfer thread did not end within {_CLOSE_S:.0f} s")
+        self._stopped.close()
+
+    def _run(self) -> None:
+        try:
+            engines = self._open_engines()
+        except (BackendUnavailable, ValueError) as error:
+            self._error = error
+            return
+        finally:
+            self._opened.set()
+        stopped = False
+        try:
+            self._serve(engines)
+            stopped = True
+        finally:
+            if not stopped:
+                # A rank without its transfer thread would strand every pull; agents share one fate (I8).
+                _log.critical("the transfer thread broke", exc_info=sys.exc_info())
+                os._exit(1)
+
+    def _open_engines(self) -> dict[str, tuple[TransferEngine, EngineDescription]]:
+        engines: dict[str, tuple[TransferEngine, EngineDescription]] = {}
+        for name in self._names:
+            try:
+                engines[name] = self._open_engine(name)
+            except BackendUnavailable as error:
+                if self._options.explicit:
+                    raise
+                _log.info("transfer backend left out: %s", error)
+        if not engines:
+            raise BackendUnavailable("no transfer backend works here")
+        return engines
+
+    def _options_of(self, name: str) -> EngineOptions:
+        return replace(
+            self._options,
+            name=f"{self._options.name}-{next(self._lives)}",
+            backend_options=self._backend_options.get(name, {}),
+        )
+
+    def _open_engine(self, name: str) -> tuple[TransferEngine, EngineDescription]:
+        engine = open_engine(name, self._options_of(name))
+        try:
+            region = engine.register(self._pool)
+        except BackendUnavailable:
+            engine.close()
+            raise
+        return engine, EngineDescription(engine=engine.describe(), regions=(region.describe(),))
+
+    def _serve(self, opened: dict[str, tuple[TransferEngine, EngineDescription]]) -> None:
+        engines = {name: engine for name, (engine, _) in opened.items()}
+        descriptions = {name: description for name, (_, description) in opened.items()}
+        channel: RankEnd | None = None
+        try:
+            poller = select.poll()
+            poller.register(self._stopped, select.POLLIN)
+            for engine in engines.values():
+                _watch(poller, engine)
+            channel = connect(self._address, self._stopped)
+            if channel is not None:
+                self._say_hello(channel, descriptions)
+                self._loop(channel, poller, engines, descriptions)
+        finally:
+            for engine in engines.values():
+                engine.close()
+            if channel is not None:
+                channel.close()
+
+    def _say_hello(self, channel: RankEnd, descriptions: Mapping[str, EngineDescription]) -> None:
+        hello = wire.RankHello(rank=self._rank, incarnation=self._incarnation, engines=dict(descriptions))
+        channel.send(wire.encode(hello))
+
+    def _loop(
+        self,
+        channel: RankEnd,
+        poller: select.poll,
+        engines: dict[str, TransferEngine],
+        descriptions: dict[str, EngineDescription],
+    ) -> None:
+        links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
+        pool_sums = PoolSums(self._pool, self._geometry)
+        sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
+        poller.register(channel, select.POLLIN)
+        while True:
+            ready = dict(poller.poll(0 if sums.busy else _wait_ms(links, list(engines.values()))))
+            if self._stopped.fileno() in ready:
+                return
+            if channel.gone and channel.fileno() in ready:
+                poller.unregister(channel)
+            for frame in channel.receive() if channel.fileno() in ready else ():
+                command = wire.decode_command(frame)
+                if isinstance(command, wire.Rebuild):
+                    _unwatch(poller, engines[command.transfer])
+                    descriptions[command.transfer] = self._rebuild(command.transfer, links, engines)
+                    _watch(poller, engines[command.transfer])
+                    self._say_hello(channel, descriptions)
+                elif isinstance(command, wire.SumBlocks):
+                    sums.add(command)
+                else:
+                    links.handle(command)
+            for engine in engines.values():
+                engine.progress()
+                links.collect()  # what one has brought is not kept back by the others
+            sums.advance()
+
+    def _rebuild(self, name: str, links: RankLinks, engines: dict[str, TransferEngine]) -> EngineDescription:
+        """Destroy an engine and open it anew: the end of everything that it could still write.
+
+        Raises `BackendUnavailable` if it does not open again, which ends the rank.
+        """
+        destroyed = engines[name]
+        destroyed.close()
+        links.engine_destroyed(destroyed)
+        engines[name], description = self._open_engine(name)
+        _log.info("%s engine rebuilt", name)
+        return description
+
+
+def _watch(poller: select.poll, engine: TransferEngine) -> None:
+    descriptor = engine.fileno()
+    if descriptor is not None:
+        poller.register(descriptor, select.POLLIN)
+
+
+def _unwatch(poller: select.poll, engine: TransferEngine) -> None:
+    descriptor = engine.fileno()
+    if descriptor is not None:
+        poller.unregister(descriptor)
+
+
+def _wait_ms(links: RankLinks, engines: list[TransferEngine]) -> int | None:
+    """How long the thread may sleep on its descriptors; None: until one of them is ready."""
+    poll_ms = links.poll_ms
+    if poll_ms is not None:
+        return poll_ms
+    deadlines = [each for each in (engine.next_deadline() for engine in engines) if each is not None]
+    finite = [each for each in deadlines if each != float("inf")]
+    if not finite:
+        return None
+    return max(0, int((min(finite) - time.monotonic()) * 1000) + 1)
