@@ -108,7 +108,7 @@ bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they c
 	$(BIN)/python -m tests.bench.transfer
 
 dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
-	$(BIN)/python -m tests.unit.proxy.dialect_table --write
+	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny

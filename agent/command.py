@@ -13,7 +13,7 @@ from kvferry.agent.api.process import run_agent
 from kvferry.agent.cli import parse_config
 from kvferry.agent.logs import configure_logging
 from kvferry.agent.tls import BadCertificate
-from kvferry.proxy.wire import BadClusterKey
+from kvferry.proxy.wire.messages import BadClusterKey
 
 log = logging.getLogger(__name__)
 

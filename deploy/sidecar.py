@@ -23,10 +23,10 @@ import uvloop
 
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.logs import configure_logging
-from kvferry.proxy.engine_server import EngineDialect, EngineServer, TransferMode
-from kvferry.proxy.engine_watch import EngineWatch
-from kvferry.proxy.flags import parse_flags
-from kvferry.proxy.wire import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
+from kvferry.proxy.discovery.health_monitor import EngineWatch
+from kvferry.proxy.discovery.static_nodes import EngineDialect, EngineServer, TransferMode
+from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.messages import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Literal
 from rich.console import Console
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
-from kvferry.proxy.flags import parse_flags
+from kvferry.proxy.wire.flags import parse_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

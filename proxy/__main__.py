@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports make a hundred thousand objects and no garbage: looking for some takes a third of the time to
     # start, and later collections need not look there again.
     gc.disable()
-    from kvferry.proxy.command import run
+    from kvferry.proxy.cli import run
 
     gc.freeze()
     gc.enable()

@@ -10,11 +10,16 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.proxy.address_rules import AddressRules
-from kvferry.proxy.engine_server import EngineDialect, EngineServer, check_distinct, server_from_words
-from kvferry.proxy.flags import parse_flags
-from kvferry.proxy.policy import PolicyName
-from kvferry.proxy.wire import DEFAULT_DISCOVERY_PORT
+from kvferry.proxy.discovery.static_nodes import (
+    EngineDialect,
+    EngineServer,
+    check_distinct,
+    server_from_words,
+)
+from kvferry.proxy.fleet.address_rules import AddressRules
+from kvferry.proxy.fleet.policy import PolicyName
+from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

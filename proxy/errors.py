@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvferry.proxy.wire import Incarnation
+from kvferry.proxy.wire.messages import Incarnation
 
 RETRY_AFTER_S = 1
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -180,7 +180,8 @@ class RateLimited(ProxyError):
 class AgentLost(ProxyError):
     """An agent broke off before the end of its leg, or failed by its own account: another may be asked.
 
-    `refused`: it takes no connections. `silent`: it was given up, since it pings no more (`proxy.silence`).
+    `refused`: it takes no connections. `silent`: it was given up, since it pings no more
+    (`proxy.http.hang_detector`).
     """
 
     status = 502

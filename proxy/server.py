@@ -15,25 +15,25 @@ from typing import Any, cast
 
 import uvicorn
 
-from kvferry.proxy.api_keys import ApiKeys
-from kvferry.proxy.app import create_app
-from kvferry.proxy.client_connection import ClientConnection
+from kvferry.proxy.api.app import create_app
+from kvferry.proxy.api.auth import ApiKeys
+from kvferry.proxy.api.dashboard_feed import Live
+from kvferry.proxy.api.request_tasks import OpenRequests
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
-from kvferry.proxy.drops import Drops
-from kvferry.proxy.exchange import Services
-from kvferry.proxy.fleet import Fleet
-from kvferry.proxy.history import History
-from kvferry.proxy.live import Live
-from kvferry.proxy.local_fleet import LocalFleet
-from kvferry.proxy.membership import all_servers, membership
-from kvferry.proxy.metrics import Metrics
-from kvferry.proxy.open_requests import OpenRequests
-from kvferry.proxy.peers import Peers
-from kvferry.proxy.retry_budget import RESERVE, RetryBudget
-from kvferry.proxy.tls import server_context
-from kvferry.proxy.upstream import Upstream
-from kvferry.proxy.wire import ClusterKey
+from kvferry.proxy.dialects.peer_cache import Peers
+from kvferry.proxy.discovery.discovery import all_servers, membership
+from kvferry.proxy.exchange.exchange import Services
+from kvferry.proxy.exchange.kv_drops import Drops
+from kvferry.proxy.exchange.retry_budget import RESERVE, RetryBudget
+from kvferry.proxy.fleet.fleet import LocalFleet
+from kvferry.proxy.fleet.interface import Fleet
+from kvferry.proxy.http.client_connection import ClientConnection
+from kvferry.proxy.http.pool import Upstream
+from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.messages import ClusterKey
+from kvferry.proxy.wire.tls import server_context
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvferry.proxy.wire import NodeState
+from kvferry.proxy.wire.messages import NodeState
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvferry.proxy.wire import (
+from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
     Ack,
     BadFrame,

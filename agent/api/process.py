@@ -34,7 +34,7 @@ from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.tls import server_context
-from kvferry.proxy.wire import ClusterKey, Incarnation, Load, Register
+from kvferry.proxy.wire.messages import ClusterKey, Incarnation, Load, Register
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvferry.agent.api.request_log import Journal
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
-from kvferry.proxy.wire import Incarnation
+from kvferry.proxy.wire.messages import Incarnation
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from kvferry.proxy.dialects.base import (
     refuse,
     refuse_ranking,
 )
+from kvferry.proxy.dialects.foreign import foreign_registration
 from kvferry.proxy.errors import NOT_JSON, BadAnswer
-from kvferry.proxy.foreign import foreign_registration
-from kvferry.proxy.openai_api import ClientRequest
-from kvferry.proxy.wire import BadFrame, Register, Role
+from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
 NAME = "atom"
 _ENGINE = "ATOM servers"

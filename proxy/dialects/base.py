@@ -3,11 +3,12 @@
 
 A dialect is pure: it turns a share of the client's body (`Part`), the two servers (`Ends`) and what the
 prefill server answered (`Prefilled`) into the next request (`Leg`). It knows neither clock nor socket; the
-exchange (`proxy.legs`) knows neither fields nor headers of any engine.
+exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
 
 These engines draw one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or mix
-up their KV (vLLM #43509, SGLang #24223). So a request is cut into parts of one choice each (`proxy.parts`),
-and every part has a transfer id of its own, from which all ids, rooms and ranks of its legs follow.
+up their KV (vLLM #43509, SGLang #24223). So a request is cut into parts of one choice each
+(`proxy.exchange.sub_requests`), and every part has a transfer id of its own, from which all ids, rooms and
+ranks of its legs follow.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, ClassVar
 
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
-from kvferry.proxy.openai_api import ClientRequest
-from kvferry.proxy.wire import Register
+from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.messages import Register
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""

@@ -17,8 +17,8 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import refuse
 from kvferry.proxy.errors import NOT_JSON, BadAnswer, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
-from kvferry.proxy.openai_api import ClientRequest
-from kvferry.proxy.wire import Register
+from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.messages import Register
 
 NULL = msgspec.Raw(b"null")
 NAME = "native"

@@ -29,7 +29,7 @@ from kvferry.proxy.dialects.base import (
     refuse_ranking,
 )
 from kvferry.proxy.errors import BadAnswer, InvalidRequest, error_object
-from kvferry.proxy.openai_api import ClientRequest
+from kvferry.proxy.request import ClientRequest
 
 NAME = "sglang"
 _ENGINE = "SGLang servers"

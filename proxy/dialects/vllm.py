@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.proxy.dialects.base import Dialect, Leg, Part, make_leg, refuse_ranking
 from kvferry.proxy.errors import NOT_JSON, BadAnswer
-from kvferry.proxy.openai_api import ClientRequest
+from kvferry.proxy.request import ClientRequest
 
 ENGINE = "vLLM servers"
 HAND_OVER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -3,7 +3,7 @@
 
 Source: vLLM 0.33.0, `mooncake_connector_proxy.py` (`vllm-sglang.md` §1.5, §2.4). A prefill server's `control`
 is its bootstrap server's URL, whose `/query` names the engine id of each data-parallel rank. A restarted
-engine has another id, so what was looked up is kept for a short while only (`proxy.peers`).
+engine has another id, so what was looked up is kept for a short while only (`proxy.dialects.peer_cache`).
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import msgspec
 
 from kvferry.proxy.dialects import vllm
 from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
+from kvferry.proxy.dialects.foreign import foreign_registration
 from kvferry.proxy.errors import BadAnswer
-from kvferry.proxy.foreign import foreign_registration
-from kvferry.proxy.wire import BadFrame, Register, Role
+from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
 NAME = "vllm-moriio"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}

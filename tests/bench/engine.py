@@ -18,7 +18,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy import wire
+from kvferry.proxy.wire import messages as wire
 
 MODEL = "stand-in"
 ENVELOPE = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1763600000, "model": MODEL}

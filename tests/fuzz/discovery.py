@@ -18,10 +18,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy import wire
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.registry import NodeState
+from kvferry.proxy.fleet.registry import NodeState
 from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.wire import messages as wire
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.builders import registration
 

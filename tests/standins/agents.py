@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from kvferry.proxy import wire
+from kvferry.proxy.wire import messages as wire
 
 Leg = Literal["prefill", "decode", "alone"]
 CONTEXT_TOKENS = 4096

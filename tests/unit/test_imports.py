@@ -44,8 +44,8 @@ def test_imports_run_one_way(package: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "kvferry.proxy.app",
-        "kvferry.proxy.command",
+        "kvferry.proxy.api.app",
+        "kvferry.proxy.cli",
         "kvferry.agent.command",
         "kvferry.agent.engine.process",
         "kvferry.deploy.cli",
@@ -66,7 +66,7 @@ def test_torch_stays_out(module: str) -> None:
 
 def test_proxy_imports_nothing_of_the_others() -> None:
     code = (
-        "import sys, kvferry.proxy.app; "
+        "import sys, kvferry.proxy.api.app; "
         "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('kvferry.')}))"
     )
     done = subprocess.run(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.proxy.registry import Node, NodeState, Snapshot
-from kvferry.proxy.wire import Load, Register, Role
+from kvferry.proxy.fleet.registry import Node, NodeState, Snapshot
+from kvferry.proxy.wire.messages import Load, Register, Role
 
 
 def load(running: int = 0, **fields: Any) -> Load:

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.record import Phase
+from kvferry.proxy.exchange.request_log import Phase
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire import Role
+from kvferry.proxy.wire.messages import Role
 from tests.standins.agents import StandInAgent
 
 A = TypeVar("A", bound=StandInAgent)

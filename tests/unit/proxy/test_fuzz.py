@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.registry import MAX_NODES, Registry
+from kvferry.proxy.fleet.registry import MAX_NODES, Registry
 from tests.fuzz import api, discovery
 from tests.unit.proxy.builders import registration
 

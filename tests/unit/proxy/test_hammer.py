@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.wire import Register
+from kvferry.proxy.wire.messages import Register
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 from kvferry.agent.api.lifecycle import IllegalTransition, Lifecycle
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.ids import host_id
-from kvferry.proxy.wire import (
+from kvferry.proxy.wire.messages import (
     Ack,
     AgentMessage,
     Bye,

@@ -25,7 +25,7 @@ import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.proxy.wire import Bye, Register, decode_agent_message
+from kvferry.proxy.wire.messages import Bye, Register, decode_agent_message
 from tests.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 from tests.standins.engine import CACHED_TOKENS, CONTROL_PORT, MAX_MODEL_LEN, Seed

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' keys: who may ask for answers, how much of them, and who may look behind them.
+
+The file that `--api-keys` names holds a key per line, and after it, in any order and each at most once:
+`admin`, which opens the operator's pages to it too, `requests=RATE` and `tokens=RATE`
+(`proxy.api.rate_limit`). Empty lines and lines that begin with `#` are skipped.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from quart import Quart, Response, request
+
+from kvferry.proxy.api.rate_limit import Allowance, Rate
+from kvferry.proxy.errors import Unauthorized
+
+MIN_KEY_CHARS = 16
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
+"""What load balancers, Prometheus and makers of clients ask for; nothing of it is about what users said."""
+CLIENT_PATHS = "/v1/"
+
+
+class BadKeyFile(ValueError):
+    """A file of keys that cannot be used; the message names the file, and never a key."""
+
+
+class Access(enum.IntEnum):
+    """How far a request may go. Each includes those before it."""
+
+    NONE = 0
+    CLIENT = 1
+    ADMIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Whoever holds a key."""
+
+    access: Access
+    allowance: Allowance
+
+
+NOBODY = Client(Access.NONE, Allowance(None, None))
+
+
+class ApiKeys:
+    """Which key opens what. Holds digests: looking one up takes as long for a wrong key that begins right."""
+
+    def __init__(self, clients: Mapping[bytes, Client]) -> None:
+        self._clients = clients
+
+    @classmethod
+    def read(cls, path: Path) -> ApiKeys:
+        """Read a file of keys. Raises `OSError`, and `BadKeyFile` also for a file that admits nobody."""
+        clients: dict[bytes, Client] = {}
+        for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), start=1):
+            match line.split():
+                case []:
+                    continue
+                case [word, *_] if word.startswith("#"):
+                    continue
+                case [key, *words] if len(key) >= MIN_KEY_CHARS:
+                    try:
+                        clients[_digest(key)] = _client(words)
+                    except ValueError as error:
+                        raise BadKeyFile(f"{path}, line {number}, after the key: {error}") from error
+                case _:
+                    raise BadKeyFile(f"{path}, line {number}: a key has {MIN_KEY_CHARS} characters at least")
+        if not clients:
+            raise BadKeyFile(f"{path} holds no key")
+        return cls(clients)
+
+    def share(self, tell: Callable[[bytes, int, int], None]) -> None:
+        """From now on tell the other processes which client (by its key's digest) took how many requests and
+        tokens here. What they tell is for `taken`."""
+        for digest, client in self._clients.items():
+            client.allowance.share(partial(tell, digest))
+
+    def taken(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
+        """Another process has served a client; one that is not known here has no limits here either."""
+        if digest in self._clients:
+            self._clients[digest].allowance.take(requests, tokens, now)
+
+    def client(self, authorization: str | None, method: str) -> Client:
+        """Who sends a request with this `Authorization` header.
+
+        A browser sends the key as the password of Basic. It does so unasked, also on behalf of other sites,
+        so that opens nothing but what only reads.
+        """
+        scheme, _, credentials = (authorization or "").partition(" ")
+        match scheme.lower():
+            case "bearer":
+                key = credentials.strip()
+            case "basic" if method in ("GET", "HEAD"):
+                key = _password(credentials)
+            case _:
+                return NOBODY
+        return self._clients.get(_digest(key), NOBODY)
+
+
+def guard(app: Quart, keys: ApiKeys) -> None:
+    """Let in only requests with a key. A path that nobody thought of needs an admin's."""
+
+    @app.before_request
+    async def refuse() -> Response | None:
+        client = admitted(keys, request.path, request.method, request.headers.get("Authorization"))
+        if isinstance(client, Client):
+            return None
+        error = client
+        return Response(error.body(), error.status, error.headers, content_type="application/json")
+
+
+def admitted(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:
+    """Who sends the request, or why it is not let in."""
+    needed = _needed(path)
+    client = keys.client(authorization, method)
+    if client.access >= needed:
+        return client
+    return Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
+
+
+def _client(words: Sequence[str]) -> Client:
+    """What the words after a key say. Raises ValueError."""
+    access, rates = Access.CLIENT, dict[str, Rate]()
+    for word in words:
+        name, _, value = word.partition("=")
+        if word == "admin" and access is Access.CLIENT:
+            access = Access.ADMIN
+        elif name in ("requests", "tokens") and name not in rates:
+            rates[name] = Rate.parse(value)
+        else:
+            raise ValueError("only admin, requests=RATE and tokens=RATE may stand there, each once")
+    return Client(access, Allowance(rates.get("requests"), rates.get("tokens")))
+
+
+def _needed(path: str) -> Access:
+    if path in OPEN_PATHS:
+        return Access.NONE
+    return Access.CLIENT if path.startswith(CLIENT_PATHS) else Access.ADMIN
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _password(credentials: str) -> str:
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one proxy from its command line to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import uvloop
+
+from kvferry.proxy.api.auth import BadKeyFile
+from kvferry.proxy.config import ProxyConfig, parse_config
+from kvferry.proxy.discovery.static_nodes import BadEngineServer
+from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.wire.messages import BadClusterKey
+from kvferry.proxy.wire.tls import BadCertificate
+from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
+
+BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the proxy until SIGTERM or SIGINT. Returns the exit status; 2 for a wrong command line."""
+    try:
+        config = parse_config(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
+    )
+    status = 0
+    try:
+        uvloop.run(_serve(config))
+    except* (OSError, *BAD_FILES, WorkersFailed) as failed:
+        status = 1
+        for error in _leaves(failed):
+            print(f"kvferry proxy: {error}", file=sys.stderr)
+    return status
+
+
+async def _serve(config: ProxyConfig) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    running: AbstractAsyncContextManager[RunningProxy | RunningWorkers]
+    running = running_proxy(config) if config.workers == 1 else running_workers(config)
+    async with running as proxy:
+        # Launchers read this line: with port 0 only the proxy knows where it listens.
+        where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
+        print(json.dumps({"listening": where}), flush=True)
+        await stop.wait()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

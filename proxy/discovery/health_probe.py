@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at another engine's server: whether it is healthy, what it serves and how busy it is.
+
+Sources: `GET /health` and `GET /v1/models` of vLLM 0.32, SGLang 0.5 and ATOM; the names of the metrics are
+those of vLLM (`v1/metrics/loggers.py`) and SGLang (`metrics_collector.py`). What an engine does not tell
+stays unknown: no metric is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import aiohttp
+import msgspec
+from msgspec import Meta
+
+from kvferry.proxy.errors import NOT_JSON
+from kvferry.proxy.wire.messages import Load
+
+LOOK_TIMEOUT_S = 2.0
+"""With `PING_INTERVAL_S` after it still less than a node's expiry: a slow look does not take it out."""
+MAX_PAGE_BYTES = 8 * 1024 * 1024
+MAX_COUNT = 2**53 - 1
+"""Most that is believed of any number: it fits every frame, and a float holds it exactly."""
+RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
+WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
+USED = frozenset({"vllm:kv_cache_usage_perc", "sglang:token_usage"})
+"""The share of the KV cache in use, 0 to 1."""
+CAPACITY = frozenset({"sglang:max_total_num_tokens"})
+STEPS = frozenset({"vllm:iteration_tokens_total_count"})
+"""How often the engine has stepped."""
+CACHE_CONFIG = "vllm:cache_config_info"
+"""Says the number of KV blocks in a label."""
+STARTED = "process_start_time_seconds"
+_WANTED = RUNNING | WAITING | USED | CAPACITY | STEPS | {CACHE_CONFIG, STARTED}
+_BLOCKS = re.compile(r'num_gpu_blocks="(\d{1,15})"')
+
+
+class EngineDown(Exception):
+    """The server did not show that it can serve; the message says why.
+
+    `refused`: nobody listens there at all, or it said itself that it cannot serve.
+    """
+
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.refused = refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What a look has shown. `steps` and `started_at` (Unix seconds) are None where the engine is silent."""
+
+    model: str
+    max_model_len: int
+    load: Load
+    steps: int | None
+    started_at: float | None
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: Annotated[str, Meta(min_length=1)]
+    max_model_len: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: Annotated[list[_Model], Meta(min_length=1)]
+
+
+async def look(
+    http: aiohttp.ClientSession, url: str, model: str | None = None, max_running: int | None = None
+) -> Sighting:
+    """Look once, within `LOOK_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
+
+    Args:
+        model: Which of the models that it lists it is to serve; the first when None.
+        max_running: Most sequences that it runs at once, which no engine tells.
+    """
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            await _get(http, url + "/health")
+            models, metrics = await _pages(http, url)
+    except TimeoutError:
+        raise EngineDown(f"no answer within {LOOK_TIMEOUT_S:.0f} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise EngineDown(f"cannot connect: {error.os_error}", refused=True) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineDown(f"{type(error).__name__}: {error}") from error
+    found = _model(models, model)
+    samples = _samples(metrics.decode(errors="replace"))
+    return Sighting(
+        model=found.id,
+        max_model_len=found.max_model_len or 0,
+        load=_load(samples, max_running),
+        steps=_sum(samples, STEPS),
+        started_at=next((value for name, _, value in samples if name == STARTED), None),
+    )
+
+
+async def _pages(http: aiohttp.ClientSession, url: str) -> tuple[bytes, bytes]:
+    """Both pages, asked for at once. When one fails, the other is let go, and that failure is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            models = tasks.create_task(_get(http, url + "/v1/models"))
+            metrics = tasks.create_task(_get(http, url + "/metrics", optional=True))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return models.result(), metrics.result()
+
+
+async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False) -> bytes:
+    async with http.get(url, allow_redirects=False) as response:
+        if response.status != 200:
+            if optional:
+                return b""
+            raise EngineDown(f"{url} answered HTTP {response.status}", refused=True)
+        body = b""
+        while len(body) < MAX_PAGE_BYTES and (part := await response.content.readany()):
+            body += part
+        return body
+
+
+def _model(page: bytes, wanted: str | None) -> _Model:
+    try:
+        models = msgspec.json.decode(page, type=_Models).data
+    except NOT_JSON as error:
+        raise EngineDown(f"/v1/models: {error}", refused=True) from error
+    for model in models:
+        if wanted in (None, model.id):
+            return model
+    raise EngineDown(f"it does not serve {wanted!r}", refused=True)
+
+
+_Samples = list[tuple[str, str, float]]
+
+
+def _samples(page: str) -> _Samples:
+    """The wanted samples of a Prometheus page: name, labels as written, value. The rest is not parsed.
+
+    Values that no such metric can have, infinite ones among them, count as not told.
+    """
+    found = []
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _WANTED:
+            labelled, _, told = line.rpartition(" ")
+            try:
+                value = float(told)
+            except ValueError:
+                continue
+            if 0 <= value <= MAX_COUNT:
+                found.append((name, labelled[len(name) :], value))
+    return found
+
+
+def _sum(samples: _Samples, names: frozenset[str]) -> int | None:
+    """Over the engines (data-parallel ranks) of one server, or None when none tells."""
+    values = [value for name, _, value in samples if name in names]
+    return min(MAX_COUNT, int(sum(values))) if values else None
+
+
+def _load(samples: _Samples, max_running: int | None) -> Load:
+    blocks = [
+        int(told[1])
+        for name, labels, _ in samples
+        if name == CACHE_CONFIG
+        if (told := _BLOCKS.search(labels))
+    ]
+    total = min(MAX_COUNT, sum(blocks)) or _sum(samples, CAPACITY) or 0
+    shares = [value for name, _, value in samples if name in USED]
+    used = min(1.0, sum(shares) / len(shares)) if shares else 0.0
+    return Load(
+        running=_sum(samples, RUNNING) or 0,
+        waiting=_sum(samples, WAITING) or 0,
+        kv_blocks_free=round(total * (1 - used)),
+        kv_blocks_total=total,
+        kv_blocks_leased=0,
+        max_running=max_running,
+    )

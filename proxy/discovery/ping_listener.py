@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents' pings in, acks out: the ZMQ side of the registry (design §4)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from kvferry.proxy.dialects import atom, vllm_moriio
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire.gate import Gate
+
+logger = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 1024
+
+
+class Discovery:
+    """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped.
+
+    `heard` is called whenever the registry has taken a message. `complete` adds what another engine's ping
+    does not tell.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        proxy_id: str,
+        clock: Callable[[], float],
+        key: wire.ClusterKey | None = None,
+        heard: Callable[[], None] = lambda: None,
+        complete: Callable[[wire.Register], wire.Register] = lambda info: info,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._proxy_id = proxy_id
+        self._clock = clock
+        self._heard = heard
+        self._complete = complete
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        # A peer that sends faster than we read is slowed down by its own queue; one that does not read its
+        # acks loses them. Larger frames end the peer's connection inside libzmq, before they take memory.
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        self._gate = None if key is None else Gate(self._context, self._socket, key)
+
+    def bind(self, host: str, port: int) -> int:
+        """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken.
+
+        With a key, needs a running event loop: whoever is to judge the peers is there before any can come.
+        """
+        shown = f"[{host}]" if ":" in host else host
+        if self._gate is not None:
+            self._gate.open()
+        try:
+            self._socket.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot bind discovery to {shown}:{port}: {error}") from error
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                answer = self.handle(frames)
+            except Exception:
+                self._metrics.bad_pings.inc()
+                logger.exception("a ping could not be read, by a defect of ours")
+                continue
+            if answer is not None:
+                try:
+                    await self._socket.send_multipart([frames[0], answer], flags=zmq.NOBLOCK)
+                except zmq.Again:
+                    logger.debug("an agent does not read its acks")
+
+    def close(self) -> None:
+        """Close the socket and its context. Idempotent."""
+        self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+
+    def handle(self, frames: list[bytes]) -> bytes | None:
+        """Take one multipart message (`[identity, body]`) and return the frame to answer with, if any."""
+        try:
+            if len(frames) != 2:
+                raise wire.BadFrame(f"{len(frames)} frames where 2 were expected")
+            # Other engines cannot hold the key, so behind the gate their maps are nobody's.
+            foreign = _foreign(wire.unpack_map(frames[1])) if self._gate is None else None
+            message = foreign or wire.decode_agent_message(frames[1])
+            if isinstance(message, wire.Register):
+                _check_addresses(message)
+            if foreign is not None and self._registry.refusal(foreign) is None:
+                # Only an address that may be dialled is asked anything.
+                message = self._complete(foreign)
+        except wire.BadFrame as error:
+            self._metrics.bad_pings.inc()
+            logger.debug("bad ping dropped: %s", error)
+            return None
+        if isinstance(message, wire.Bye):
+            self._registry.bye(wire.Incarnation(message.incarnation))
+            self._heard()
+            return None
+        refusal = self._registry.register(message, self._clock())
+        self._heard()
+        if refusal is not None:
+            self._metrics.refused_pings.labels(refusal.name.lower()).inc()
+        if foreign is not None:
+            return None  # other engines do not read answers
+        if refusal is not None:
+            return wire.encode(wire.Refused(reason=refusal.value))
+        return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index))
+
+
+def _foreign(body: dict[str, Any]) -> wire.Register | None:
+    """The registration in another engine's ping, or None if the map is not one. Raises `BadFrame`."""
+    if atom.recognises(body):
+        return atom.registration(body)
+    if vllm_moriio.recognises(body):
+        return vllm_moriio.registration(body)
+    return None
+
+
+def _check_addresses(info: wire.Register) -> None:
+    """Raise `BadFrame` unless requests can be sent to the advertised address; names and IPv6 will do (X9)."""
+    try:
+        url = urlsplit(info.address)
+        usable = url.scheme in ("http", "https") and url.hostname and url.port
+    except ValueError as error:
+        raise wire.BadFrame(f"address {info.address!r}: {error}") from error
+    if not usable or url.path.strip("/") or url.query or url.fragment or url.username:
+        raise wire.BadFrame(f"address {info.address!r} is not http://host:port")

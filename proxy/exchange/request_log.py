@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one request: its phases, its times, and the one line that is logged when it ends."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+from kvferry.proxy import sse
+from kvferry.proxy.api.rate_limit import Allowance
+from kvferry.proxy.fleet.router import Pair
+from kvferry.proxy.fleet.routing_request import ask_about
+from kvferry.proxy.ids import Endpoint, RequestId, TransferId
+from kvferry.proxy.request import ClientRequest, completion_tokens
+from kvferry.proxy.telemetry.history import Failure, History
+from kvferry.proxy.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+MAX_MODEL_CHARS = 100
+MAX_PROMPT_CHARS = 4096
+
+
+class Phase(enum.StrEnum):
+    """Where a request stands."""
+
+    ROUTE = "route"
+    PREFILL = "prefill"
+    DECODE_WAIT = "decode_wait"
+    """The decode leg (or the only leg) was sent, and its first event has not come yet."""
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+# Back to ROUTE is a retry; from DECODE it is a migration.
+_NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.ROUTE: frozenset({Phase.PREFILL, Phase.DECODE_WAIT, Phase.ENDED}),
+    Phase.PREFILL: frozenset({Phase.ROUTE, Phase.DECODE_WAIT, Phase.ENDED}),
+    Phase.DECODE_WAIT: frozenset({Phase.ROUTE, Phase.DECODE, Phase.ENDED}),
+    Phase.DECODE: frozenset({Phase.ROUTE, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+_LEGS = {
+    Phase.ROUTE: "route",
+    Phase.PREFILL: "prefill",
+    Phase.DECODE_WAIT: "decode",
+    Phase.DECODE: "decode",
+}
+
+
+class Record:
+    """What happened to one request, from its arrival to its end. Every request ends exactly once."""
+
+    def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, history: History) -> None:
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.phase = Phase.ROUTE
+        self.arrived_at = time.monotonic()
+        self._metrics = metrics
+        self._history = history
+        self._phase_since = self.arrived_at
+        self._seconds: dict[Phase, float] = {}
+        self._facts: dict[str, object] = {}
+        self._transfer_ids: list[TransferId] = []
+        self._allowance: Allowance | None = None
+        self._choices = 1
+        self._model = ""
+        self._told_timing: list[str] = []
+        self._events = 0
+        self._first_text_at: float | None = None
+        self._first_event_at: float | None = None
+        self._last_event_at: float | None = None
+        metrics.in_flight.add(self.phase, 1)
+
+    def enter(self, phase: Phase) -> None:
+        """Move on to `phase`. Raises `AssertionError` when the table does not allow it."""
+        assert phase in _NEXT[self.phase], f"request {self.request_id}: {self.phase} → {phase}"
+        now = time.monotonic()
+        spent = now - self._phase_since
+        self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
+        self._metrics.phases.of(self.phase).observe(spent)
+        self._metrics.in_flight.add(self.phase, -1)
+        logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
+        self.phase = phase
+        self._phase_since = now
+        if phase is not Phase.ENDED:
+            self._metrics.in_flight.add(phase, 1)
+
+    def draw_on(self, allowance: Allowance) -> None:
+        """The client's key has limits; raises `RateLimited` when they are reached."""
+        allowance.enter(time.monotonic())
+        if allowance.counts_tokens:
+            self._allowance = allowance
+
+    def tell_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
+        """The body was read. `show_prompt`: its prompt is to be in the log."""
+        if self._allowance is not None:
+            self._allowance.used(ask_about(request, None).tokens, time.monotonic())
+        self._choices = request.n
+        self._model = request.model[:MAX_MODEL_CHARS]
+        self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
+        if show_prompt:
+            self._facts["prompt"] = json.dumps(request.prompt, ensure_ascii=False)[:MAX_PROMPT_CHARS]
+
+    def tell_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
+        """The request was routed, maybe again."""
+        self._facts |= {"prefill": pair.prefill.info.address, "decode": pair.decode.info.address}
+        if not pair.alone:
+            self._transfer_ids.append(transfer_id)
+
+    def tell_transfers(self, transfer_ids: Sequence[TransferId]) -> None:
+        """The attempt makes further transfers, as those of other engines are one for each choice."""
+        self._transfer_ids += transfer_ids
+
+    def tell_answer(self, body: bytes) -> None:
+        """A whole answer is about to be given to the client."""
+        if self._allowance is not None:
+            self._allowance.used(completion_tokens(body), time.monotonic())
+
+    def events(self, events: bytes) -> None:
+        """Whole events are about to be given to the client."""
+        now = time.monotonic()
+        if self.phase is Phase.DECODE_WAIT:
+            self.enter(Phase.DECODE)
+        if self._last_event_at is None:
+            self._first_event_at = now
+        else:
+            self._metrics.itl.observe(now - self._last_event_at)
+        self._last_event_at = now
+        count = sse.count(events)
+        self._events += count
+        self._history.events(count, now)
+        if self._first_text_at is None and sse.has_text(events):
+            self._first_text_at = now
+            self._metrics.ttft.observe(now - self.arrived_at)
+            self._history.first_text(now - self.arrived_at, now)
+
+    def event(self, event: bytes) -> None:
+        """`events` for one event, nearly always of a stream that runs: the same figures for less."""
+        last = self._last_event_at
+        if self.phase is not Phase.DECODE or self._first_text_at is None or last is None:
+            self.events(event)
+            return
+        self._last_event_at = now = time.monotonic()
+        self._metrics.itl.observe(now - last)
+        self._events += 1
+        self._history.events(1, now)
+
+    def tell_timing(self, leg: str, told: str | None) -> None:
+        """What an agent's own `Server-Timing` header said of its leg."""
+        if told:
+            self._told_timing += [f"{leg}.{each.strip()}" for each in told.split(",")]
+
+    def leg_seconds(self) -> dict[str, float]:
+        """How long routing and each leg took, as seen from here; those that have begun."""
+        since = 0.0 if self.phase is Phase.ENDED else time.monotonic() - self._phase_since
+        seconds: dict[str, float] = {}
+        for phase, name in _LEGS.items():
+            if phase in self._seconds or phase is self.phase:
+                spent = self._seconds.get(phase, 0.0) + (since if phase is self.phase else 0.0)
+                seconds[name] = seconds.get(name, 0.0) + spent
+        return seconds
+
+    def server_timing(self) -> str:
+        """The `Server-Timing` header (W3C), in milliseconds: the legs, then what agents said of theirs.
+
+        Of a streamed answer it knows what came before its first event.
+        """
+        legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
+        return ", ".join(legs + self._told_timing)
+
+    def end(self, status: int, code: str | None = None) -> None:
+        """The request has ended with this HTTP status (or the one its error event stands for)."""
+        self.enter(Phase.ENDED)
+        total = self._phase_since - self.arrived_at
+        self._metrics.ended(self.endpoint, status)
+        self._metrics.e2e.observe(total)
+        later_events = self._events / self._choices - 1
+        if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
+            per_event = (self._last_event_at - self._first_event_at) / later_events
+            self._metrics.tpot.observe(per_event)
+            self._history.per_event(per_event, self._phase_since)
+        if self._allowance is not None:
+            self._allowance.used(self._events, time.monotonic())
+        self._remember(status, code)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("request %s", json.dumps(self._line(status, code, total)))
+
+    def _remember(self, status: int, code: str | None) -> None:
+        if status < 400 or status == CLIENT_LEFT:
+            self._history.ended(self._phase_since)
+        else:
+            failure = Failure(
+                endpoint=self.endpoint,
+                status=status,
+                code=code or "",
+                model=self._model,
+                request_id=self.request_id,
+            )
+            self._history.failed(failure, self._phase_since)
+
+    def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
+        """No answers, and no prompts unless asked for: what users say stays out of the logs."""
+        line: dict[str, object] = {
+            "request_id": self.request_id,
+            "endpoint": self.endpoint,
+            "status": status,
+            **({} if code is None else {"code": code}),
+            **self._facts,
+            "transfer_ids": self._transfer_ids,
+            "total_s": round(total, 6),
+            "phases_s": {phase: round(spent, 6) for phase, spent in self._seconds.items()},
+        }
+        if self._first_text_at is not None:
+            line["ttft_s"] = round(self._first_text_at - self.arrived_at, 6)
+        return line

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's request cut into parts of one choice each, and their answers put together again. Pure.
+
+This is for other engines, which draw one choice of one prompt per transfer (`proxy.dialects.base`). A choice
+is drawn with the seed that one server would have drawn it with: the client's, plus the choice's place among
+those of its prompt (vLLM's own rule for n > 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import Part
+from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRefused, BadAnswer
+from kvferry.proxy.ids import Identity, TransferId
+from kvferry.proxy.request import ClientRequest, prompts_of
+from kvferry.proxy.wire.messages import Incarnation, Register
+
+_NULL = msgspec.Raw(b"null")
+_NO_ANSWER = ("error", "abort")
+"""Finish reasons by which an engine says that the choice has failed, with HTTP 200 (smg #2382)."""
+
+
+def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]) -> tuple[Part, ...]:
+    """One part for each choice of each prompt. The transfer ids, one for each, were never used before."""
+    prompts = [None] if request.chat else prompts_of(request.body)
+    return tuple(
+        Part(
+            request=request,
+            ids=ids,
+            body=_narrowed(request, prompts[index // request.n], index % request.n),
+            choices=range(index, index + 1),
+            prompt=index // request.n,
+            transfer_id=transfer_id,
+        )
+        for index, transfer_id in enumerate(transfer_ids)
+    )
+
+
+def uncut(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> Part:
+    """All of the request, for one server that serves it alone."""
+    choices = range(request.sequences)
+    return Part(
+        request=request, ids=ids, body=request.body, choices=choices, prompt=0, transfer_id=transfer_id
+    )
+
+
+def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any]:
+    body = {name: value for name, value in request.body.items() if name not in ("n", "best_of")}
+    if not request.chat:
+        body["prompt"] = prompt
+    if request.seed is not None:
+        body["seed"] = (request.seed + choice) % 2**63
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one part used, as its server told, with what the other server knows better."""
+
+    part: Part
+    told: dict[str, Any]
+
+
+def sum_up(usages: Sequence[Usage]) -> dict[str, Any]:
+    """The usage of the whole answer: every prompt counted once, every choice's tokens added."""
+    if len(usages) == 1:
+        return usages[0].told
+    added = _add([usage.told for usage in usages])
+    firsts: dict[int, dict[str, Any]] = {}
+    for usage in usages:
+        firsts.setdefault(usage.part.prompt, usage.told)
+    prompts = _add(list(firsts.values()))
+    added |= {name: value for name, value in prompts.items() if name.startswith("prompt_")}
+    added["total_tokens"] = added.get("prompt_tokens", 0) + added.get("completion_tokens", 0)
+    return added
+
+
+def _add(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up dictionaries of counts, member by member; what is not a count is the first one's."""
+    added: dict[str, Any] = {}
+    for name, first in told[0].items():
+        values = [each.get(name) for each in told]
+        if all(isinstance(value, int) for value in values):
+            added[name] = sum(value for value in values if isinstance(value, int))
+        elif all(isinstance(value, dict) for value in values):
+            added[name] = _add([value for value in values if isinstance(value, dict)])
+        else:
+            added[name] = first
+    return added
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str = "no reason given"
+    code: int | str | None = None
+
+
+class PartAnswer:
+    """What a part's last server answers, made into the client's: its id, its indices, its usage.
+
+    Everything else passes as it came, down to the byte; what is the proxy's own affair is taken out.
+    `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
+    """
+
+    def __init__(self, part: Part, server: Register) -> None:
+        self.part = part
+        self.prompt_tokens_details: bytes | None = None
+        self.choices: list[dict[str, msgspec.Raw]] = []
+        """Of an answer that is not streamed."""
+        self.envelope: dict[str, msgspec.Raw] = {}
+        """The members around the choices, or around a stream's usage."""
+        self._server = server
+        self._finished = 0
+        self._usage: dict[str, Any] | None = None
+        self._own = {
+            "id": msgspec.Raw(msgspec.json.encode(part.ids.answer_id)),
+            "created": msgspec.Raw(msgspec.json.encode(part.ids.created)),
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice of the part has ended."""
+        return self._finished == len(self.part.choices)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it used; None when the server did not say."""
+        if self._usage is None:
+            return None
+        told = self._usage
+        if self.prompt_tokens_details is not None and "prompt_tokens_details" in told:
+            told = told | {"prompt_tokens_details": msgspec.json.decode(self.prompt_tokens_details)}
+        return Usage(self.part, told)
+
+    def take_whole(self, raw: bytes) -> None:
+        """Take an answer that is not streamed. Raises `AgentLost`, `AgentRefused` or `BadAnswer`."""
+        answer = self._typed(raw)
+        self.choices = self._choices(answer.pop("choices", _NULL))
+        if not self.complete:
+            raise BadAnswer(f"{self._server.address} answered without ending every choice")
+        self._note_usage(answer.pop("usage", _NULL))
+        answer.pop("kv_transfer_params", None)
+        self.envelope = answer | self._own
+
+    def take(self, events: bytes) -> bytes:
+        """Take whole events of a stream; returns what the client gets of them, maybe nothing.
+
+        Raises `AgentLost`, `AgentRefused` or `BadAnswer`.
+        """
+        shown = []
+        for event in events.split(sse.END_OF_EVENT):
+            if event.startswith(b"data: {"):
+                chunk = self._chunk(event.removeprefix(b"data: "))
+                if chunk is not None:
+                    shown.append(sse.event(chunk))
+        return b"".join(shown)
+
+    def _chunk(self, data: bytes) -> dict[str, msgspec.Raw] | None:
+        """One chunk for the client; None for one that only tells usage, which is told at the end, once."""
+        chunk = self._typed(data)
+        chunk.pop("kv_transfer_params", None)
+        chunk |= self._own
+        choices = self._choices(chunk.get("choices", _NULL))
+        if not choices:
+            self._note_usage(chunk.pop("usage", _NULL))
+            self.envelope = chunk
+            return None
+        chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+        if "usage" in chunk and len(self.part.choices) < self.part.request.sequences:
+            chunk["usage"] = _NULL  # a running count of this part alone would be wrong
+        return chunk
+
+    def _typed(self, raw: bytes) -> dict[str, msgspec.Raw]:
+        try:
+            str(raw, "utf-8")  # strings are passed on unread: nothing else would notice
+            answer = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            if "error" in answer and bytes(answer["error"]) != b"null":
+                self._fail(msgspec.json.decode(answer["error"], type=_Error), answer["error"])
+        except NOT_JSON as error:
+            raise BadAnswer(f"{self._server.address} answered what cannot be read: {error}") from error
+        return answer
+
+    def _fail(self, error: _Error, raw: msgspec.Raw) -> None:
+        """Raise for an error under HTTP 200. One that is the request's own would be any server's verdict."""
+        if isinstance(error.code, int) and 400 <= error.code < 500:
+            raise AgentRefused(error.code, "application/json", b'{"error":' + bytes(raw) + b"}", None)
+        raise AgentLost(f"{self._server.address} failed: {error.message}", self._lost)
+
+    def _choices(self, raw: msgspec.Raw) -> list[dict[str, msgspec.Raw]]:
+        """The choices with the client's indices, and whether they have ended."""
+        try:
+            choices = msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]] | None) or []
+            for choice in choices:
+                index = msgspec.json.decode(choice.get("index", _NULL), type=int)
+                choice["index"] = msgspec.Raw(str(self.part.choices[index]).encode())
+                reason = msgspec.json.decode(choice.get("finish_reason", _NULL), type=str | None)
+                if reason in _NO_ANSWER:
+                    raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
+                self._finished += reason is not None
+        except (*NOT_JSON, IndexError) as error:
+            raise BadAnswer(f"{self._server.address} answered choices that cannot be read") from error
+        return choices
+
+    def _note_usage(self, raw: msgspec.Raw) -> None:
+        try:
+            usage = msgspec.json.decode(raw, type=dict[str, Any] | None)
+        except NOT_JSON as error:
+            raise BadAnswer(f"{self._server.address} answered usage that cannot be read") from error
+        self._usage = usage or self._usage
+
+    @property
+    def _lost(self) -> Incarnation:
+        return Incarnation(self._server.incarnation)
+
+
+def join(answers: Sequence[PartAnswer]) -> bytes:
+    """The client's answer, not streamed, from every part's."""
+    whole: dict[str, Any] = dict(answers[0].envelope)
+    whole["choices"] = [choice for answer in answers for choice in answer.choices]
+    whole["usage"] = _usage_of(answers)
+    return msgspec.json.encode(whole)
+
+
+def ending(answers: Sequence[PartAnswer]) -> bytes:
+    """The end of the client's stream: usage, when the servers were asked for it and told, and `[DONE]`."""
+    usage = _usage_of(answers)
+    if usage is None:
+        return sse.DONE
+    return sse.event({**answers[0].envelope, "usage": usage}) + sse.DONE
+
+
+def _usage_of(answers: Sequence[PartAnswer]) -> dict[str, Any] | None:
+    usages = [usage for answer in answers if (usage := answer.usage) is not None]
+    return sum_up(usages) if usages else None
+
+
+def as_events(raw: bytes, part: Part) -> bytes:
+    """A whole answer as the stream that would have told it. Raises `BadAnswer`."""
+    try:
+        answer = msgspec.json.decode(raw, type=dict[str, Any])
+        choices = [dict(choice) for choice in answer.pop("choices")]
+    except (*NOT_JSON, LookupError, TypeError) as error:
+        raise BadAnswer("a prefill server's answer cannot be read") from error
+    usage = answer.pop("usage", None)
+    if part.request.chat:
+        answer["object"] = "chat.completion.chunk"
+        choices = [{**choice, "delta": choice.pop("message", {})} for choice in choices]
+    told = sse.event({**answer, "choices": choices})
+    if part.request.include_usage:
+        told += sse.event({**answer, "choices": [], "usage": usage})
+    return told + sse.DONE

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What agents may tell this proxy and each other to dial.
+
+A ping makes the proxy send requests to an address of the sender's choice, and decode agents open connections
+to its control address. Rules keep both within the networks that agents live in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from kvferry.proxy.wire.messages import Register
+
+_NAME = re.compile(r"\.?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+# MoRIIO's "host:IP,handshake:PORT,notify:PORT".
+_MORIIO_CONTROL = re.compile(r"host:([^,]+),")
+
+
+class AddressRules:
+    """Which hosts may be advertised.
+
+    Args:
+        allowed: Networks, addresses and host names, separated by commas; a name that begins with a dot stands
+            for all below it. Empty: any host. Names are compared as text and never looked up, so that whoever
+            answers for a name cannot move an agent elsewhere.
+        tls_only: Whether only addresses of https are taken.
+
+    Raises:
+        ValueError: names the rule that is none.
+    """
+
+    def __init__(self, allowed: str = "", *, tls_only: bool = False) -> None:
+        self.tls_only = tls_only
+        self._networks: list[IPv4Network | IPv6Network] = []
+        self._names: set[str] = set()
+        for rule in filter(None, map(str.strip, allowed.lower().split(","))):
+            try:
+                self._networks.append(ip_network(rule))
+            except ValueError as error:
+                # What looks like an address and is none must not become a name that nobody has.
+                if not _NAME.fullmatch(rule) or rule.replace(".", "").isdecimal():
+                    raise ValueError(f"{rule!r} is no network, address or host name: {error}") from error
+                self._names.add(rule)
+
+    def allow(self, info: Register) -> bool:
+        """Whether every host that the registration tells others to dial may be dialled."""
+        if not self._networks and not self._names:
+            return True
+        return all(host is not None and self._allows(host) for host in _hosts(info))
+
+    def _allows(self, host: str) -> bool:
+        try:
+            address = _plain(ip_address(host))
+        except ValueError:
+            return any(host == name or (name[0] == "." and host.endswith(name)) for name in self._names)
+        return any(address in network for network in self._networks)
+
+
+def speaks_tls(info: Register) -> bool:
+    """Whether requests to the agent are encrypted."""
+    return urlsplit(info.address).scheme == "https"
+
+
+def _hosts(info: Register) -> Iterator[str | None]:
+    """The hosts in a registration, in lower case; None for an address in which none can be seen."""
+    yield urlsplit(info.address).hostname
+    moriio = _MORIIO_CONTROL.match(info.control)
+    if moriio:
+        yield moriio[1].lower()
+    elif info.control:
+        try:
+            yield urlsplit(info.control).hostname
+        except ValueError:
+            yield None
+
+
+def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """The IPv4 address within an IPv6 one that only wraps it."""
+    return getattr(address, "ipv4_mapped", None) or address

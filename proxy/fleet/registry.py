@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known about every agent, and for how long to believe it.
+
+Synchronous and without a clock of its own: every method changes the registry at once and is told the time
+(monotonic seconds), so that a test can walk through hours in a loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.proxy.fleet.address_rules import AddressRules, speaks_tls
+from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
+from kvferry.proxy.fleet.refusals import Refusal, RefusedAgent, RefusedAgents
+from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
+
+logger = logging.getLogger(__name__)
+
+Leg = Literal["prefill", "decode"]
+
+STALL_S = 30.0
+MODEL_MEMORY_S = 600.0
+SWEEP_INTERVAL_S = 0.05
+MAX_NODES = 4096
+MAX_RETIRED = 4096
+# Other engines ping more slowly: three of their intervals and a half, as for our own.
+EXPIRY_S = {"native": NODE_EXPIRY_S, "atom": 3.5 * 5.0, "vllm-moriio": 3.5 * 3.0}
+
+
+class NodeState(enum.StrEnum):
+    """Why a known agent is, or is not, in rotation."""
+
+    READY = "ready"
+    STARTING = "starting"
+    DRAINING = "draining"
+    REFUSING = "refusing"
+    """A connection to it was refused after its last believable ping."""
+    TRIPPED = "tripped"
+    """It failed too often in a row; a probe is not due yet (`proxy.fleet.circuit_breaker`)."""
+    STALLED = "stalled"
+    """Something runs on it, but its engine has not stepped for 30 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One agent at one moment.
+
+    `ours_at_ping`: sequences that this proxy had in flight there when it heard the agent's load. `drained`:
+    an operator told this proxy, not the agent, to give it nothing new.
+    """
+
+    info: Register
+    state: NodeState
+    heard_at: float
+    ours_at_ping: int = 0
+    drained: bool = False
+    breaker: BreakerState = BreakerState.CLOSED
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(self.info.incarnation)
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether a probe is under way there, which tells soon whether it works again."""
+        return self.state is NodeState.TRIPPED and self.breaker is BreakerState.HALF_OPEN
+
+    def serves(self, leg: Leg) -> bool:
+        """Whether a request's `leg` may be given to this agent now."""
+        return self.state is NodeState.READY and self.info.role in (leg, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All agents at one moment, ordered by address so that a rotation over them is stable.
+
+    `models` also holds the names that were served lately: their absence is an outage, not a wrong name.
+    `refused`: agents that are not among them although they ping.
+    """
+
+    nodes: tuple[Node, ...]
+    models: frozenset[str]
+    refused: tuple[RefusedAgent, ...] = ()
+
+
+@dataclass(slots=True)
+class _Record:
+    info: Register
+    heard_at: float
+    progress_at: float
+    breaker: Breaker
+    ours_at_ping: int = 0
+    refused_at: float | None = None
+    drained: bool = False
+
+
+class Registry:
+    """The agents that announced themselves, by incarnation; at most one incarnation per address.
+
+    Args:
+        in_flight: How many sequences this proxy has in flight at an agent.
+        rules: Which addresses agents may have.
+    """
+
+    def __init__(
+        self,
+        in_flight: Callable[[Incarnation], int] = lambda _: 0,
+        breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
+        rules: AddressRules | None = None,
+    ) -> None:
+        self._in_flight = in_flight
+        self._breakers = breakers
+        self._rules = rules or AddressRules()
+        self._refused = RefusedAgents()
+        self._records: dict[Incarnation, _Record] = {}
+        self._by_address: dict[str, Incarnation] = {}
+        self._retired: OrderedDict[Incarnation, None] = OrderedDict()
+        self._models: dict[str, float] = {}
+        self._swept_at = float("-inf")
+
+    def register(self, info: Register, now: float) -> Refusal | None:
+        """Take one ping. Returns None when it was accepted, else why it changed nothing.
+
+        A new incarnation at a known address replaces the old one, whose own late pings are refused from then
+        on: what was known about it must not come back (X23).
+        """
+        self.sweep(now)
+        refusal = self.refusal(info)
+        if refusal is not None:
+            self._refused.note(info, refusal, now)
+            return refusal
+        incarnation = Incarnation(info.incarnation)
+        record = self._records.get(incarnation)
+        if record is None:
+            self._replace_at(info.address)
+            logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
+            breaker = Breaker(incarnation, self._breakers)
+            self._records[incarnation] = record = _Record(info, now, now, breaker)
+        else:
+            if info.address != record.info.address:
+                self._by_address.pop(record.info.address, None)
+                self._replace_at(info.address)
+            self._hear(record, info, now)
+        record.ours_at_ping = self._in_flight(incarnation)
+        self._by_address[info.address] = incarnation
+        if info.model:
+            self._note_model(info.model, now)
+        return None
+
+    def refusal(self, info: Register) -> Refusal | None:
+        """Why this ping would change nothing, or None if it would be taken."""
+        incarnation = Incarnation(info.incarnation)
+        record = self._records.get(incarnation)
+        if self._rules.tls_only and not speaks_tls(info):
+            return Refusal.PLAINTEXT
+        if not self._rules.allow(info):
+            return Refusal.ADDRESS
+        if incarnation in self._retired:
+            return Refusal.RETIRED
+        if record is not None and info.index < record.info.index:
+            return Refusal.STALE
+        if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
+            return Refusal.FULL
+        return None
+
+    def bye(self, incarnation: Incarnation) -> None:
+        """The agent leaves. Idempotent; a ping of it that is still on its way is refused."""
+        if incarnation in self._records:
+            self._remove(incarnation, "said bye")
+            self._retire(incarnation)
+
+    def connection_refused(self, incarnation: Incarnation, now: float) -> None:
+        """A connection to the agent was refused: out of rotation until it pings again.
+
+        A ping within one interval may have been sent before the refusal, and does not count.
+        """
+        record = self._records.get(incarnation)
+        if record is not None:
+            logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
+            record.refused_at = now
+
+    def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
+        """Give the agent nothing new from now on, or again; what runs there goes on. False: no such agent."""
+        record = self._records.get(incarnation)
+        if record is None:
+            return False
+        if record.drained != drained:
+            logger.info("agent %s is %s", incarnation, "drained" if drained else "in rotation again")
+        record.drained = drained
+        return True
+
+    def sent(self, agents: Iterable[Incarnation], now: float) -> None:
+        """An attempt goes to these agents, which the latest snapshot had in rotation."""
+        for incarnation in agents:
+            if (record := self._records.get(incarnation)) is not None:
+                record.breaker.sent(now)
+
+    def leg_succeeded(self, incarnation: Incarnation) -> None:
+        """The agent did what a leg asked of it."""
+        if (record := self._records.get(incarnation)) is not None:
+            record.breaker.succeeded()
+
+    def leg_failed(self, incarnation: Incarnation, now: float) -> None:
+        """The agent was lost, or silent for too long, or answered nonsense."""
+        if (record := self._records.get(incarnation)) is not None:
+            record.breaker.failed(now)
+
+    def sweep(self, now: float) -> None:
+        """Forget the agents that were silent for too long, and the models that nobody serves any more.
+
+        Looks at everything, so it does nothing if called again within `SWEEP_INTERVAL_S`.
+        """
+        if now - self._swept_at < SWEEP_INTERVAL_S:
+            return
+        self._swept_at = now
+        silent = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
+        for incarnation in silent:
+            self._remove(incarnation, "fell silent")
+        for record in self._records.values():
+            if record.info.model:  # other engines' pings name none
+                self._models[record.info.model] = now
+        for model in [name for name, seen in self._models.items() if now - seen >= MODEL_MEMORY_S]:
+            del self._models[model]
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What routing may rely on at this moment."""
+        self.sweep(now)
+        nodes = [_node(record, now) for record in self._records.values()]
+        nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
+        return Snapshot(tuple(nodes), frozenset(self._models), self._refused.lately(now))
+
+    def works(self, incarnation: Incarnation, now: float) -> bool:
+        """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
+        self.sweep(now)
+        record = self._records.get(incarnation)
+        return record is not None and not _stalled(record, now)
+
+    def has_substitute(self, info: Register, now: float) -> bool:
+        """Whether other agents in rotation serve the legs that this one, which may be gone, served."""
+        others = [
+            node
+            for node in self.snapshot(now).nodes
+            if (node.info.model, node.info.dialect) == (info.model, info.dialect)
+            and node.incarnation != info.incarnation
+        ]
+        legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
+        return all(any(node.serves(leg) for node in others) for leg in legs)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the two indices disagree or a bound is passed."""
+        addresses = {record.info.address: key for key, record in self._records.items()}
+        assert addresses == self._by_address, "one incarnation per address, in both indices"
+        assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
+        assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+
+    def _note_model(self, model: str, now: float) -> None:
+        self._models.pop(model, None)
+        self._models[model] = now
+        if len(self._models) > MAX_NODES:  # the one that was announced longest ago is in front
+            del self._models[next(iter(self._models))]
+
+    def _hear(self, record: _Record, info: Register, now: float) -> None:
+        if info.steps != record.info.steps or info.load.running == 0:
+            record.progress_at = now
+        if record.refused_at is not None and now - record.refused_at >= PING_INTERVAL_S:
+            record.refused_at = None
+        if info.state != record.info.state:
+            logger.info("agent %s is %s", info.incarnation, info.state)
+        record.info = info
+        record.heard_at = now
+
+    def _replace_at(self, address: str) -> None:
+        old = self._by_address.get(address)
+        if old is not None:
+            self._remove(old, "was replaced at its address")
+            self._retire(old)
+
+    def _remove(self, incarnation: Incarnation, why: str) -> None:
+        record = self._records.pop(incarnation)
+        del self._by_address[record.info.address]
+        logger.info("agent %s at %s %s", incarnation, record.info.address, why)
+
+    def _retire(self, incarnation: Incarnation) -> None:
+        self._retired[incarnation] = None
+        if len(self._retired) > MAX_RETIRED:
+            self._retired.popitem(last=False)
+
+
+def _expiry(record: _Record) -> float:
+    return EXPIRY_S.get(record.info.dialect, NODE_EXPIRY_S)
+
+
+def _node(record: _Record, now: float) -> Node:
+    return Node(
+        record.info,
+        _state(record, now),
+        record.heard_at,
+        record.ours_at_ping,
+        record.drained,
+        record.breaker.state,
+    )
+
+
+def _state(record: _Record, now: float) -> NodeState:
+    """The one reason that counts, strongest first."""
+    if record.drained or record.info.state == "draining":
+        return NodeState.DRAINING
+    if record.info.state == "starting":
+        return NodeState.STARTING
+    if record.refused_at is not None:
+        return NodeState.REFUSING
+    if not record.breaker.allows(now):
+        return NodeState.TRIPPED
+    if _stalled(record, now):
+        return NodeState.STALLED
+    return NodeState.READY
+
+
+def _stalled(record: _Record, now: float) -> bool:
+    return record.info.load.running > 0 and now - record.progress_at >= STALL_S

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routing may know of a request. There is no tokenizer here: lengths of text are estimates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from kvferry.proxy.request import ClientRequest
+
+BYTES_PER_TOKEN = 4
+"""Of ordinary text under a large vocabulary; other text is misjudged by a small factor."""
+CHUNK_TOKENS = 64
+MAX_CHUNKS = 512
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """What there is to know of a prompt without having it."""
+
+    tokens: int
+    chunks: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """The question that policies answer.
+
+    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is looked at
+    only by those who ask for `tokens` or `chunks`. `n` is how many sequences it makes. `one_token`: no more
+    than one is wanted of each. `undivided`: one agent should serve all of it. `session`: whose request it is.
+    """
+
+    model: str
+    prompt: str | list[Any] = ""
+    n: int = 1
+    one_token: bool = False
+    undivided: bool = False
+    session: str | None = None
+    digest: Digest | None = None
+    """In place of the prompt, where that stayed in another process."""
+
+    def condensed(self, *, chunks: bool) -> Ask:
+        """The same question without the prompt, and without its `chunks` unless they are wanted."""
+        digest = Digest(tokens=self.tokens, chunks=self.chunks if chunks else ())
+        return replace(self, prompt="", digest=digest)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The prompt's length in tokens: exact for token ids, else about."""
+        if self.digest is not None:
+            return self.digest.tokens
+        material = self._material
+        return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
+
+    @cached_property
+    def chunks(self) -> tuple[bytes, ...]:
+        """A digest for each whole chunk of the prompt's beginning, of all that precedes it, and of the model.
+
+        Two prompts share as many leading digests as they share whole chunks.
+        """
+        if self.digest is not None:
+            return self.digest.chunks
+        digest = self.model.encode(errors="surrogatepass")
+        digests = []
+        for chunk in self._cut():
+            digest = hashlib.blake2b(digest + chunk, digest_size=_DIGEST_BYTES).digest()
+            digests.append(digest)
+        return tuple(digests)
+
+    def _cut(self) -> Iterator[bytes]:
+        material = self._material
+        size = CHUNK_TOKENS if isinstance(material, list) else CHUNK_TOKENS * BYTES_PER_TOKEN
+        for start in range(0, min(len(material) - size + 1, size * MAX_CHUNKS), size):
+            chunk = material[start : start + size]
+            yield chunk if isinstance(chunk, bytes) else repr(chunk).encode()
+
+    @cached_property
+    def _material(self) -> bytes | list[int]:
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            prompt = "".join(prompt)
+        elif isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+            prompt = list(chain.from_iterable(prompt))
+        if isinstance(prompt, str):
+            return prompt.encode(errors="surrogatepass")
+        if prompt and isinstance(prompt[0], dict):
+            return msgspec.json.encode(prompt)
+        return prompt
+
+
+def ask_about(request: ClientRequest, session: str | None) -> Ask:
+    """The question that a client's request puts to the router."""
+    return Ask(
+        model=request.model,
+        prompt=request.prompt,
+        n=request.sequences,
+        one_token=request.max_tokens == 1,
+        undivided=request.undivided,
+        session=session,
+    )

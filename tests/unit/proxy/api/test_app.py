@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes: statuses, content types, headers, and refusals before any agent is bothered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from kvferry.proxy.dialects import native
+from kvferry.proxy.exchange.relay import Relay
+from kvferry.proxy.telemetry.history import History
+from tests.unit.proxy.conftest import Stage, StartStage
+
+TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
+CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", BODY), ("chat/completions", CHAT)])
+async def test_content_types_say_what_is_sent(stage: Stage, path: str, body: dict[str, Any]) -> None:
+    """R1."""
+    await stage.pair()
+    async with stage.post(body, path) as response:
+        assert response.headers["Content-Type"].startswith("application/json")
+    async with stage.post({**body, "stream": True}, path) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        assert response.headers["Cache-Control"] == "no-cache"
+        await response.read()
+    async with stage.post({**body, "model": "other"}, path) as response:
+        assert response.headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"{", 400, None),
+        (b"[]", 400, None),
+        ({"prompt": "p"}, 400, "model"),
+        ({**BODY, "max_tokens": 0}, 400, "max_tokens"),
+        ({**BODY, "prompt": ""}, 400, "prompt"),
+        ({**BODY, "prompt": ["a", [1, 2]]}, 400, "prompt"),
+        ({**BODY, "prompt": [1] * 5000}, 400, "prompt"),
+        ({**BODY, "prompt": [1] * 4095, "max_tokens": 2}, 400, "prompt"),
+        ({**BODY, "model": "unheard-of"}, 404, "model"),
+        ({**BODY, "prompt": "x" * 10_001}, 413, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_the_proxy_can_refuse_bothers_no_agent(
+    start_stage: StartStage, body: Any, status: int, param: str | None, stream: bool
+) -> None:
+    """Issue 2, "Bad input"; OpenAI's error shape, streamed or not."""
+    # With `split_min_tokens`, routing looks at the prompt's length.
+    stage = await start_stage(max_body_bytes=10_000 if status == 413 else 2**20, split_min_tokens=1)
+    prefill, decode = await stage.pair()
+    asked = {**body, "stream": stream} if isinstance(body, dict) else body
+    told, answer = await stage.ask(asked)
+    assert (told, answer["error"]["param"]) == (status, param)
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    if status == 404:
+        assert "unheard-of" in answer["error"]["message"]
+    assert not prefill.asked and not decode.asked
+
+
+async def test_a_body_that_does_not_come_is_a_408(start_stage: StartStage) -> None:
+    stage = await start_stage(body_timeout_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    await writer.wait_closed()
+
+
+FAILED = {
+    "message": "the proxy failed; its log says why",
+    "type": "server_error",
+    "param": None,
+    "code": "internal_error",
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_defect_is_a_500_and_is_logged(
+    stage: Stage, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I5: nothing ends without an answer, not even for a reason that nobody has thought of."""
+    await stage.pair()
+    monkeypatch.setattr(native, "headers", lambda _: 1 // 0)
+    async with stage.post({**BODY, "stream": stream}, headers={"X-Request-Id": "mine"}) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (500, "mine")
+        assert (await response.json())["error"] == FAILED
+    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+    [defect] = [record for record in caplog.records if record.exc_info]
+    assert "mine" in defect.getMessage() and defect.exc_info[0] is ZeroDivisionError
+
+
+async def test_a_defect_in_mid_stream_is_an_error_event_and_done(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.pair()
+    monkeypatch.setattr(Relay, "feed", lambda *_: 1 // 0)
+    streamed = await stage.stream(BODY)
+    assert streamed.text() and streamed.events[-1] == {"error": FAILED}
+    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+
+
+async def test_a_defect_after_the_end_adds_nothing_to_the_answer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has it all; what came after would be taken for the beginning of the next answer."""
+    await stage.pair()
+    monkeypatch.setattr(History, "ended", lambda *_: 1 // 0)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.count(b"[DONE]") == 1 and answer.endswith(b"\r\n0\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        ([], "no agent has announced itself"),
+        (["prefill"], "no decode agent"),
+        (["decode"], "no prefill agent"),
+    ],
+)
+async def test_without_a_pair_the_answer_says_when_to_come_back(
+    stage: Stage, roles: list[Any], reason: str
+) -> None:
+    for role in roles:
+        await stage.agent(role)
+    async with stage.post(BODY) as response:
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert reason in (await response.json())["error"]["message"]
+    async with stage.http.get(f"{stage.proxy.url}/ready") as response:
+        assert response.status == 503
+
+
+async def test_agents_that_cannot_be_paired_are_a_503_and_the_pages_say_why(stage: Stage) -> None:
+    await stage.agent("prefill")
+    await stage.agent("decode", overrides={"layout": "other"})
+    status, answer = await stage.ask(BODY)
+    assert status == 503
+    assert "fits" in answer["error"]["message"]
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        [refused] = (await response.json())["refused_pairings"]
+    assert refused["reason"] == "different KV layouts"
+    async with stage.http.get(f"{stage.proxy.url}/ready") as response:
+        waiting = (await response.json())["waiting"]
+    assert waiting == {"stand-in": "no prefill agent fits a decode agent of this model"}
+    assert stage.metric('kvferry_refused_pairings{reason="different KV layouts"}') == 1
+
+
+async def test_a_draining_agent_gets_nothing_new(stage: Stage) -> None:
+    _, first = await stage.pair()
+    second = await stage.agent("decode")
+    acks, first.overrides["state"] = first.acks, "draining"
+    await first.until(lambda: first.acks > acks + 1)
+    for _ in range(4):
+        await stage.ask(BODY)
+    assert not first.asked and len(second.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("my-id", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("tab\there", False)],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_clients_request_id_is_kept_if_it_is_fit_to_log(
+    stage: Stage, given: str, kept: bool, stream: bool
+) -> None:
+    prefill, decode = await stage.pair()
+    headers = {"X-Request-Id": given, "traceparent": TRACEPARENT}
+    async with stage.post({**BODY, "stream": stream}, headers=headers) as response:
+        await response.read()
+        shown = response.headers["X-Request-Id"]
+    assert (shown == given) is kept
+    assert re.fullmatch(r"[0-9a-f]{32}", shown) or kept
+    for agent in (prefill, decode):
+        assert agent.asked[0].headers["X-Request-Id"] == shown
+        assert agent.asked[0].headers["traceparent"] == TRACEPARENT
+
+
+async def test_failures_carry_the_request_id_too(stage: Stage) -> None:
+    async with stage.post(BODY, headers={"X-Request-Id": "mine"}) as response:
+        assert response.headers["X-Request-Id"] == "mine"
+
+
+async def test_the_clients_credentials_are_not_passed_on(stage: Stage) -> None:
+    """X5: and no `Bearer None` either."""
+    prefill, _ = await stage.pair()
+    async with stage.post(BODY, headers={"Authorization": "Bearer secret"}):
+        pass
+    assert "Authorization" not in prefill.asked[0].headers
+
+
+async def test_models_are_those_of_ready_agents(stage: Stage) -> None:
+    await stage.pair()
+    await stage.agent("both", model="second")
+    await stage.agent("both", model="not yet", overrides={"state": "starting"})
+    async with stage.http.get(f"{stage.proxy.url}/v1/models") as response:
+        page = await response.json()
+    assert [model["id"] for model in page["data"]] == ["second", "stand-in"]
+    assert page["object"] == "list" and page["data"][0]["object"] == "model"
+
+
+async def test_health_ready_and_nodes(stage: Stage) -> None:
+    async with stage.http.get(f"{stage.proxy.url}/health") as response:
+        assert response.status == 200
+    await stage.pair()
+    async with stage.http.get(f"{stage.proxy.url}/ready") as response:
+        assert response.status == 200
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        nodes = (await response.json())["nodes"]
+    assert {(node["role"], node["state"], node["in_flight"]) for node in nodes} == {
+        ("prefill", "ready", 0),
+        ("decode", "ready", 0),
+    }
+    assert all(0 <= node["last_ping_s"] < 3.5 for node in nodes)
+
+
+async def test_unknown_paths_and_methods_are_typed_errors(stage: Stage) -> None:
+    async with stage.http.get(f"{stage.proxy.url}/v2") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
+    async with stage.http.get(f"{stage.proxy.url}/v1/completions") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "not_found")
+
+
+async def test_a_refusal_of_head_has_no_body(stage: Stage) -> None:
+    """The client would take it for the beginning of the next answer on its connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
+    async with asyncio.timeout(5):
+        for request, status in ((b"HEAD /v1/completions", b"405"), (b"GET /health", b"200")):
+            writer.write(request + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 " + status)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_metrics_tell_what_happened(stage: Stage) -> None:
+    await stage.pair()
+    await stage.stream({**BODY, "max_tokens": 5})
+    await stage.ask(BODY)
+    await stage.ask({**BODY, "model": "other"})
+    async with stage.http.get(f"{stage.proxy.url}/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    for line, value in {
+        'kvferry_requests_total{endpoint="completions",status="200"}': 2,
+        'kvferry_requests_total{endpoint="completions",status="404"}': 1,
+        "kvferry_ttft_seconds_count": 1,
+        "kvferry_tpot_seconds_count": 1,
+        "kvferry_e2e_seconds_count": 3,
+        'kvferry_phase_seconds_count{phase="prefill"}': 2,
+        'kvferry_nodes{role="prefill",state="ready"}': 1,
+        'kvferry_nodes{role="decode",state="stalled"}': 0,
+    }.items():
+        assert stage.metric(line) == value, line
+    assert stage.metric("kvferry_itl_seconds_count") >= 1
+
+
+async def test_a_stream_may_outlast_what_quart_would_allow(stage: Stage) -> None:
+    """Quart's own response timeout (60 s) is off; ours is the exchange's."""
+    from kvferry.proxy.api.app import create_app
+
+    app = create_app(stage.proxy.services)
+    assert app.config["RESPONSE_TIMEOUT"] is None
+    assert app.config["MAX_CONTENT_LENGTH"] == stage.proxy.services.config.max_body_bytes
+    assert app.config["BODY_TIMEOUT"] == stage.proxy.services.config.body_timeout_s
+
+
+async def test_openai_clients_agree_with_the_answers(stage: Stage) -> None:
+    from openai import AsyncOpenAI, BadRequestError
+
+    await stage.pair()
+    async with AsyncOpenAI(base_url=f"{stage.proxy.url}/v1", api_key="none", max_retries=0) as client:
+        whole = await client.completions.create(**BODY, seed=1)
+        stream = await client.completions.create(**BODY, seed=1, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == whole.choices[0].text
+        with pytest.raises(BadRequestError):
+            await client.completions.create(model="stand-in", prompt="", max_tokens=4)
+
+
+async def test_prometheus_is_told_where_the_agents_are(stage: Stage) -> None:
+    prefill, decode = await stage.pair()
+    async with stage.http.get(f"{stage.proxy.url}/nodes/targets") as response:
+        assert response.content_type == "application/json", "Prometheus insists on it"
+        groups = await response.json()
+    found = {(group["labels"]["role"], *group["targets"]) for group in groups}
+    assert found == {(agent.role, f"{agent.host}:{agent.port}") for agent in (prefill, decode)}

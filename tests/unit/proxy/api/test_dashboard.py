@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's page: its files, and a feed that costs nothing while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.proxy.api import dashboard_feed as live
+from kvferry.proxy.api.dashboard import FOLDER
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.server import running_proxy
+from tests.standins.agents import StandInAgent
+from tests.unit.proxy.conftest import Stage, StartStage
+
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
+
+
+async def next_snapshot(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The next snapshot of an open feed."""
+    async with asyncio.timeout(5):
+        while not (line := await response.content.readline()).startswith(b"data: "):
+            assert line, "the feed ended"
+    return json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [
+        ("/ui", "text/html; charset=utf-8"),
+        ("/ui/", "text/html; charset=utf-8"),
+        ("/ui/ui.css", "text/css; charset=utf-8"),
+        ("/ui/ui.js", "text/javascript; charset=utf-8"),
+        ("/ui/icon.svg", "image/svg+xml"),
+    ],
+)
+async def test_the_files_say_what_they_are_and_load_from_here_only(
+    stage: Stage, path: str, content_type: str
+) -> None:
+    async with stage.http.get(f"{stage.proxy.url}{path}") as response:
+        assert (response.status, response.headers["Content-Type"]) == (200, content_type)
+        assert response.headers["Content-Security-Policy"].startswith(
+            "default-src 'none'; script-src 'self';"
+        )
+        assert "unsafe" not in response.headers["Content-Security-Policy"]
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/ui/index.html", "/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/other.js"])
+async def test_there_is_nothing_else(stage: Stage, path: str) -> None:
+    url = aiohttp.client.URL(f"{stage.proxy.url}{path}", encoded=True)
+    async with stage.http.get(url) as response:
+        assert response.status == 404
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+    """The policy would block it: better to see it here than as a page that does not work."""
+    page = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*\bsrc=)", page)
+    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert links and all((FOLDER.parent / link).is_file() for link in links)
+    script = (FOLDER / "ui.js").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script)
+
+
+async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
+    await stage.agent("prefill")
+    await stage.agent("decode", overrides={"layout": "another"})
+    status, _ = await stage.ask({**BODY, "model": "unheard-of" * 100})
+    assert status == 404
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        assert response.headers["Cache-Control"] == "no-cache"
+        snapshot = await next_snapshot(response)
+    assert {node["role"] for node in snapshot["nodes"]} == {"prefill", "decode"}
+    assert snapshot["num_nodes"] == 2
+    assert not snapshot["readiness"]["ready"]
+    [refused] = snapshot["refused_pairings"]
+    assert refused["reason"] == "different KV layouts"
+    [failed] = snapshot["failures"]
+    assert (failed["status"], failed["code"], failed["count"]) == (404, "model_not_found", 1)
+    assert len(failed["model"]) == 100, "what clients send is cut to a bound"
+
+
+async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
+    """Issue 4, "Security": a rogue address is refused, and whoever looks after the fleet sees it."""
+    stage = await start_stage(allow_address="10.0.0.0/8")
+    rogue = StandInAgent("decode", (stage.discovery,))
+    async with rogue:
+        await rogue.until(lambda: rogue.refusals)
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        page = await response.json()
+    assert not page["nodes"]
+    [refused] = page["refused_agents"]
+    assert (refused["address"], refused["role"]) == (rogue.address, "decode")
+    assert "--allow-address" in refused["reason"]
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        assert [each["address"] for each in (await next_snapshot(response))["refused_agents"]] == [
+            rogue.address
+        ]
+
+
+async def test_a_request_in_flight_is_shown_in_its_phase(stage: Stage) -> None:
+    await stage.pair(interval_s=0.05)
+    async with stage.post({**BODY, "max_tokens": 100, "stream": True}) as streaming:
+        await streaming.content.readline()
+        async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+            while (snapshot := await next_snapshot(response))["in_flight"].get("decode") != 1:
+                pass
+            while not any(snapshot["charts"]["events"]):
+                snapshot = await next_snapshot(response)
+            assert any(snapshot["charts"]["ttft_p50"])
+
+
+async def test_viewers_share_one_snapshot_a_second(
+    start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody's looking costs none at all."""
+    stage = await start_stage()
+    made = 0
+    real = Registry.snapshot
+
+    def counted(self: Registry, now: float) -> Any:
+        nonlocal made
+        made += 1
+        return real(self, now)
+
+    monkeypatch.setattr(Registry, "snapshot", counted)
+    feeds = [stage.proxy.services.live.feed() for _ in range(5)]
+    for feed in feeds:
+        assert await anext(feed) == live.RECONNECT
+    assert made == 0
+    assert len({await anext(feed) for feed in feeds}) == 1
+    assert made == 1
+    for feed in feeds:
+        await feed.aclose()
+
+
+async def test_a_viewer_too_many_is_told_so_and_one_that_leaves_makes_room(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_VIEWERS", 1)
+    url = f"{stage.proxy.url}/ui/events"
+    async with stage.http.get(url) as first:
+        await next_snapshot(first)
+        async with stage.http.get(url) as second:
+            assert second.status == 503
+            assert (await second.json())["error"]["code"] == "too_many_viewers"
+        first.close()
+    async with asyncio.timeout(5):
+        while stage.proxy.services.live.full:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stopping_proxy_does_not_wait_for_viewers() -> None:
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        serving = await stack.enter_async_context(AsyncExitStack())
+        config = ProxyConfig(port=0, discovery_port=0, drain_s=30.0)
+        proxy = await serving.enter_async_context(running_proxy(config))
+        async with http.get(f"{proxy.url}/ui/events") as response:
+            await next_snapshot(response)
+            async with asyncio.timeout(5):
+                await serving.aclose()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a key may ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.proxy.api.auth import ApiKeys, BadKeyFile
+from kvferry.proxy.api.rate_limit import Allowance, Rate
+from kvferry.proxy.errors import RateLimited
+from tests.unit.proxy.conftest import Stage, StartStage
+
+KEY = "client-key-0123456789"
+OTHER = "another-key-0123456789"
+BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 5}
+
+
+def refused(allowance: Allowance, now: float) -> int | None:
+    """Seconds to wait, or None when the request is let in."""
+    try:
+        allowance.enter(now)
+    except RateLimited as error:
+        return int(error.headers["Retry-After"])
+    return None
+
+
+def test_requests_may_come_all_at_once_and_then_at_their_rate() -> None:
+    allowance = Allowance(Rate.parse("6/min"), None)
+    assert [refused(allowance, 100.0) for _ in range(7)] == [None] * 6 + [10]
+    assert refused(allowance, 105.0) == 5
+    assert [refused(allowance, 110.0) for _ in range(2)] == [None, 10]
+    assert [refused(allowance, 9999.0) for _ in range(7)] == [None] * 6 + [10], "no more is saved up"
+
+
+def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
+    allowance = Allowance(None, Rate.parse("60/min"))
+    assert refused(allowance, 0.0) is None
+    allowance.used(90, 1.0)
+    assert refused(allowance, 1.0) == 31
+    assert refused(allowance, 31.5) == 1
+    assert refused(allowance, 32.0) is None
+
+
+def test_a_refused_request_costs_nothing() -> None:
+    allowance = Allowance(Rate.parse("1/s"), Rate.parse("10/s"))
+    allowance.used(20, 0.0)
+    assert refused(allowance, 0.0) == 2
+    assert refused(allowance, 1.5) is None
+
+
+def test_processes_that_tell_one_another_keep_one_limit() -> None:
+    """As the workers of one proxy do; those that hear do not tell in turn."""
+    both = [Allowance(Rate.parse("6/min"), Rate.parse("10/min")) for _ in range(2)]
+    told: list[tuple[int, int]] = []
+
+    def tell_second(requests: int, tokens: int) -> None:
+        told.append((requests, tokens))
+        both[1].take(requests, tokens, 0.0)
+
+    both[0].share(tell_second)
+    both[1].share(lambda *_: pytest.fail("an echo"))
+    for _ in range(6):
+        both[0].enter(0.0)
+    assert [refused(each, 0.0) for each in both] == [10, 10]
+    both[0].used(13, 0.0)
+    assert [refused(each, 10.0) for each in both] == [14, 14]
+    assert told == [(1, 0)] * 6 + [(0, 13)]
+
+
+@pytest.mark.parametrize("text", ["", "10", "0/s", "-1/s", "1.5/s", "10/day", "10 /s", "1e3/s"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a rate"):
+        Rate.parse(text)
+
+
+@pytest.mark.parametrize(
+    "words", ["requests", "requests=", "requests=5/s requests=6/s", "tokens=5", "cost=5/s"]
+)
+def test_a_key_file_with_a_mistaken_limit_is_refused_by_line(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# keys\n{KEY} {words}\n")
+    with pytest.raises(BadKeyFile, match="line 2") as caught:
+        ApiKeys.read(path)
+    assert KEY not in str(caught.value)
+
+
+async def limited(start_stage: StartStage, tmp_path: Path, words: str) -> Stage:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} {words}\n{OTHER}\n")
+    stage = await start_stage(api_keys=path)
+    await stage.pair()
+    return stage
+
+
+async def status(stage: Stage, key: str, stream: bool = False) -> tuple[int, str | None]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with stage.post({**BODY, "stream": stream}, headers=headers) as response:
+        if response.status == 429:
+            error = (await response.json())["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        else:
+            await response.read()
+        return response.status, response.headers.get("Retry-After")
+
+
+async def test_a_key_that_asks_too_often_is_told_when_to_come_back(
+    start_stage: StartStage, tmp_path: Path
+) -> None:
+    """Issue 4, "Security": per-key rate limit. Others are served meanwhile, and it is counted."""
+    stage = await limited(start_stage, tmp_path, "requests=2/h")
+    assert [await status(stage, KEY) for _ in range(3)] == [(200, None), (200, None), (429, "1800")]
+    assert await status(stage, OTHER) == (200, None)
+    assert stage.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
+    [failure] = stage.proxy.services.history.failures()
+    assert failure.last.code == "rate_limit_exceeded"
+    async with stage.http.get(
+        f"{stage.proxy.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}
+    ) as response:
+        assert response.status == 200, "only answers are limited"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_prompts_and_answers_count(
+    start_stage: StartStage, tmp_path: Path, stream: bool
+) -> None:
+    """Three of the prompt and five of the answer: after two requests the sixteen are gone."""
+    stage = await limited(start_stage, tmp_path, "tokens=16/h")
+    assert [(await status(stage, KEY, stream))[0] for _ in range(3)] == [200, 200, 429]

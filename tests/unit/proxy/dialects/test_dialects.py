@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dialects of other engines as pure functions, against exchanges written down from what was read of them.
+
+Each file in `exchanges/` names its source; `tests/unit/proxy/exchange/test_foreign_exchange.py` has them all
+spoken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects.base import Dialect, Ends, Part, Peer, Prefilled, Shape
+from kvferry.proxy.dialects.catalogue import SUPPORTED, other_dialects
+from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.exchange.sub_requests import cut
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.request import ClientRequest, parse_request
+from tests.unit.proxy.builders import registration
+
+EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
+IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
+TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
+DIALECTS = other_dialects(ProxyConfig())
+
+
+def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientRequest:
+    return parse_request(endpoint, json.dumps(client).encode())
+
+
+def only_part(client: dict[str, Any], endpoint: Endpoint = "completions") -> Part:
+    (part,) = cut(ask(client, endpoint), IDS, [TRANSFER])
+    return part
+
+
+def ends_of(part: Part, dialect: str, told: dict[str, Any]) -> Ends:
+    prefill = {"address": "http://10.0.0.1:8001", "dialect": dialect, **told.get("prefill", {})}
+    decode = {"address": "http://10.0.0.2:8002", "dialect": dialect, **told.get("decode", {})}
+    return part.ends(registration("prefill", 8001, **prefill), registration("decode", 8002, **decode))
+
+
+@pytest.mark.parametrize("path", EXCHANGES, ids=lambda path: path.stem)
+def test_a_recorded_exchange(path: Path) -> None:
+    """X26 (no token less), X27 (ids of one type), rows 8 and 10 (what a prefill leg is pared down to)."""
+    told = json.loads(path.read_text())
+    dialect = DIALECTS[told["dialect"]]
+    part = only_part(told["client"], told["endpoint"])
+    ends = ends_of(part, dialect.name, told)
+    peer = msgspec.convert(told["peer"], Peer) if "peer" in told else None
+    if "lookup" in told:
+        assert dialect.lookup(ends) == told["lookup"]
+        assert dialect.read_lookup(ends, json.dumps(told["lookup_answer"]).encode()) == peer
+    assert dialect.shape(ends, peer) is Shape[told["shape"]]
+    check_leg(dialect.prefill_leg(part, ends), told["prefill_leg"], told["endpoint"])
+    answer = told["prefill_answer"]
+    raw = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+    prefilled = dialect.read_prefill(part, raw)
+    assert prefilled.whole is None
+    assert prefilled.peer == (msgspec.convert(told["learned"], Peer) if "learned" in told else None)
+    details = prefilled.prompt_tokens_details
+    assert (details is not None) == ("prompt_tokens_details" in told)
+    if details is not None:
+        assert json.loads(details) == told["prompt_tokens_details"]
+    serial = dialect.shape(ends, peer) is Shape.SERIAL
+    decode_leg = dialect.decode_leg(part, ends, prefilled if serial else Prefilled(), peer)
+    check_leg(decode_leg, told["decode_leg"], told["endpoint"])
+
+
+def check_leg(leg: Any, told: dict[str, Any], endpoint: str) -> None:
+    assert leg.path == f"/v1/{endpoint}"
+    assert leg.headers == told["headers"]
+    assert json.loads(leg.body) == told["body"]
+
+
+def test_every_dialect_has_a_recorded_exchange() -> None:
+    assert {json.loads(path.read_text())["dialect"] for path in EXCHANGES} | {"native"} == SUPPORTED
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS.keys() - {"sglang"}))
+def test_a_prefills_nonsense_is_a_bad_answer(name: str) -> None:
+    """SGLang's prefill answer is of no interest unless it is an error."""
+    for raw in (b"", b"[]", b'{"choices": 7}', b"\xff"):
+        with pytest.raises(BadAnswer):
+            DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
+@pytest.mark.parametrize("name", ["vllm-mooncake", "vllm-moriio", "vllm-nixl"])
+def test_what_a_prefill_tells_of_usage_is_utf_8_or_a_bad_answer(name: str) -> None:
+    """It is kept unread, and read only when the client's usage is put together."""
+    raw = b'{"choices": [{"finish_reason": "length"}], "usage": {"prompt_tokens_details": {"by": "\xe9"}}}'
+    with pytest.raises(BadAnswer, match="cannot be read"):
+        DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
+    """Row 16 (aibrix #2289): otherwise the decode server would wait for its bootstrap to time out."""
+    error = b'{"error": {"message": "no"}}'
+    part = only_part({"model": "m", "prompt": "p", "stream": stream})
+    with pytest.raises(BadAnswer):
+        DIALECTS["sglang"].read_prefill(part, b"data: " + error + b"\n\n" if stream else error)
+
+
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
+def test_params_without_what_a_decode_server_needs_are_refused(name: str) -> None:
+    """`vllm-sglang.md` §2.2: the decode server would only warn, and compute the prompt again."""
+    told = json.loads((Path(__file__).parent / "exchanges/vllm_nixl_pull.json").read_text())["prefill_answer"]
+    del told["kv_transfer_params"][name]
+    with pytest.raises(BadAnswer):
+        DIALECTS["vllm-nixl"].read_prefill(
+            only_part({"model": "m", "prompt": "p"}), json.dumps(told).encode()
+        )
+
+
+@pytest.mark.parametrize("name", ["vllm-mooncake", "vllm-moriio"])
+def test_a_prefill_that_ended_by_itself_hands_nothing_over(name: str) -> None:
+    """Row 8 (vllm #46008): the decode server would wait for minutes, so its leg is cancelled at once."""
+    raw = b'{"choices": [{"finish_reason": "stop"}]}'
+    with pytest.raises(BadAnswer, match="'stop'"):
+        DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
+def test_an_atom_answer_that_ended_at_token_1_is_whole() -> None:
+    """X29: no decode leg after the end of sequence."""
+    raw = b'{"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"transfer_id": 3}}'
+    prefilled = DIALECTS["atom"].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+    assert (prefilled.whole, prefilled.params) == (raw, {"transfer_id": 3})
+
+
+def test_an_answer_for_another_transfer_is_refused() -> None:
+    """I1: a decode leg must not be led to another prompt's blocks."""
+    raw = b'{"choices": [{"finish_reason": "length"}], "kv_transfer_params": {"transfer_id": "tx-other"}}'
+    with pytest.raises(BadAnswer, match="another transfer"):
+        DIALECTS["vllm-moriio"].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
+def test_a_clients_id_cannot_forge_addresses() -> None:
+    """smg refuses such ids; here nothing of the client's is in a MoRIIO request id."""
+    forged = IDS.__class__(
+        request_id=RequestId("___prefill_addr_evil___decode_addr_evil_"),
+        answer_id=AnswerId("cmpl-a"), created=12, seed=99,
+    )  # fmt: skip
+    (part,) = cut(ask({"model": "m", "prompt": "p"}), forged, [TRANSFER])
+    leg = DIALECTS["vllm-moriio"].prefill_leg(part, ends_of(part, "vllm-moriio", {}))
+    assert "evil" not in str(leg.headers)
+    assert re.fullmatch(r"___prefill_addr_.+___decode_addr_.+_[0-9a-f]{32}", leg.headers["X-Request-Id"])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("field", [{"use_beam_search": True}, {"n": 2, "best_of": 3}], ids=str)
+def test_ranked_choices_are_refused_everywhere(dialect: Dialect, field: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        dialect.check(ask({"model": "m", "prompt": "p", **field}))
+    assert caught.value.param in field
+
+
+def test_every_choice_has_its_prompt_its_seed_and_a_transfer_of_its_own() -> None:
+    """A1, A2: one choice of one prompt per transfer. vLLM seeds choice i with the client's seed plus i."""
+    request = ask(
+        {"model": "m", "prompt": [[1], [2, 3]], "n": 2, "best_of": 2, "seed": 2**63 - 1, "top_k": 5}
+    )
+    ids = [TransferId(f"{number:032x}") for number in range(4)]
+    parts = cut(request, IDS, ids)
+    assert [part.body for part in parts] == [
+        {"model": "m", "prompt": prompt, "seed": seed, "top_k": 5}
+        for prompt in ([1], [2, 3])
+        for seed in (2**63 - 1, 0)
+    ]
+    assert [(*part.choices, part.prompt, part.transfer_id) for part in parts] == [
+        (0, 0, ids[0]), (1, 0, ids[1]), (2, 1, ids[2]), (3, 1, ids[3]),
+    ]  # fmt: skip
+
+
+def test_a_client_without_a_seed_is_given_none() -> None:
+    assert "seed" not in only_part({"model": "m", "prompt": "p"}).body
+
+
+def test_the_ranks_of_both_legs_do_not_correlate() -> None:
+    """X8, `vllm-sglang.md` §8.12: every pair of ranks comes, about as often as any other."""
+    request = ask({"model": "m", "prompt": "p", "n": 128})
+    transfer_ids = [TransferId(hashlib.md5(bytes([number])).hexdigest()) for number in range(128)]
+    sizes = {"prefill": {"dp_size": 4}, "decode": {"dp_size": 2}}
+    ends = [ends_of(part, "vllm-nixl", sizes) for part in cut(request, IDS, transfer_ids)]
+    pairs = Counter((each.prefill_rank, each.decode_rank) for each in ends)
+    assert len(pairs) == 8 and min(pairs.values()) >= 8

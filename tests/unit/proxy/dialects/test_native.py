@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native dialect: pure rewriting of requests and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.proxy import sse
+from kvferry.proxy.dialects import native
+from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.request import ClientRequest, parse_request
+from tests.unit.proxy.builders import registration
+
+IDS = Identity(
+    request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99, traceparent="00-t"
+)
+TRANSFER = TransferId("t" * 32)
+PARAMS: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "transfer_id": TRANSFER,
+    "remote_engine_id": "e",
+    "remote_host": "h",
+    "remote_port": 6301,
+    "remote_num_tokens": 3,
+    "remote_tp_size": 1,
+    "remote_dp_rank": 0,
+    "remote_cached_tokens": 0,
+    "first_tokens": [{"id": 5, "text": "a", "logprobs": None, "finish_reason": None, "margin": 0.5}],
+    "prompt_token_ids": [1, 2, 3],
+    "of_the_future": {"kept": True},
+}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
+def request(endpoint: Endpoint = "completions", **fields: Any) -> ClientRequest:
+    prompt = {"prompt": "p", "messages": [{"role": "user", "content": "p"}]}
+    del prompt["messages" if endpoint == "completions" else "prompt"]
+    return parse_request(endpoint, json.dumps({"model": "m", **prompt, **fields}).encode())
+
+
+def answer(**members: Any) -> bytes:
+    choices = [{"index": 0, "text": "a", "finish_reason": "length", "logprobs": None}]
+    return json.dumps({"choices": choices, "usage": USAGE, **members}).encode()
+
+
+def events(raw: bytes) -> list[Any]:
+    assert raw.endswith(b"\n\n")
+    shown = [event.removeprefix(b"data: ") for event in raw.removesuffix(b"\n\n").split(b"\n\n")]
+    return ["[DONE]" if event == b"[DONE]" else json.loads(event) for event in shown]
+
+
+def test_the_prefill_body_asks_for_one_token_and_keeps_the_settings() -> None:
+    settings = {"n": 2, "temperature": 0.3, "stop": ["x"], "max_completion_tokens": 9}
+    asked = request(stream=True, stream_options={"include_usage": True}, **settings)
+    assert json.loads(native.prefill_body(asked, IDS, TRANSFER)) == {
+        "model": "m",
+        "prompt": "p",
+        "n": 2,
+        "temperature": 0.3,
+        "stop": ["x"],
+        "stream": False,
+        "max_tokens": 1,
+        "seed": 99,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": TRANSFER,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+            "client_max_tokens": 9,
+        },
+    }
+
+
+def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
+    asked = request(stream=True, max_tokens=7)
+    prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
+    assert prefill.params is not None
+    assert json.loads(native.decode_body(asked, IDS, prefill.params)) == {
+        **asked.body, "seed": 99, "kvferry_token_lines": True, "kv_transfer_params": PARAMS,
+    }  # fmt: skip
+
+
+def test_a_streamed_decode_body_knows_only_where_the_kv_will_lie() -> None:
+    asked = request(stream=True, max_tokens=7)
+    prefill = registration("prefill", 8000, tp_size=2, control="tcp://[::1]:6301")
+    where = native.control_address(prefill)
+    assert where == ("::1", 6301)
+    assert json.loads(native.streamed_body(asked, IDS, prefill, where, TRANSFER)) == {
+        **asked.body, "seed": 99, "kvferry_token_lines": True,
+        "kv_transfer_params": {
+            "do_remote_prefill": True, "do_remote_decode": False, "streamed": True,
+            "transfer_id": TRANSFER, "remote_engine_id": prefill.incarnation, "remote_host": "::1",
+            "remote_port": 6301, "remote_tp_size": 2, "remote_dp_rank": 0,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("control", ["", "tcp://host", "tcp://:6301", "tcp://host:port", "tcp://[::1"])
+def test_a_control_address_that_makes_no_sense_is_none(control: str) -> None:
+    assert native.control_address(registration("prefill", 8000, control=control)) is None
+
+
+def test_the_first_tokens_are_told_by_an_event_without_data() -> None:
+    params = {**PARAMS, "first_tokens": [{"id": 5, "text": ""}, {"id": 50, "text": ""}]}
+    prefill = native.read_prefill_answer(answer(kv_transfer_params=params), request(n=2), TRANSFER)
+    assert native.first_tokens_event(prefill) == b": first 5,50\n\n"
+
+
+def test_a_resumed_decode_body_says_what_the_client_has() -> None:
+    asked = request(stream=True, max_tokens=7)
+    sent = [{"output_ids": [5, 6], "finish_reason": None}]
+    body = json.loads(native.decode_body(asked, IDS, msgspec.Raw(b"{}"), sent))
+    assert body["resume"] == sent
+
+
+def test_token_lines_are_for_streams_only() -> None:
+    for stream in (True, False):
+        body = json.loads(native.alone_body(request(stream=stream), IDS))
+        assert body.get("kvferry_token_lines", False) is stream
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        ({"type": "server_error", "message": "died"}, True),
+        ({"type": "invalid_request_error", "message": "no"}, False),
+        ({"type": 7}, False),
+        ({}, False),
+    ],
+)
+def test_an_agents_own_failure_is_told_from_the_requests(error: dict[str, Any], failed: bool) -> None:
+    before = sse.event({"choices": []})
+    assert native.agent_failure(before) is None
+    found = native.agent_failure(before + sse.event({"error": error}) + sse.DONE)
+    assert found == ((before, "died") if failed else None)
+
+
+def test_a_failure_that_is_no_utf_8_is_passed_on_as_it_came() -> None:
+    assert native.agent_failure(b'data: {"error":{"type":"server_error","message":"d\xe9j\xe0"}}\n\n') is None
+
+
+def test_building_the_legs_leaves_the_clients_body_alone() -> None:
+    asked = request(stream=True, max_tokens=7)
+    before = json.dumps(asked.body)
+    native.prefill_body(asked, IDS, TRANSFER)
+    native.alone_body(asked, IDS)
+    assert json.dumps(asked.body) == before
+
+
+def test_the_headers_name_the_request_and_the_answer() -> None:
+    assert native.headers(IDS) == {
+        "Content-Type": "application/json",
+        "X-Request-Id": "r",
+        "X-Kvferry-Answer-Id": "cmpl-a",
+        "X-Kvferry-Created": "12",
+        "traceparent": "00-t",
+    }
+
+
+def test_first_events_show_one_token_of_every_choice() -> None:
+    asked = request(n=2, return_token_ids=True, stream=True)
+    tokens = [
+        {"id": 5, "text": "a", "logprobs": {"a": 1}, "finish_reason": None, "margin": 0.5},
+        {"id": 6, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop", "margin": None},
+    ]
+    raw = answer(kv_transfer_params=PARAMS | {"first_tokens": tokens})
+    prefill = native.read_prefill_answer(raw, asked, TRANSFER)
+    assert len(events(native.first_events(asked, IDS, prefill, frozenset({1})))) == 1
+    shown = events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
+    assert [event["choices"] for event in shown] == [
+        [{"index": 0, "text": "a", "logprobs": {"a": 1}, "finish_reason": None,
+          "token_ids": [5], "margins": [0.5]}],
+        [{"index": 1, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop",
+          "token_ids": [6], "margins": [None]}],
+    ]  # fmt: skip
+    for event in shown:
+        assert (event["id"], event["created"], event["object"]) == ("cmpl-a", 12, "text_completion")
+
+
+def test_first_events_of_a_chat_begin_with_the_role() -> None:
+    asked = request("chat/completions", stream=True)
+    prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
+    [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    assert event["object"] == "chat.completion.chunk"
+    assert event["choices"][0] == {
+        "index": 0, "delta": {"role": "assistant", "content": "a"}, "logprobs": None, "finish_reason": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoint) -> None:
+    """X29."""
+    asked = request(endpoint, stream=True, stream_options={"include_usage": True}, return_token_ids=True)
+    shown = {"text": "a"} if endpoint == "completions" else {"message": {"role": "assistant", "content": "a"}}
+    choice = {
+        "index": 0,
+        **shown,
+        "finish_reason": "stop",
+        "logprobs": None,
+        "token_ids": [5],
+        "margins": [0.25],
+    }
+    prefill = native.read_prefill_answer(answer(choices=[choice], kvferry_timing={"x": 1}), asked, TRANSFER)
+    assert prefill.params is None
+    [first] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    [made] = first["choices"]
+    assert (made["finish_reason"], made["token_ids"], made["margins"]) == ("stop", [5], [0.25])
+    assert (made["text"] if endpoint == "completions" else made["delta"]["content"]) == "a"
+    last, done = events(native.closing_events(asked, IDS, prefill))
+    assert (last["choices"], last["usage"], last["kvferry_timing"]) == ([], USAGE, {"x": 1})
+    assert done == "[DONE]"
+
+
+def test_without_usage_asked_for_only_done_follows() -> None:
+    asked = request(stream=True)
+    prefill = native.read_prefill_answer(answer(), asked, TRANSFER)
+    assert events(native.closing_events(asked, IDS, prefill)) == ["[DONE]"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"{}",
+        b"\xff",
+        b'{"choices": 3}',
+        answer(choices=[]),
+        answer(kv_transfer_params={}),
+        answer(kv_transfer_params=PARAMS | {"transfer_id": "another"}),
+        answer(kv_transfer_params=PARAMS | {"remote_engine_id": None}),
+        answer(kv_transfer_params=PARAMS | {"first_tokens": []}),
+        answer(kv_transfer_params=PARAMS | {"first_tokens": [{"id": "5"}]}),
+        answer(kv_transfer_params=PARAMS | {"do_remote_prefill": False}),
+    ],
+)
+def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
+    """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
+    with pytest.raises(BadAnswer):
+        native.read_prefill_answer(raw, request(), TRANSFER)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": ["a", "b"]}, {"prompt_logprobs": 0}, {"use_beam_search": True}], ids=str
+)
+def test_what_no_agent_can_answer_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        native.check(request(**fields))
+    assert caught.value.param in fields

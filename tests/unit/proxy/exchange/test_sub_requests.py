@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers of parts, put together and cleared of what is not the client's. Cutting: `test_dialects.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.proxy import sse
+from kvferry.proxy.errors import AgentLost, AgentRefused, BadAnswer
+from kvferry.proxy.exchange.sub_requests import PartAnswer, as_events, cut, ending, join
+from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
+from kvferry.proxy.request import parse_request
+from tests.unit.proxy.builders import registration
+
+IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
+SERVER = registration("decode", 1)
+
+
+def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[PartAnswer]:
+    """Fresh answers of a request's parts."""
+    asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
+    request = parse_request(endpoint, json.dumps({"model": "m", **asked, **fields}).encode())
+    ids = [TransferId(f"{number:032x}") for number in range(request.sequences)]
+    return [PartAnswer(part, SERVER) for part in cut(request, IDS, ids)]
+
+
+def choice(reason: str | None = "stop", **members: Any) -> dict[str, Any]:
+    return {"index": 0, "text": "x", "finish_reason": reason, **members}
+
+
+def raw(**members: Any) -> bytes:
+    return json.dumps({"id": "theirs", "created": 1, "choices": [choice()], **members}).encode()
+
+
+def test_every_prompt_is_counted_once_and_every_choices_tokens() -> None:
+    """Row 9: the counts of n parts are one answer's; what is no count is the first part's."""
+    parts = answers(prompt=["a", "b"], n=2)
+    for number, part in enumerate(parts):
+        details = {"cached_tokens": number, "audio_tokens": None}
+        usage = {
+            "prompt_tokens": 10 * (1 + number // 2), "completion_tokens": number, "total_tokens": 7,
+            "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 1},
+        }  # fmt: skip
+        part.take_whole(raw(usage=usage))
+    whole = json.loads(join(parts))
+    assert [each["index"] for each in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["usage"] == {
+        "prompt_tokens": 30, "completion_tokens": 6, "total_tokens": 36,
+        "prompt_tokens_details": {"cached_tokens": 2, "audio_tokens": None},
+        "completion_tokens_details": {"reasoning_tokens": 4},
+    }  # fmt: skip
+
+
+def test_members_of_a_chunk_pass_to_the_byte() -> None:
+    """No number is read and written again: 1e2 stays 1e2."""
+    (part,) = answers(stream=True)
+    event = (
+        b'data: {"id":"x","choices":[{"index":0,"text":"\\u00e9","p":1e2,"finish_reason":null}],"q":1e2}\n\n'
+    )
+    shown = part.take(event)
+    assert b'"text":"\\u00e9"' in shown and shown.count(b"1e2") == 2
+    assert json.loads(shown.removeprefix(b"data: "))["id"] == "cmpl-a"
+
+
+def test_usage_is_told_once_and_last() -> None:
+    """A running count of one part would be wrong for the whole."""
+    parts = answers(stream=True, n=2, stream_options={"include_usage": True})
+    for part in parts:
+        shown = part.take(sse.event({"choices": [choice()], "usage": {"prompt_tokens": 1}}))
+        assert json.loads(shown.removeprefix(b"data: "))["usage"] is None
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        assert part.take(sse.event({"id": "theirs", "choices": [], "usage": usage}) + sse.DONE) == b""
+    told, done = ending(parts).split(sse.END_OF_EVENT)[:2]
+    last = json.loads(told.removeprefix(b"data: "))
+    assert (last["id"], last["choices"]) == ("cmpl-a", [])
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert done == b"data: [DONE]"
+
+
+def test_a_stream_whose_servers_tell_no_usage_just_ends() -> None:
+    (part,) = answers(stream=True)
+    part.take(sse.event({"choices": [choice()]}))
+    assert ending([part]) == sse.DONE
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        (b"{", BadAnswer),
+        (b'{"choices": 7}', BadAnswer),
+        (b'{"choices": [{"text": "x"}]}', BadAnswer),
+        (raw(choices=[]), BadAnswer),
+        (raw(choices=[choice(None)]), BadAnswer),
+        (raw(choices=[choice(index=1)]), BadAnswer),
+        (raw(usage=7), BadAnswer),
+        (raw(text="\xe9").replace(b"\\u00e9", b"\xe9"), BadAnswer),
+        (raw(usage={"told_by": "\xe9"}).replace(b"\\u00e9", b"\xe9"), BadAnswer),
+        (b'{"error": {"message": "\xe9", "code": 400}}', BadAnswer),
+        (raw(choices=[choice("error")]), AgentLost),
+        (raw(choices=[choice("abort")]), AgentLost),
+        (b'{"error": {"message": "no", "code": 500}}', AgentLost),
+        (b'{"error": {"message": "no", "code": "gone"}}', AgentLost),
+        (b'{"error": {"message": "no", "code": 400}}', AgentRefused),
+    ],
+)
+def test_what_is_no_answer_is_never_passed_on(told: bytes, error: type[Exception]) -> None:
+    """I5, row 5. An error that is the request's own is the last word on it; any other may be tried again."""
+    (part,) = answers()
+    with pytest.raises(error):
+        part.take_whole(told)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_a_whole_answer_as_a_stream(endpoint: Endpoint) -> None:
+    """ATOM: an answer that ended at the prefill server, for a client that streams."""
+    (part,) = answers(endpoint, stream=True, stream_options={"include_usage": True})
+    said = {"text": "x"} if endpoint == "completions" else {"message": {"role": "assistant", "content": "x"}}
+    whole = {"id": "t", "object": "o", "choices": [{"index": 0, **said, "finish_reason": "stop"}]}
+    events = part.take(as_events(json.dumps(whole | {"usage": {"completion_tokens": 1}}).encode(), part.part))
+    (shown,) = json.loads(events.removeprefix(b"data: "))["choices"]
+    assert shown.get("text", (shown.get("delta") or {}).get("content")) == "x"
+    assert part.complete and part.usage is not None
+    with pytest.raises(BadAnswer):
+        as_events(b"{}", part.part)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door: who is let in, in what order, and that nobody who leaves keeps a place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Hold
+from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.registry import Snapshot
+from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
+from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.slots import Slots
+from kvferry.proxy.telemetry.metrics import Metrics
+from tests.unit.proxy.builders import load, registration, snapshot
+
+ROOM = 2
+"""Sequences that each agent of a `Door` runs at once."""
+
+
+@dataclass(slots=True)
+class Door:
+    """An admission in front of one pair of agents for each of two models."""
+
+    admission: Admission
+    slots: Slots
+    router: Router
+    agents: Snapshot
+    holds: list[Hold] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def enter(
+        self, n: int = 1, *, model: str = "m", wait_s: float = 5.0, first: bool = False
+    ) -> Hold | NoPair:
+        ask = Ask(model=model, n=n)
+        by = asyncio.get_running_loop().time() + wait_s
+        return await self.admission.enter(
+            ask, lambda: self.router.choose(self.agents, ask), by=by, first=first
+        )
+
+    def start(self, n: int = 1, *, model: str = "m", first: bool = False) -> asyncio.Task[None]:
+        """Enter in a task, which ends when it is in; the hold is added to `holds`."""
+
+        async def enter() -> None:
+            hold = await self.enter(n, model=model, first=first)
+            assert isinstance(hold, Hold)
+            self.holds.append(hold)
+
+        task = asyncio.get_running_loop().create_task(enter())
+        self.tasks.append(task)
+        return task
+
+    async def fill(self) -> list[Hold]:
+        """Take all the room there is for model `m`."""
+        holds = [await self.enter() for _ in range(ROOM)]
+        return [hold for hold in holds if isinstance(hold, Hold)]
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    made = make_door()
+    yield made
+    for hold in made.holds:
+        hold.give_back()
+    made.admission.check_integrity()
+    assert made.slots.idle and not made.admission.waiting
+    assert all(task.done() for task in made.tasks)
+
+
+def make_door(max_waiting: int = 8) -> Door:
+    each = {"load": load(max_running=ROOM)}
+    agents = snapshot(
+        *(registration("prefill", 100 + at, model=model, **each) for at, model in enumerate("mo")),
+        *(registration("decode", 200 + at, model=model, **each) for at, model in enumerate("mo")),
+    )
+    slots, rng = Slots(), Random(0)
+    loads = Loads(slots, {"prefill": None, "decode": None})
+    router = Router(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
+    return Door(Admission(slots, Metrics(), max_waiting), slots, router, agents)
+
+
+async def ticks(count: int = 5) -> None:
+    """Let every task that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_with_room_nobody_waits_and_slots_are_by_leg(door: Door) -> None:
+    hold = await door.enter(n=2)
+    assert isinstance(hold, Hold) and not hold.pair.alone
+    prefill, decode = (node.incarnation for node in hold.pair.nodes)
+    assert (door.slots.in_flight(prefill), door.slots.in_flight(decode)) == (1, 2)
+    hold.prefill_over()
+    assert (door.slots.in_flight(prefill), door.slots.in_flight(decode)) == (0, 2)
+    hold.give_back()
+    with pytest.raises(AssertionError):
+        hold.give_back()
+
+
+async def test_who_waits_is_let_in_in_order_as_places_become_free(door: Door) -> None:
+    holds = await door.fill()
+    tasks = [door.start() for _ in range(3)]
+    await ticks()
+    assert door.admission.waiting == 3
+    for index, hold in enumerate(holds):
+        hold.give_back()
+        await ticks()
+        assert [task.done() for task in tasks] == [at <= index for at in range(3)]
+    door.holds[0].give_back()
+    await ticks()
+    assert tasks[2].done()
+    door.holds.pop(0)
+
+
+async def test_a_newcomer_does_not_overtake_even_if_it_needs_less(door: Door) -> None:
+    """A request of two choices would starve among those of one."""
+    holds = await door.fill()
+    large = door.start(n=2)
+    await ticks()
+    holds[0].give_back()
+    await ticks()
+    small = door.start(n=1)
+    await ticks()
+    assert not large.done() and not small.done()
+    holds[1].give_back()
+    await ticks()
+    assert large.done() and not small.done()
+    door.holds.pop().give_back()
+    await ticks()
+    assert small.done()
+
+
+async def test_one_models_queue_does_not_hold_up_another(door: Door) -> None:
+    holds = await door.fill()
+    door.start()
+    await ticks()
+    other = await door.enter(model="o")
+    assert isinstance(other, Hold)
+    other.give_back()
+    assert door.admission.waiting == 1
+    for hold in holds:
+        hold.give_back()
+    await ticks()
+
+
+async def test_a_retry_goes_first_and_is_not_one_too_many() -> None:
+    door = make_door(max_waiting=1)
+    holds = await door.fill()
+    patient = door.start()
+    await ticks()
+    retried = door.start(first=True)
+    await ticks()
+    holds[0].give_back()
+    await ticks()
+    assert retried.done() and not patient.done()
+    holds[1].give_back()
+    await ticks()
+    for hold in door.holds:
+        hold.give_back()
+    assert patient.done() and door.slots.idle
+
+
+@pytest.mark.parametrize("max_waiting", [0, 2])
+async def test_beyond_the_queues_bound_requests_are_refused_at_once(max_waiting: int) -> None:
+    door = make_door(max_waiting)
+    holds = await door.fill()
+    for _ in range(max_waiting):
+        door.start()
+    await ticks()
+    with pytest.raises(Overloaded) as refused:
+        await door.enter()
+    assert refused.value.status == 429
+    assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S
+    for hold in holds:
+        hold.give_back()
+    await ticks()
+    for hold in door.holds:
+        hold.give_back()
+    assert door.slots.idle
+
+
+async def test_who_waits_too_long_is_refused_and_leaves_the_queue(door: Door) -> None:
+    holds = await door.fill()
+    with pytest.raises(Overloaded):
+        await door.enter(wait_s=0.01)
+    assert not door.admission.waiting
+    for hold in holds:
+        hold.give_back()
+
+
+async def test_without_agents_nobody_is_left_waiting(door: Door) -> None:
+    holds = await door.fill()
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_task(door.enter())
+    await ticks()
+    door.agents = Snapshot((), door.agents.models)
+    door.admission.pump()
+    assert await waiting is NoPair.NO_PREFILL
+    for hold in holds:
+        hold.give_back()
+
+
+async def test_who_leaves_while_waiting_leaves_no_place_taken(door: Door) -> None:
+    holds = await door.fill()
+    leaving, staying = door.start(), door.start()
+    await ticks()
+    leaving.cancel()
+    await ticks()
+    assert door.admission.waiting == 1
+    holds[0].give_back()
+    await ticks()
+    assert leaving.cancelled() and staying.done()
+    holds[1].give_back()
+
+
+async def test_the_foremost_leaving_lets_in_who_needs_less(door: Door) -> None:
+    holds = await door.fill()
+    large, small = door.start(n=2), door.start(n=1)
+    await ticks()
+    holds[0].give_back()
+    await ticks()
+    assert not small.done()
+    large.cancel()
+    await ticks()
+    assert small.done()
+    holds[1].give_back()
+
+
+async def test_a_place_given_to_someone_who_leaves_at_that_moment_goes_to_the_next(door: Door) -> None:
+    """Given in the same pass of the event loop, before its task could take it."""
+    holds = await door.fill()
+    leaving, staying = door.start(), door.start()
+    await ticks()
+    holds[0].give_back()  # for `leaving`, whose task has not run since
+    leaving.cancel()
+    await ticks()
+    assert leaving.cancelled() and staying.done()
+    holds[1].give_back()
+
+
+async def test_a_place_is_not_given_to_someone_who_has_just_left(door: Door) -> None:
+    """Cancelled in the same pass of the event loop, and still in the queue."""
+    holds = await door.fill()
+    leaving, staying = door.start(), door.start()
+    await ticks()
+    leaving.cancel()
+    holds[0].give_back()
+    await ticks()
+    assert leaving.cancelled() and staying.done()
+    holds[1].give_back()
+
+
+class Defect(Exception):
+    """What no question is meant to raise."""
+
+
+def start_failing(door: Door) -> tuple[asyncio.Task[Hold | NoPair], list[bool]]:
+    """Enter in a task with a question that waits while agents are full, and then cannot be answered.
+
+    Agents are so until the list is empty.
+    """
+    full = [True]
+
+    def question() -> Pair | NoPair:
+        if full:
+            return NoPair.FULL
+        raise Defect
+
+    loop = asyncio.get_running_loop()
+    entering = door.admission.enter(Ask(model="m"), question, by=loop.time() + 5)
+    return loop.create_task(entering), full
+
+
+async def test_one_that_cannot_be_judged_fails_alone(door: Door) -> None:
+    """It is judged on behalf of somebody else, who gives a place back: no other request may suffer."""
+    holds = await door.fill()
+    failing, full = start_failing(door)
+    await ticks()
+    behind = door.start()
+    await ticks()
+    full.clear()
+    holds[0].give_back()
+    await ticks()
+    assert isinstance(failing.exception(), Defect)
+    assert behind.done() and not door.admission.waiting
+    holds[1].give_back()
+
+
+async def test_one_that_leaves_as_it_fails_has_left(door: Door) -> None:
+    """Both in the same pass of the event loop: what is raised in its task is that it was cancelled."""
+    holds = await door.fill()
+    leaving, full = start_failing(door)
+    await ticks()
+    full.clear()
+    holds[0].give_back()
+    leaving.cancel()
+    await ticks()
+    assert leaving.cancelled() and not door.admission.waiting
+    holds[1].give_back()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_the_order_of_events_nothing_is_lost(door: Door, seed: int) -> None:
+    """Requests come, leave and end at random; in the end all who stayed were in, and all is free."""
+    rng = Random(seed)
+    for _ in range(60):
+        match rng.choice(["come", "leave", "end", "tick"]):
+            case "come" if door.admission.waiting < 6:
+                door.start(n=rng.choice([1, 2]), model=rng.choice("mo"), first=rng.random() < 0.1)
+            case "leave" if door.tasks:
+                rng.choice(door.tasks).cancel()
+            case "end" if door.holds:
+                door.holds.pop(rng.randrange(len(door.holds))).give_back()
+            case _:
+                await ticks(1)
+        counts = {node.incarnation: door.slots.in_flight(node.incarnation) for node in door.agents.nodes}
+        assert max(counts.values()) <= ROOM
+    async with asyncio.timeout(5):
+        while not all(task.done() for task in door.tasks):
+            while door.holds:
+                door.holds.pop().give_back()
+            await ticks(1)
+    assert all(task.cancelled() or task.exception() is None for task in door.tasks)
+
+
+def test_a_pair_of_one_agent_is_held_once() -> None:
+    node = snapshot(registration("both", 1)).nodes[0]
+    hold = Hold(Pair(node, node), 3, Admission(Slots(), Metrics(), 1).free)
+    assert hold.slots() == {node.incarnation: 3}

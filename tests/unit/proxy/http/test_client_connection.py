@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client's connection may cost before a request of its is known: a deadline and a size, no more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.proxy.http.client_connection import MAX_HEAD_BYTES
+from tests.standins.agents import Fault
+from tests.unit.proxy.conftest import Stage, StartStage
+
+BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+ASK = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One connection to a proxy."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, raw: bytes) -> None:
+        self.writer.write(raw)
+
+    async def answer(self) -> tuple[int, bytes]:
+        """The next answer's status and body."""
+        async with asyncio.timeout(WAIT_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            return int(head.split()[1]), await self.reader.readexactly(length)
+
+    async def rest(self) -> bytes:
+        """All that comes until the proxy closes the connection."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.reader.read()
+
+
+@asynccontextmanager
+async def client_of(stage: Stage) -> AsyncIterator[Client]:
+    """A connection of which nothing is asked yet."""
+    client = Client(*await asyncio.open_connection("127.0.0.1", stage.proxy.port))
+    try:
+        yield client
+    finally:
+        client.writer.transport.abort()
+
+
+def padded(size: int) -> bytes:
+    """A request whose head has that many bytes."""
+    begin = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Pad: "
+    return begin + b"a" * (size - len(begin) - 4) + b"\r\n\r\n"
+
+
+TOO_MUCH = padded(MAX_HEAD_BYTES + 5)[: MAX_HEAD_BYTES + 1]
+"""Of a head, by one byte; nothing of it is left unread when it is refused."""
+
+
+@pytest.mark.parametrize("first", [b"", HEALTH], ids=["at once", "after a request"])
+@pytest.mark.parametrize("begun", [b"P", b"\r\n", HEALTH[:-2]], ids=["a byte", "a line's end", "half a head"])
+async def test_a_head_that_does_not_come_is_a_408(
+    start_stage: StartStage, first: bytes, begun: bytes
+) -> None:
+    """I5."""
+    stage = await start_stage(body_timeout_s=0.2)
+    async with client_of(stage) as client:
+        client.send(first)
+        assert not first or (await client.answer())[0] == 200
+        client.send(begun)
+        status, body = await client.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (408, "head_timeout")
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_says_nothing_is_left(start_stage: StartStage) -> None:
+    stage = await start_stage(body_timeout_s=0.2)
+    async with client_of(stage) as client:
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_goes_on_with_a_refused_body_is_left(start_stage: StartStage) -> None:
+    """uvicorn waits for the next request from the answer on, but only until anything comes."""
+    stage = await start_stage(body_timeout_s=0.2, max_body_bytes=1000)
+    async with client_of(stage) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n")
+        assert (await client.answer())[0] == 413
+        client.send(b"{")
+        assert await client.rest() == b""
+
+
+async def test_who_is_being_served_has_all_the_time(start_stage: StartStage) -> None:
+    """Also a client that ends its body with a line's end, as old ones do."""
+    stage = await start_stage(body_timeout_s=0.2)
+    gate = asyncio.Event()
+    prefill = await stage.agent("prefill", prefill_gate=gate)
+    await stage.agent("decode")
+    async with client_of(stage) as client, client_of(stage) as idle:
+        client.send(ASK + b"\r\n")
+        await prefill.until(lambda: prefill.running)
+        client.send(b"\r\n")
+        async with client_of(stage) as later:
+            for silent in (idle, later):
+                assert await silent.rest() == b""
+        gate.set()
+        assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("first", [b"", HEALTH], ids=["at once", "after a request"])
+async def test_a_head_has_a_size(stage: Stage, first: bytes) -> None:
+    async with client_of(stage) as client:
+        client.send(first)
+        assert not first or (await client.answer())[0] == 200
+        client.send(padded(MAX_HEAD_BYTES))
+        assert (await client.answer())[0] == 200
+        client.send(TOO_MUCH)
+        status, body = await client.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (431, "head_too_large")
+        assert await client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "head",
+    [padded(2**20), b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 2**17 + b"\r\n"],
+    ids=["one header", "many headers"],
+)
+async def test_a_head_of_a_mebibyte_is_not_taken(stage: Stage, head: bytes) -> None:
+    """One header costs the parser the square of its size, on the loop that relays everybody's tokens."""
+    async with client_of(stage) as client:
+        client.send(head)
+        try:
+            told = await client.rest()
+        except ConnectionResetError:  # how a connection ends of which not all was read
+            return
+        assert told.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_nor_are_trailers_of_a_mebibyte(stage: Stage) -> None:
+    """They are headers too, for the parser."""
+    async with client_of(stage) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        client.send(b"1\r\n{\r\n0\r\nX-Pad: " + b"a" * 2**20 + b"\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert await client.rest() == b""
+
+
+async def test_chunks_of_a_body_may_be_more_than_a_head(stage: Stage) -> None:
+    await stage.pair()
+    body = json.dumps({**json.loads(BODY), "prompt": "x" * 4 * MAX_HEAD_BYTES}).encode()
+    half = len(body) // 2
+    async with client_of(stage) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for chunk in (body[:half], body[half:]):
+            client.send(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        client.send(b"0\r\n\r\n")
+        assert (await client.answer())[0] == 200
+
+
+async def test_requests_in_a_row_may_be_more_than_a_head(stage: Stage) -> None:
+    count = 100
+    async with client_of(stage) as client:
+        client.send(padded(1000) * count)
+        assert [(await client.answer())[0] for _ in range(count)] == [200] * count
+
+
+async def test_a_head_without_end_behind_a_request_ends_that_too(stage: Stage) -> None:
+    """There is no place for a refusal within another answer."""
+    prefill, _ = await stage.pair(faults=[Fault("prefill", "hang")])
+    async with client_of(stage) as client:
+        client.send(ASK)
+        await prefill.until(lambda: prefill.running)
+        client.send(TOO_MUCH)
+        assert await client.rest() == b""
+        await prefill.until(lambda: prefill.aborted == 1)

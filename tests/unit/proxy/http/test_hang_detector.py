@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent that hangs: its legs go elsewhere long before a deadline for silence, and no other is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.fleet.fleet import LocalFleet
+from kvferry.proxy.fleet.registry import STALL_S
+from kvferry.proxy.http.hang_detector import LOOK_INTERVAL_S, OpenLegs
+from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Register
+from tests.standins.agents import Fault
+from tests.unit.proxy.builders import load, registration
+from tests.unit.proxy.conftest import StartStage
+
+PORT = 8000
+AGENT = f"{PORT:016x}"
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
+MAX_HANG_S = 30.0
+"""Far less than the deadlines for silence below, far more than is needed."""
+HUNG = [
+    (True, Fault("prefill", "hang")),
+    (True, Fault("decode", "hang")),
+    (True, Fault("decode", "silent")),
+    (True, Fault("decode", "stall", after_events=3)),
+    (False, Fault("prefill", "silent")),
+    (False, Fault("decode", "hang")),
+]
+
+
+def busy(steps: int) -> Register:
+    return registration("decode", PORT, steps=steps, load=load(running=1))
+
+
+async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: StartStage) -> None:
+    """I5: pings and answers end while the connection stays, as when a process is stopped."""
+    stages = [await start_stage(first_byte_timeout_s=60, idle_timeout_s=60, total_timeout_s=60) for _ in HUNG]
+
+    async def ask(index: int, stream: bool, fault: Fault) -> None:
+        stage = stages[index]
+        hung = (await stage.pair())[fault.leg == "decode"]
+
+        async def answer() -> Any:
+            if stream:
+                streamed = await stage.stream(BODY)
+                assert streamed.error is None
+                return streamed.text()
+            status, whole = await stage.ask(BODY)
+            assert status == 200, whole
+            return whole["choices"]
+
+        undisturbed = await answer()
+        while stage.proxy.services.retry_budget.take():
+            pass  # moving what an idle agent has not done costs none of it
+        hung.faults.append(fault)
+        asking = asyncio.ensure_future(answer())
+        await hung.until(lambda: not hung.faults)
+        await hung.silence()
+        await stage.agent(hung.role)
+        assert await asking == undisturbed
+
+    async with asyncio.timeout(MAX_HANG_S):
+        await asyncio.gather(*(ask(index, *each) for index, each in enumerate(HUNG)))
+
+
+class Waiting:
+    """A leg at the busy agent that waits since then; notes how often it was given up."""
+
+    def __init__(self, since: float | None, movable: bool = True) -> None:
+        self.agent = busy(steps=1)
+        self.quiet_since = since
+        self.given_up = 0
+        self._is_movable = movable
+
+    def movable(self) -> bool:
+        return self._is_movable
+
+    def give_up(self) -> None:
+        self.given_up += 1
+        self.quiet_since = None
+
+
+class Stopwatch:
+    """A clock that goes as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Stopwatch:
+    return Stopwatch()
+
+
+@pytest.fixture
+def fleet(clock: Stopwatch) -> LocalFleet:
+    """A decode agent heard at second 0 with something running."""
+    made = LocalFleet(ProxyConfig(), Metrics(), History(), clock)
+    made.registry.register(busy(steps=1), 0.0)
+    return made
+
+
+async def looked_at(fleet: LocalFleet, since: float | None, now: float, movable: bool = True) -> bool:
+    """Whether a wait for the busy agent is ended, once, when all legs are looked at twice."""
+    assert isinstance(fleet.clock, Stopwatch)
+    fleet.clock.now = now
+    legs, leg = OpenLegs(), Waiting(since, movable)
+    legs.add(leg)
+    await legs.look(fleet, now)
+    await legs.look(fleet, now)
+    assert leg.given_up < 2
+    return leg.given_up == 1
+
+
+@pytest.mark.parametrize(
+    ("since", "now", "ended"),
+    [
+        (0.0, NODE_EXPIRY_S - 0.1, False),
+        (0.0, NODE_EXPIRY_S, True),
+        (1.0, NODE_EXPIRY_S, False),  # something came: only its pings are lost
+        (None, NODE_EXPIRY_S, False),  # nobody waits: the client reads slowly
+    ],
+)
+async def test_only_quiet_legs_of_lost_agents_are_given_up(
+    fleet: LocalFleet, since: float | None, now: float, ended: bool
+) -> None:
+    fleet.registry.register(registration("decode", PORT + 1), now)
+    assert await looked_at(fleet, since, now) == ended
+
+
+@pytest.mark.parametrize(
+    ("other", "ended"),
+    [
+        (registration("decode", PORT + 1), True),
+        (registration("both", PORT + 1), True),
+        (registration("prefill", PORT + 1), False),
+        (registration("decode", PORT + 1, model="another"), False),
+        (registration("decode", PORT + 1, dialect="sglang"), False),
+        (registration("decode", PORT + 1, state="draining"), False),
+        (None, False),
+    ],
+)
+async def test_where_nobody_else_serves_an_agent_is_waited_for(
+    fleet: LocalFleet, other: Register | None, ended: bool
+) -> None:
+    """It may only be slow, and the deadlines hold all the same."""
+    if other is not None:
+        fleet.registry.register(other, NODE_EXPIRY_S)
+    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S) == ended
+
+
+async def test_a_leg_that_may_not_go_elsewhere_waits(fleet: LocalFleet) -> None:
+    """A request without another try would only fail sooner."""
+    fleet.registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
+    assert not await looked_at(fleet, 0.0, NODE_EXPIRY_S, movable=False)
+    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S)
+
+
+async def test_an_engine_that_stands_still_for_long_is_given_up_too(fleet: LocalFleet) -> None:
+    for second in range(int(STALL_S)):
+        fleet.registry.register(registration("decode", PORT + 1), second)
+        assert not await looked_at(fleet, 0.0, second)
+        fleet.registry.register(busy(steps=1), second)
+    assert await looked_at(fleet, 0.0, STALL_S)
+    fleet.registry.register(busy(steps=2), STALL_S)
+    assert not await looked_at(fleet, 0.0, STALL_S)
+
+
+async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(
+    fleet: LocalFleet, clock: Stopwatch
+) -> None:
+    """When it wakes, the pings of that time are still to be read."""
+    legs, leg = OpenLegs(), Waiting(0.0)
+    legs.add(leg)
+    watching = asyncio.ensure_future(legs.run(fleet, clock))
+    await asyncio.sleep(0)  # it has noted the time
+    clock.now = 60.0
+    fleet.registry.register(registration("decode", PORT + 1), clock.now)
+    await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
+    assert not leg.given_up
+    async with asyncio.timeout(5):
+        while not leg.given_up:
+            await asyncio.sleep(0.01)
+    watching.cancel()

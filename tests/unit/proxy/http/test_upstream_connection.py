@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP/1.1 from agents, however its bytes are cut, and what a connection does when they are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.proxy.http.upstream_connection import HELD_BYTES, AgentConnection, ConnectionBroken, State
+
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+UNTIL_END = b"HTTP/1.1 200 OK\r\nX-A: b\r\n\r\nhello"
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + LENGTH
+
+
+class Wire:
+    """Stands in for the transport: remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.is_reading = True
+        self.is_aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def connected() -> tuple[AgentConnection, Wire, list[AgentConnection]]:
+    closed: list[AgentConnection] = []
+    connection, wire = AgentConnection(closed.append), Wire()
+    connection.connection_made(cast(Any, wire))
+    return connection, wire, closed
+
+
+def soon(seconds: float = 5.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+@pytest.mark.parametrize("raw", [LENGTH, CHUNKED, UNTIL_END, CONTINUED])
+@given(cuts=st.lists(st.integers(0, 90), max_size=8), early=st.booleans())
+@settings(deadline=None)
+def test_an_answer_is_whole_however_it_is_cut(raw: bytes, cuts: list[int], early: bool) -> None:
+    async def run() -> None:
+        connection, _, _ = connected()
+        connection.send(b"request", soon())
+        taken: list[bytes] = []
+        edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+        for start, end in itertools.pairwise(edges):
+            connection.data_received(raw[start:end])
+            if early and connection.state is State.BODY:
+                connection.feed(taken.append)
+        if raw is UNTIL_END:
+            connection.connection_lost(None)
+        await connection.head()
+        assert (connection.status, connection.headers[b"x-a"]) == (200, b"b")
+        connection.feed(taken.append)
+        await connection.end()
+        assert b"".join(taken) == b"hello"
+        assert connection.reusable is (raw is not UNTIL_END)
+        connection.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("upto", [0, 10, len(CHUNKED) - 3])
+async def test_an_answer_that_is_cut_off_is_never_whole(upto: int) -> None:
+    """L10, X14: neither its head nor its body ends well by the connection's end."""
+    connection, _, closed = connected()
+    connection.send(b"request", soon())
+    connection.data_received(CHUNKED[:upto])
+    connection.connection_lost(None)
+    with pytest.raises(ConnectionBroken):
+        await connection.head()
+        connection.feed(lambda piece: None)
+        await connection.end()
+    assert closed == [connection]
+
+
+@pytest.mark.parametrize(
+    "noise", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n..", b"\0" * 50]
+)
+async def test_what_is_no_http_ends_the_connection(noise: bytes) -> None:
+    connection, wire, closed = connected()
+    connection.send(b"request", soon(0.2))
+    connection.data_received(noise)
+    with pytest.raises((ConnectionBroken, TimeoutError)):
+        await connection.head()
+    assert wire.is_aborted and closed == [connection]
+
+
+async def test_deadlines_hold_also_after_earlier_ones_were_moved_back() -> None:
+    """One timer serves all: it may go off early, and must then be set again."""
+    connection, wire, _ = connected()
+    for limit in (0.01, 0.05):
+        connection.send(b"request", soon(limit))
+        connection.data_received(LENGTH)
+        await connection.head()
+        connection.feed(lambda piece: None)
+        await connection.end()
+        connection.rest()
+        await asyncio.sleep(2 * limit)
+        assert not wire.is_aborted, "a deadline outlived its request"
+    connection.send(b"request", soon(0.05))
+    with pytest.raises(TimeoutError):
+        await connection.head()
+
+
+async def test_silence_does_not_count_while_the_client_is_slow() -> None:
+    connection, _, _ = connected()
+    connection.send(b"request", soon())
+    connection.data_received(CHUNKED[:-10])
+    connection.feed(lambda piece: None)
+    connection.limit(soon(), idle_s=0.05)
+    connection.pause()
+    await asyncio.sleep(0.2)
+    assert connection.state is State.BODY
+    connection.resume()
+    with pytest.raises(TimeoutError):
+        await connection.end()
+
+
+async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
+    """Never unbounded memory."""
+    connection, wire, _ = connected()
+    connection.send(b"request", soon())
+    connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+    connection.data_received(b"x" * (HELD_BYTES + 1))
+    assert not wire.is_reading
+    size = 0
+
+    def take(piece: bytes) -> None:
+        nonlocal size
+        size += len(piece)
+
+    connection.feed(take)
+    assert wire.is_reading and size == HELD_BYTES + 1
+    connection.close()
+
+
+async def test_what_the_sink_raises_ends_the_connection_and_reaches_the_waiter() -> None:
+    connection, wire, _ = connected()
+    connection.send(b"request", soon())
+    connection.data_received(CHUNKED[:-10])
+
+    def refuse(piece: bytes) -> None:
+        raise KeyError("no")
+
+    connection.feed(refuse)
+    with pytest.raises(KeyError):
+        await connection.end()
+    assert wire.is_aborted

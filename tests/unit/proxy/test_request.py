@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' bodies: what is refused, and how it is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.proxy.errors import InvalidRequest
+from kvferry.proxy.request import ClientRequest, check_context, parse_request
+
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def completion(**fields: Any) -> ClientRequest:
+    return parse_request("completions", json.dumps(COMPLETION | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", "b"], "n": 65}, "n"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a", [1, 2]]}, "prompt"),
+        ({"prompt": [[1, 2], "a"]}, "prompt"),
+        ({"prompt": [1, -2]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": "2"}, "n"),
+        ({"stream": 1}, "stream"),
+        ({"stream": "true"}, "stream"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": 3}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"resume": [{"output_ids": [1]}]}, "resume"),
+    ],
+)
+def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:
+    """R10 and issue 2, "Bad input": missing or wrong-typed fields, 0, negative, not an integer."""
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**fields)
+    assert caught.value.param == param
+    assert param.split(".")[0] in str(caught.value)
+    error = json.loads(caught.value.body())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    body = {key: value for key, value in COMPLETION.items() if key != missing}
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request("completions", json.dumps(body).encode())
+    assert caught.value.param == missing
+
+
+@pytest.mark.parametrize(
+    "messages", [[], None, "hi", [{}], [{"role": 1}], ["hi"], [{"content": "without a role"}]]
+)
+def test_wrong_messages_are_refused(messages: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_request("chat/completions", json.dumps(CHAT | {"messages": messages}).encode())
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 100000]
+)
+def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_request("completions", raw)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": None}, 3),
+    ],
+)
+def test_both_names_of_the_limit_are_read(fields: dict[str, Any], limit: int | None) -> None:
+    """R10: missing and null are fine."""
+    assert completion(**fields).max_tokens == limit
+
+
+def test_what_the_proxy_does_not_know_stays_in_the_body() -> None:
+    request = completion(of_the_future={"a": [1, 2.5]}, temperature=None, kv_transfer_params=None)
+    assert request.body == COMPLETION | {"of_the_future": {"a": [1, 2.5]}, "temperature": None}
+
+
+def test_chat_accepts_parts_tools_and_logprobs() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    body = CHAT | {"messages": [parts], "tools": [{}], "logprobs": True, "top_logprobs": 2}
+    request = parse_request("chat/completions", json.dumps(body).encode())
+    assert request.chat and request.body == body
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "fits"),
+    [
+        ([1] * 9, 1, True),
+        ([1] * 9, None, True),
+        ([1] * 10, None, False),
+        ([1] * 6, 5, False),
+        ("x" * 50, 1, True),
+    ],
+)
+def test_token_ids_that_leave_no_room_are_refused(prompt: Any, limit: int | None, fits: bool) -> None:
+    """The proxy knows how long a prompt of ids is; text is for the agent to judge."""
+    request = completion(prompt=prompt, max_tokens=limit)
+    if fits:
+        check_context(request, 10)
+    else:
+        with pytest.raises(InvalidRequest, match="10 tokens"):
+            check_context(request, 10)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+
+
+@given(
+    value=st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=5),
+    field=st.sampled_from(["model", "prompt", "n", "seed", "stream", "stream_options", "stop", "logprobs"]),
+)
+def test_any_value_is_accepted_or_refused_and_never_breaks(value: Any, field: str) -> None:
+    try:
+        request = completion(**{field: value})
+    except InvalidRequest as error:
+        assert error.status == 400
+    else:
+        assert request.model

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secure discovery: who does not hold the cluster key changes nothing, and is told nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from kvferry.proxy.discovery.ping_listener import Discovery
+from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire import messages as wire
+from tests.standins.wiretap import Wiretap
+from tests.unit.proxy.builders import load, registration
+
+PING = wire.encode(registration("decode", 1))
+REFUSAL_S = 0.5
+"""How long a peer that is not admitted is watched; one that is admitted is answered in a few ms."""
+
+Secure = Callable[[zmq.Socket[Any]], None]
+
+
+def new_key() -> wire.ClusterKey:
+    public, secret = zmq.curve_keypair()
+    return wire.ClusterKey(public=public, secret=secret)
+
+
+@asynccontextmanager
+async def discovery(key: wire.ClusterKey | None) -> AsyncIterator[tuple[Registry, str]]:
+    """A listening discovery socket; yields its registry and address."""
+    registry, clock = Registry(), asyncio.get_running_loop().time
+    metrics = Metrics()
+    listener = Discovery(registry, metrics, "proxy-1", clock, key)
+    try:
+        address = f"tcp://127.0.0.1:{listener.bind('127.0.0.1', 0)}"
+        running = asyncio.create_task(listener.run())
+        try:
+            yield registry, address
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+    finally:
+        listener.close()
+
+
+async def answered(address: str, secure: Secure, within_s: float) -> bool:
+    """Whether a ping of a peer that is set up by `secure` gets an ack."""
+    context = zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.setsockopt(zmq.LINGER, 0)
+        secure(dealer)
+        dealer.connect(address)
+        await dealer.send(PING)
+        return bool(await dealer.poll(int(within_s * 1000)))
+    finally:
+        dealer.close()
+        context.term()
+
+
+def stranger(server: bytes) -> Secure:
+    """Knows the cluster's public key, and has a key pair of its own."""
+    own = new_key()
+
+    def secure(socket: zmq.Socket[Any]) -> None:
+        own.secure_client(socket)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+
+    return secure
+
+
+async def test_holders_of_the_key_are_admitted() -> None:
+    key = new_key()
+    async with discovery(key) as (registry, address):
+        assert await answered(address, key.secure_client, 5)
+        assert len(registry.snapshot(asyncio.get_running_loop().time()).nodes) == 1
+
+
+@pytest.mark.parametrize("peer", ["plain", "another cluster", "knows the public key"])
+async def test_without_the_key_nobody_is_admitted(peer: str) -> None:
+    """Issue 4, "Security": a node without the key is never routed to."""
+    key = new_key()
+    secure: Secure = {
+        "plain": lambda socket: None,
+        "another cluster": new_key().secure_client,
+        "knows the public key": stranger(key.public),
+    }[peer]
+    async with discovery(key) as (registry, address):
+        assert not await answered(address, secure, REFUSAL_S)
+        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+        assert await answered(address, key.secure_client, 5), "and the gate still stands"
+
+
+async def test_an_agent_does_not_speak_to_a_proxy_without_the_key() -> None:
+    async with discovery(None) as (registry, address):
+        assert not await answered(address, new_key().secure_client, REFUSAL_S)
+        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+
+
+class Agent:
+    """A holder of the key that pings by way of a port."""
+
+    def __init__(self, key: wire.ClusterKey, port: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        key.secure_client(self._dealer)
+        self._dealer.connect(f"tcp://127.0.0.1:{port}")
+
+    async def send(self, message: wire.AgentMessage) -> None:
+        await self._dealer.send(wire.encode(message))
+
+    async def ping(self, message: wire.Register) -> wire.ProxyMessage:
+        """Send a registration and return the answer."""
+        await self.send(message)
+        async with asyncio.timeout(5):
+            return wire.decode_proxy_message(await self._dealer.recv())
+
+    def close(self) -> None:
+        self._dealer.close()
+        self._context.term()
+
+
+async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
+    """Issue 4, "Security": an agent's life, sent again byte by byte, is not even heard."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+    async with discovery(key) as (registry, address):
+        port = int(address.rpartition(":")[2])
+        async with Wiretap(port) as tap:
+            first, second = Agent(key, tap.port), Agent(key, port)
+            try:
+                await first.ping(registration("decode", 1, index=0))
+                await first.ping(registration("decode", 1, index=1, state="draining"))
+                await first.send(wire.Bye(incarnation=registration("decode", 1).incarnation))
+                await second.ping(registration("decode", 2))
+                while len(registry.snapshot(clock()).nodes) != 1:
+                    await asyncio.sleep(0.01)
+                before = registry.snapshot(clock())
+                assert PING not in tap.heard and b"10.0.0.1" not in tap.heard, "it is encrypted"
+                await tap.replay()
+                assert registry.snapshot(clock()) == before
+                assert isinstance(await second.ping(registration("decode", 2)), wire.Ack)
+            finally:
+                first.close()
+                second.close()
+
+
+@pytest.mark.parametrize("byte", [0, 1, 10, 40, -17, -1])
+async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
+    """Issue 4, "Security": one bit of its frame's length, name, number, seal or contents is enough."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+
+    def flip(data: bytes) -> bytes:
+        altered = bytearray(data)
+        altered[byte] ^= 1
+        return bytes(altered)
+
+    async with discovery(key) as (registry, address):
+        port = int(address.rpartition(":")[2])
+        async with Wiretap(port) as tap:
+            victim, other = Agent(key, tap.port), Agent(key, port)
+            try:
+                await victim.ping(registration("decode", 1, index=0))
+                before = registry.snapshot(clock()).nodes
+                tap.alter = flip
+                # Its last byte is `max_running`: without the seal, 8 would arrive as 9.
+                await victim.send(registration("decode", 1, index=1, load=load(max_running=8)))
+                async with asyncio.timeout(5):
+                    await tap.altered.wait()
+                await asyncio.sleep(REFUSAL_S / 2)
+                assert registry.snapshot(clock()).nodes == before
+                assert isinstance(await other.ping(registration("decode", 2)), wire.Ack), "it listens on"
+            finally:
+                victim.close()
+                other.close()
+
+
+async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
+    """Issue 4, "Security": an old index, and an incarnation that another one has replaced."""
+    key, clock = new_key(), asyncio.get_running_loop().time
+    async with discovery(key) as (registry, address):
+        agent = Agent(key, int(address.rpartition(":")[2]))
+        try:
+            old = registration("decode", 1, index=5)
+            await agent.ping(old)
+            stale = await agent.ping(registration("decode", 1, index=4, state="draining"))
+            assert stale == wire.Refused(reason=Refusal.STALE.value)
+            new = registration("decode", 1, incarnation="f" * 16, index=0)
+            await agent.ping(new)
+            late = await agent.ping(registration("decode", 1, index=6))
+            assert late == wire.Refused(reason=Refusal.RETIRED.value)
+            assert [node.info for node in registry.snapshot(clock()).nodes] == [new]
+        finally:
+            agent.close()
+
+
+async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 4, "Security": with the authenticator failing to start, nothing listens."""
+
+    def fail(self: AsyncioAuthenticator) -> None:
+        raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    monkeypatch.setattr(AsyncioAuthenticator, "start", fail)
+    registry = Registry()
+    listener = Discovery(registry, Metrics(), "p", lambda: 0.0, new_key())
+    bound: list[str] = []
+    monkeypatch.setattr(zmq.asyncio.Socket, "bind", lambda self, where: bound.append(where))
+    with pytest.raises(zmq.ZMQError):
+        listener.bind("127.0.0.1", 0)
+    assert not bound
+    listener.close()
+
+
+async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails closed: libzmq alone would admit any CURVE client when no authenticator answers."""
+    monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
+    monkeypatch.setattr(AsyncioAuthenticator, "stop", lambda self: None)
+    key = new_key()
+    async with discovery(key) as (registry, address):
+        assert not await answered(address, key.secure_client, REFUSAL_S)
+        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+
+
+def test_a_key_file_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    path = tmp_path / "cluster.key"
+    path.write_bytes(secret + b"\n")
+    key = wire.ClusterKey.read(path)
+    assert (key.public, key.secret) == (public, secret)
+    assert secret.decode() not in f"{key} {key.bearer}", "neither logs nor tokens give it away"
+    for wrong in (b"", b"x" * 39, b"x" * 41, b"\xff" * 40, public + secret):
+        path.write_bytes(wrong)
+        with pytest.raises(wire.BadClusterKey, match=r"cluster\.key"):
+            wire.ClusterKey.read(path)
