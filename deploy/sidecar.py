@@ -23,8 +23,8 @@ import uvloop
 
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.logs import configure_logging
-from kvferry.proxy.discovery.health_monitor import EngineWatch
-from kvferry.proxy.discovery.static_nodes import EngineDialect, EngineServer, TransferMode
+from kvferry.proxy.discovery.health_monitor import HealthMonitor
+from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode, TransferMode
 from kvferry.proxy.wire.flags import parse_flags
 from kvferry.proxy.wire.messages import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
 
@@ -81,10 +81,10 @@ class SidecarConfig:
                 raise ValueError(f"proxy must be HOST:PORT, got {address!r}")
         self.server()
 
-    def server(self) -> EngineServer:
+    def server(self) -> StaticNode:
         """The server as proxies must know it. Raises `ValueError` that names what is wrong."""
-        fields = {name: getattr(self, name) for name in EngineServer.__struct_fields__ if name != "url"}
-        return msgspec.convert({**fields, "url": self.advertise_url or self.attach}, EngineServer)
+        fields = {name: getattr(self, name) for name in StaticNode.__struct_fields__ if name != "url"}
+        return msgspec.convert({**fields, "url": self.advertise_url or self.attach}, StaticNode)
 
 
 class Sidecar:
@@ -94,7 +94,7 @@ class Sidecar:
         self._news = asyncio.Event()
         self._latest: Register | None = None
         self._announcer = Announcer(config.proxy, self._news, self._take, key=key)
-        self._watch = EngineWatch(config.server(), self._say, at=config.attach)
+        self._watch = HealthMonitor(config.server(), self._say, at=config.attach)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch and announce until `stop` is set, then say goodbye."""

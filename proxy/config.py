@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.proxy.discovery.static_nodes import (
     EngineDialect,
-    EngineServer,
+    StaticNode,
     check_distinct,
     server_from_words,
 )
@@ -142,7 +142,7 @@ class ProxyConfig:
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
-    def named_servers(self) -> tuple[EngineServer, ...]:
+    def named_servers(self) -> tuple[StaticNode, ...]:
         """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""
         named = tuple(server_from_words(words, "prefill", self.dialect) for words in self.prefill)
         named += tuple(server_from_words(words, "decode", self.dialect) for words in self.decode)

@@ -215,7 +215,7 @@ class StreamBroken(ProxyError):
     code = "stream_broken"
 
 
-class BadAnswer(ProxyError):
+class BadResponse(ProxyError):
     """An agent answered, but not in its dialect."""
 
     status = 502
@@ -236,7 +236,7 @@ class AgentTimeout(ProxyError):
     code = "agent_timeout"
 
 
-class AgentRefused(ProxyError):
+class AgentRejected(ProxyError):
     """An agent answered 4xx: its verdict on the client's request is passed through as it is."""
 
     kind = "invalid_request_error"

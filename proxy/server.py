@@ -17,19 +17,19 @@ import uvicorn
 
 from kvferry.proxy.api.app import create_app
 from kvferry.proxy.api.auth import ApiKeys
-from kvferry.proxy.api.dashboard_feed import Live
-from kvferry.proxy.api.request_tasks import OpenRequests
+from kvferry.proxy.api.dashboard_feed import DashboardFeed
+from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
-from kvferry.proxy.dialects.peer_cache import Peers
+from kvferry.proxy.dialects.peer_cache import PeerCache
 from kvferry.proxy.discovery.discovery import all_servers, membership
 from kvferry.proxy.exchange.exchange import Services
-from kvferry.proxy.exchange.kv_drops import Drops
+from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.retry_budget import RESERVE, RetryBudget
 from kvferry.proxy.fleet.fleet import LocalFleet
 from kvferry.proxy.fleet.interface import Fleet
 from kvferry.proxy.http.client_connection import ClientConnection
-from kvferry.proxy.http.pool import Upstream
+from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import ClusterKey
@@ -115,8 +115,8 @@ async def serving(
 
     `fleet` must outlive the context: requests are still served while it is being left.
     """
-    async with Upstream(config, None if keys.cluster is None else keys.cluster.bearer) as upstream:
-        drops = Drops(upstream, metrics)
+    async with UpstreamPool(config, None if keys.cluster is None else keys.cluster.bearer) as upstream:
+        drops = KvDrops(upstream, metrics)
         services = Services(
             config=config,
             fleet=fleet,
@@ -124,11 +124,11 @@ async def serving(
             upstream=upstream,
             drops=drops,
             dialects=other_dialects(config),
-            peers=Peers(),
-            open_requests=OpenRequests(),
+            peers=PeerCache(),
+            open_requests=RequestTasks(),
             metrics=metrics,
             history=history,
-            live=Live(fleet),
+            live=DashboardFeed(fleet),
             api_keys=keys.clients,
         )
         server = HttpServer(_uvicorn_config(services, keys.tls))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.errors import NOT_JSON, BadResponse
 
 CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"
@@ -37,7 +37,7 @@ class Scanner:
     def feed(self, chunk: bytes) -> bytes:
         """The whole events completed by `chunk` (maybe none), up to and including `[DONE]`.
 
-        Raises `BadAnswer` when an event exceeds `MAX_EVENT_BYTES`.
+        Raises `BadResponse` when an event exceeds `MAX_EVENT_BYTES`.
         """
         data = self._tail + chunk if self._tail else chunk
         if data.endswith(END_OF_EVENT):
@@ -47,7 +47,7 @@ class Scanner:
             cut = cut + len(END_OF_EVENT) if cut >= 0 else 0
             data, self._tail = data[:cut], data[cut:]
             if len(self._tail) > MAX_EVENT_BYTES:
-                raise BadAnswer(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
+                raise BadResponse(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
         # JSON cannot hold a raw line break, so no text of an answer can look like this.
         end = data.find(DONE)
         if end < 0:

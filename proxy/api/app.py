@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 from quart import Quart, Response, request
@@ -19,10 +20,13 @@ from kvferry.proxy.fleet.interface import JSON, Page, PageName
 from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.wire.messages import Incarnation
 
+FOLDER = str(Path(__file__).parent)
+
 
 def create_app(services: Services) -> Quart:
     """The application; `services` must stay open for as long as it serves."""
-    app = Quart("kvferry.proxy")
+    # Named paths: Quart cannot look them up in a package that is installed in parts.
+    app = Quart(__name__, root_path=FOLDER, instance_path=FOLDER, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = services.config.max_body_bytes
     app.config["BODY_TIMEOUT"] = services.config.body_timeout_s
     # Quart would cut the operator's page off after 60 s.

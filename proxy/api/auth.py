@@ -19,7 +19,7 @@ from pathlib import Path
 
 from quart import Quart, Response, request
 
-from kvferry.proxy.api.rate_limit import Allowance, Rate
+from kvferry.proxy.api.rate_limit import Rate, RateLimit
 from kvferry.proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
@@ -45,10 +45,10 @@ class Client:
     """Whoever holds a key."""
 
     access: Access
-    allowance: Allowance
+    allowance: RateLimit
 
 
-NOBODY = Client(Access.NONE, Allowance(None, None))
+NOBODY = Client(Access.NONE, RateLimit(None, None))
 
 
 class ApiKeys:
@@ -138,7 +138,7 @@ def _client(words: Sequence[str]) -> Client:
             rates[name] = Rate.parse(value)
         else:
             raise ValueError("only admin, requests=RATE and tokens=RATE may stand there, each once")
-    return Client(access, Allowance(rates.get("requests"), rates.get("tokens")))
+    return Client(access, RateLimit(rates.get("requests"), rates.get("tokens")))
 
 
 def _needed(path: str) -> Access:

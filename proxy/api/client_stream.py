@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
-from kvferry.proxy.exchange.request_log import CLIENT_LEFT, Record
+from kvferry.proxy.exchange.request_log import CLIENT_LEFT, RequestLog
 from kvferry.proxy.http.client_connection import ClientReply, Header
 
 AGENT_ERROR = 502
@@ -31,7 +31,7 @@ class ClientStream:
     kept for it than what was on its way.
     """
 
-    def __init__(self, reply: ClientReply, record: Record, headers: tuple[Header, ...]) -> None:
+    def __init__(self, reply: ClientReply, record: RequestLog, headers: tuple[Header, ...]) -> None:
         self._reply = reply
         self._record = record
         self._headers = headers

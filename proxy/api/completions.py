@@ -13,10 +13,10 @@ from typing import Any
 from kvferry.proxy import sse
 from kvferry.proxy.api.auth import NOBODY, admitted
 from kvferry.proxy.api.client_stream import ClientStream
-from kvferry.proxy.api.rate_limit import Allowance
+from kvferry.proxy.api.rate_limit import RateLimit
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
 from kvferry.proxy.exchange.exchange import Exchange, Services
-from kvferry.proxy.exchange.request_log import Phase, Record
+from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import EXTENSION, ClientReply, Header
 from kvferry.proxy.ids import Endpoint, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import parse_request
@@ -63,7 +63,7 @@ class Completions:
         else:
             await self._serve(endpoint, request_id, headers, reply, receive, allowance)
 
-    def _allowance(self, scope: Scope, headers: dict[bytes, bytes]) -> Allowance | ProxyError:
+    def _allowance(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """What the client may still ask for, or why the request is not even looked at."""
         keys, method, client = self._services.api_keys, scope["method"], NOBODY
         if keys is not None:
@@ -83,12 +83,12 @@ class Completions:
         headers: dict[bytes, bytes],
         reply: ClientReply,
         receive: Receive,
-        allowance: Allowance,
+        allowance: RateLimit,
     ) -> None:
         """One request. A client that leaves cancels this task; so does a proxy that stops."""
         services = self._services
         reply.lost = services.open_requests.join()
-        record = Record(endpoint, request_id, services.metrics, services.history)
+        record = RequestLog(endpoint, request_id, services.metrics, services.history)
         out = ClientStream(reply, record, (*STREAM_HEADERS, _named(request_id)))
         try:
             record.draw_on(allowance)
@@ -153,7 +153,7 @@ async def _received(receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _fail(reply: ClientReply, out: ClientStream, record: Record, error: ProxyError) -> None:
+def _fail(reply: ClientReply, out: ClientStream, record: RequestLog, error: ProxyError) -> None:
     """End a request by an error: as an HTTP status, or in the stream that has begun."""
     if out.has_begun:
         out.fail(error)

@@ -12,7 +12,7 @@ from quart import Quart, Response, redirect
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.dashboard_feed import Live
+from kvferry.proxy.api.dashboard_feed import DashboardFeed
 from kvferry.proxy.errors import TooManyViewers
 
 FOLDER = Path(__file__).parent / "ui"
@@ -34,7 +34,7 @@ HEADERS = {
 }
 
 
-def add_operator_page(app: Quart, live: Live) -> None:
+def add_operator_page(app: Quart, live: DashboardFeed) -> None:
     """Add the page's routes. Its files are read once, here."""
     files = {name: (FOLDER / name).read_bytes() for name in CONTENT_TYPES}
 

@@ -18,7 +18,7 @@ MAX_VIEWERS = 32
 RECONNECT = b"retry: 2000\n\n"
 
 
-class Live:
+class DashboardFeed:
     """Snapshots of one proxy for the viewers of its page."""
 
     def __init__(self, fleet: Fleet) -> None:

@@ -59,7 +59,7 @@ class Bucket:
         self._at = now
 
 
-class Allowance:
+class RateLimit:
     """One client's buckets; None for what is not limited.
 
     Several processes may serve one client, each with buckets of its own: `share` makes them agree, but for

@@ -9,7 +9,7 @@ from collections.abc import Callable
 CUT_TIMEOUT_S = 2.0
 
 
-class OpenRequests:
+class RequestTasks:
     """Owns what uvicorn does not: the task of a request that it has given up on is abandoned there."""
 
     def __init__(self) -> None:

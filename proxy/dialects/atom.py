@@ -17,18 +17,18 @@ import msgspec
 
 from kvferry.proxy.dialects.base import (
     Dialect,
-    Ends,
+    Endpoints,
     Leg,
-    Part,
     Peer,
     Prefilled,
     Shape,
+    SubRequest,
     make_leg,
     refuse,
     refuse_ranking,
 )
 from kvferry.proxy.dialects.foreign import foreign_registration
-from kvferry.proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
@@ -95,11 +95,11 @@ class Atom(Dialect):
         refuse_ranking(request, _ENGINE)
         refuse(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
 
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """The decode leg needs the first token."""
         return Shape.SERIAL
 
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """The client's own sampling settings, for one token."""
         body = {name: value for name, value in part.body.items() if name != "stream_options"}
         body |= {"stream": False, "n": 1, "max_tokens": 1}
@@ -117,22 +117,22 @@ class Atom(Dialect):
         }
         return make_leg(part, ends.prefill_rank, msgspec.json.encode(body))
 
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
         """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
         try:
             answer = msgspec.json.decode(raw, type=_Answer)
         except NOT_JSON as error:
-            raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
+            raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
         if len(answer.choices) != 1:
-            raise BadAnswer(f"the prefill server answered {len(answer.choices)} choices where one was due")
+            raise BadResponse(f"the prefill server answered {len(answer.choices)} choices where one was due")
         params = answer.kv_transfer_params
         if answer.choices[0].finish_reason not in (None, "length"):
             return Prefilled(params=params, whole=raw)
         if params is None:
-            raise BadAnswer("the prefill server answered without kv_transfer_params")
+            raise BadResponse("the prefill server answered without kv_transfer_params")
         return Prefilled(params=params)
 
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """The prefill's params, `first_token_id` among them, and where it is."""
         assert prefilled.params is not None
         chosen = {} if ends.prefill_rank is None else {"remote_dp_rank": ends.prefill_rank}
@@ -141,7 +141,7 @@ class Atom(Dialect):
         body = part.body | {"kv_transfer_params": chosen | prefilled.params | told}
         return make_leg(part, ends.decode_rank, msgspec.json.encode(body))
 
-    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
         """An ordinary request."""
         return make_leg(part, rank, msgspec.json.encode(part.body))
 

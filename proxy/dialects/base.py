@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a dialect of another engine is to the exchange: two legs per part, in one of two orders.
 
-A dialect is pure: it turns a share of the client's body (`Part`), the two servers (`Ends`) and what the
-prefill server answered (`Prefilled`) into the next request (`Leg`). It knows neither clock nor socket; the
-exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
+A dialect is pure: it turns a share of the client's body (`SubRequest`), the two servers (`Endpoints`) and
+what the prefill server answered (`Prefilled`) into the next request (`Leg`). It knows neither clock nor
+socket; the exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
 
 These engines draw one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or mix
 up their KV (vLLM #43509, SGLang #24223). So a request is cut into parts of one choice each
@@ -44,7 +44,7 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SubRequest:
     """The share of a client's request that one pair of legs serves.
 
     `body` is the client's, narrowed to this share: one prompt, one choice and that choice's seed; or all of
@@ -69,10 +69,10 @@ class Part:
         """63 random bits of the transfer id's 128."""
         return int(self.transfer_id, 16) >> 65
 
-    def ends(self, prefill: Register, decode: Register) -> Ends:
+    def ends(self, prefill: Register, decode: Register) -> Endpoints:
         """The two servers with a rank drawn for each, independently of the other's."""
         low = int(self.transfer_id, 16) & (2**64 - 1)
-        return Ends(
+        return Endpoints(
             prefill=prefill,
             decode=decode,
             prefill_rank=draw_rank(self.room, prefill),
@@ -81,7 +81,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class Endpoints:
     """The two servers of a part, and the data-parallel rank of each, within its own server's range.
 
     A rank is None where the server has but one.
@@ -137,31 +137,31 @@ class Dialect(ABC):
         """Refuse what this engine cannot answer rightly. Raises `InvalidRequest`."""
 
     @abstractmethod
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """How the part's legs run."""
 
-    def lookup(self, ends: Ends) -> str | None:
+    def lookup(self, ends: Endpoints) -> str | None:
         """The URL that tells the `Peer` without which no leg can be sent; None where no such need is."""
         return None
 
-    def read_lookup(self, ends: Ends, raw: bytes) -> Peer:
-        """Read the answer of that URL. Raises `BadAnswer`."""
+    def read_lookup(self, ends: Endpoints, raw: bytes) -> Peer:
+        """Read the answer of that URL. Raises `BadResponse`."""
         raise NotImplementedError
 
     @abstractmethod
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """The prefill leg."""
 
     @abstractmethod
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
-        """Read the prefill leg's answer. Raises `BadAnswer` when no decode leg could come to anything."""
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+        """Read the prefill leg's answer. Raises `BadResponse` when no decode leg could come to anything."""
 
     @abstractmethod
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """The decode leg. In the concurrent shape `prefilled` is empty."""
 
     @abstractmethod
-    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
         """The only leg of a part that one server serves. `rank` is None where the server has but one."""
 
 
@@ -170,7 +170,7 @@ def draw_rank(number: int, server: Register) -> int | None:
     return number % server.dp_size if server.dp_size > 1 else None
 
 
-def make_leg(part: Part, rank: int | None, body: bytes, *, request_id: str | None = None) -> Leg:
+def make_leg(part: SubRequest, rank: int | None, body: bytes, *, request_id: str | None = None) -> Leg:
     """A leg to the path that the client asked, by its `traceable_id` unless the engine needs another id.
 
     No credentials of the client's are among its headers.
@@ -186,7 +186,7 @@ def make_leg(part: Part, rank: int | None, body: bytes, *, request_id: str | Non
     return Leg(path=part.path, headers=headers, body=body)
 
 
-def traceable_id(part: Part) -> str:
+def traceable_id(part: SubRequest) -> str:
     """A request id that begins with the client's and is new for every attempt: engines match legs by it."""
     return f"{part.ids.request_id}-{part.transfer_id}"
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import refuse
-from kvferry.proxy.errors import NOT_JSON, BadAnswer, InvalidRequest
+from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.messages import Register
@@ -193,7 +193,7 @@ class PrefillAnswer:
 
 
 def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> PrefillAnswer:
-    """Parse the prefill leg's answer. Raises `BadAnswer` when it is not of this dialect or attempt."""
+    """Parse the prefill leg's answer. Raises `BadResponse` when it is not of this dialect or attempt."""
     try:
         whole = msgspec.json.decode(raw, type=_Answer)
         if bytes(whole.kv_transfer_params) == b"null":
@@ -201,13 +201,13 @@ def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: Transfe
         else:
             params = msgspec.json.decode(whole.kv_transfer_params, type=_Params)
     except NOT_JSON as error:
-        raise BadAnswer(f"the prefill agent's answer cannot be read: {error}") from error
+        raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
     tokens = () if params is None else params.first_tokens
     answered = len(whole.choices) if params is None else len(tokens)
     if answered != request.n:
-        raise BadAnswer(f"the prefill agent answered {answered} choices where {request.n} were asked for")
+        raise BadResponse(f"the prefill agent answered {answered} choices where {request.n} were asked for")
     if params is not None and params.transfer_id != transfer_id:
-        raise BadAnswer("the prefill agent answered for another transfer")
+        raise BadResponse("the prefill agent answered for another transfer")
     return PrefillAnswer(
         raw=raw,
         params=None if params is None else whole.kv_transfer_params,

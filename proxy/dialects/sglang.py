@@ -18,17 +18,17 @@ import msgspec
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import (
     Dialect,
-    Ends,
+    Endpoints,
     Leg,
-    Part,
     Peer,
     Prefilled,
     Shape,
+    SubRequest,
     make_leg,
     refuse,
     refuse_ranking,
 )
-from kvferry.proxy.errors import BadAnswer, InvalidRequest, error_object
+from kvferry.proxy.errors import BadResponse, InvalidRequest, error_object
 from kvferry.proxy.request import ClientRequest
 
 NAME = "sglang"
@@ -49,33 +49,33 @@ class Sglang(Dialect):
         if request.undivided:
             raise InvalidRequest(f"echo with logprobs is not supported with {_ENGINE}", param="echo")
 
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """Each waits for the other."""
         return Shape.CONCURRENT
 
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """Streamed or not, as the client asked: the prefill server itself sees to one token."""
         return make_leg(part, ends.prefill_rank, _body(part, ends))
 
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
         """Its token has gone to the decode server; only a failure is of interest."""
         if part.request.stream:
             if sse.holds_error(raw):
-                raise BadAnswer("the prefill server's stream holds an error")
+                raise BadResponse("the prefill server's stream holds an error")
         elif (error := error_object(raw)) is not None:
-            raise BadAnswer(f"the prefill server failed: {error.get('message', 'no reason given')}")
+            raise BadResponse(f"the prefill server failed: {error.get('message', 'no reason given')}")
         return Prefilled()
 
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """The prefill leg's very body."""
         return make_leg(part, ends.decode_rank, _body(part, ends))
 
-    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
         """Never asked for: `serves_alone` is false."""
         raise NotImplementedError
 
 
-def _body(part: Part, ends: Ends) -> bytes:
+def _body(part: SubRequest, ends: Endpoints) -> bytes:
     bootstrap = urlsplit(ends.prefill.control)
     meeting: dict[str, Any] = {
         "bootstrap_host": bootstrap.hostname,

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.proxy.dialects.base import Dialect, Leg, Part, make_leg, refuse_ranking
-from kvferry.proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.dialects.base import Dialect, Leg, SubRequest, make_leg, refuse_ranking
+from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 
 ENGINE = "vLLM servers"
@@ -68,12 +68,12 @@ class VllmDialect(Dialect):
         """Refuse what would need choices to be compared with each other."""
         refuse_ranking(request, ENGINE)
 
-    def alone_leg(self, part: Part, rank: int | None) -> Leg:
+    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
         """An ordinary request."""
         return make_leg(part, rank, msgspec.json.encode(part.body))
 
 
-def prefill_body(part: Part, params: dict[str, Any]) -> bytes:
+def prefill_body(part: SubRequest, params: dict[str, Any]) -> bytes:
     """The prefill leg's body: the prompt and all that changes how it is rendered, for one token."""
     body = {name: value for name, value in part.body.items() if name not in _OF_NO_USE_TO_PREFILL}
     body |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
@@ -82,26 +82,26 @@ def prefill_body(part: Part, params: dict[str, Any]) -> bytes:
     return msgspec.json.encode(body)
 
 
-def decode_body(part: Part, params: dict[str, Any] | None) -> bytes:
+def decode_body(part: SubRequest, params: dict[str, Any] | None) -> bytes:
     """The client's own body, and where the KV is; without `params` the decode server computes the prompt."""
     told = {} if params is None else {"kv_transfer_params": params}
     return msgspec.json.encode(part.body | told)
 
 
 def read_prefill(raw: bytes) -> PrefillAnswer:
-    """Type a prefill server's answer. Raises `BadAnswer`."""
+    """Type a prefill server's answer. Raises `BadResponse`."""
     try:
         str(raw, "utf-8")  # what it tells of usage is kept unread: nothing else would notice in time
         return msgspec.json.decode(raw, type=PrefillAnswer)
     except NOT_JSON as error:
-        raise BadAnswer(f"the prefill server's answer cannot be read: {error}") from error
+        raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
 
 
 def require_length(answer: PrefillAnswer) -> None:
-    """Raise `BadAnswer` unless the prefill ended by its length.
+    """Raise `BadResponse` unless the prefill ended by its length.
 
     These connectors hand nothing over otherwise, and the decode server would wait for minutes (vLLM #46008).
     """
     reason = answer.choices[0].finish_reason if answer.choices else None
     if reason != "length":
-        raise BadAnswer(f"the prefill server ended with {reason!r} and hands no KV over")
+        raise BadResponse(f"the prefill server ended with {reason!r} and hands no KV over")

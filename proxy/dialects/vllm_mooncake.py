@@ -14,8 +14,8 @@ from typing import ClassVar
 import msgspec
 
 from kvferry.proxy.dialects import vllm
-from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
-from kvferry.proxy.errors import NOT_JSON, BadAnswer
+from kvferry.proxy.dialects.base import Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, make_leg
+from kvferry.proxy.errors import NOT_JSON, BadResponse
 
 NAME = "vllm-mooncake"
 
@@ -30,37 +30,37 @@ class VllmMooncake(vllm.VllmDialect):
 
     name: ClassVar[str] = NAME
 
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """The prefill server waits for the decode server's blocks."""
         return Shape.CONCURRENT
 
-    def lookup(self, ends: Ends) -> str | None:
+    def lookup(self, ends: Endpoints) -> str | None:
         """The bootstrap server's list of ranks."""
         return f"{ends.prefill.control.rstrip('/')}/query"
 
-    def read_lookup(self, ends: Ends, raw: bytes) -> Peer:
+    def read_lookup(self, ends: Endpoints, raw: bytes) -> Peer:
         """The engine id of the rank that was drawn."""
         try:
             ranks = msgspec.json.decode(raw, type=dict[str, _Rank])
         except NOT_JSON as error:
-            raise BadAnswer(f"{ends.prefill.control} answered no list of ranks: {error}") from error
+            raise BadResponse(f"{ends.prefill.control} answered no list of ranks: {error}") from error
         rank = ranks.get(str(ends.prefill_rank or 0))
         if rank is None:
-            raise BadAnswer(f"{ends.prefill.control} does not know rank {ends.prefill_rank or 0} yet")
+            raise BadResponse(f"{ends.prefill.control} does not know rank {ends.prefill_rank or 0} yet")
         return Peer(engine_id=rank.engine_id)
 
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """The transfer id names what to keep."""
         body = vllm.prefill_body(part, vllm.HAND_OVER | {"transfer_id": _transfer_id(part)})
         return make_leg(part, ends.prefill_rank, body)
 
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length, and says nothing about where."""
         answer = vllm.read_prefill(raw)
         vllm.require_length(answer)
         return Prefilled(prompt_tokens_details=answer.prompt_tokens_details)
 
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """Where the prefill server is, and the same transfer id."""
         assert peer is not None, "looked up before any leg"
         params = vllm.FETCH | {
@@ -71,5 +71,5 @@ class VllmMooncake(vllm.VllmDialect):
         return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
 
 
-def _transfer_id(part: Part) -> str:
+def _transfer_id(part: SubRequest) -> str:
     return f"xfer-{part.transfer_id}"

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from kvferry.proxy.dialects import vllm
-from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg
+from kvferry.proxy.dialects.base import Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, make_leg
 from kvferry.proxy.dialects.foreign import foreign_registration
-from kvferry.proxy.errors import BadAnswer
+from kvferry.proxy.errors import BadResponse
 from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
 NAME = "vllm-moriio"
@@ -65,11 +65,11 @@ class VllmMoriio(vllm.VllmDialect):
     lease_s: float
     name: ClassVar[str] = NAME
 
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """As the prefill server was configured."""
         return Shape.CONCURRENT if ends.prefill.transfer_mode == "write" else Shape.SERIAL
 
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """The decode server's sizes, so that its ranks are waited for."""
         params = vllm.HAND_OVER | {
             "remote_engine_id": None,
@@ -82,16 +82,16 @@ class VllmMoriio(vllm.VllmDialect):
             part, ends.prefill_rank, vllm.prefill_body(part, params), request_id=_request_id(part, ends)
         )
 
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length."""
         answer = vllm.read_prefill(raw)
         vllm.require_length(answer)
         params = answer.kv_transfer_params
         if params is not None and params.get("transfer_id") != _transfer_id(part):
-            raise BadAnswer("the prefill server answered for another transfer")
+            raise BadResponse("the prefill server answered for another transfer")
         return Prefilled(params=params, prompt_tokens_details=answer.prompt_tokens_details)
 
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """READ: the prefill's params verbatim. WRITE: what can be known before it has answered."""
         params: dict[str, Any] | None
         if self.shape(ends, peer) is Shape.CONCURRENT:
@@ -111,10 +111,10 @@ class VllmMoriio(vllm.VllmDialect):
         )
 
 
-def _transfer_id(part: Part) -> str:
+def _transfer_id(part: SubRequest) -> str:
     return f"tx-{part.transfer_id}"
 
 
-def _request_id(part: Part, ends: Ends) -> str:
+def _request_id(part: SubRequest, ends: Endpoints) -> str:
     """Both control addresses and 32 hex digits. Nothing of the client's, which could hold such a mark."""
     return f"___prefill_addr_{ends.prefill.control}___decode_addr_{ends.decode.control}_{part.transfer_id}"

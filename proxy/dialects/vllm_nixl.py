@@ -17,8 +17,17 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvferry.proxy.dialects import vllm
-from kvferry.proxy.dialects.base import Ends, Leg, Part, Peer, Prefilled, Shape, make_leg, traceable_id
-from kvferry.proxy.errors import BadAnswer
+from kvferry.proxy.dialects.base import (
+    Endpoints,
+    Leg,
+    Peer,
+    Prefilled,
+    Shape,
+    SubRequest,
+    make_leg,
+    traceable_id,
+)
+from kvferry.proxy.errors import BadResponse
 
 NAME = "vllm-nixl"
 
@@ -46,16 +55,16 @@ class VllmNixl(vllm.VllmDialect):
     name: ClassVar[str] = NAME
     expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
 
-    def shape(self, ends: Ends, peer: Peer | None) -> Shape:
+    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
         """Serial until an answer has told that the prefill server pushes, and from where."""
         return Shape.SERIAL if peer is None else Shape.CONCURRENT
 
-    def prefill_leg(self, part: Part, ends: Ends) -> Leg:
+    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
         """The same whether the KV will be pulled or pushed."""
         body = vllm.prefill_body(part, vllm.HAND_OVER | _UNKNOWN_YET)
         return make_leg(part, ends.prefill_rank, body)
 
-    def read_prefill(self, part: Part, raw: bytes) -> Prefilled:
+    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
         """The answer's params, as they are; without any, the decode server has to compute the prompt."""
         answer = vllm.read_prefill(raw)
         if answer.kv_transfer_params is None:
@@ -63,7 +72,7 @@ class VllmNixl(vllm.VllmDialect):
         try:
             params = msgspec.convert(answer.kv_transfer_params, _Params)
         except msgspec.ValidationError as error:
-            raise BadAnswer(f"the prefill server's kv_transfer_params: {error}") from error
+            raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
         if params.transfer_mode != "push":
             # How much was cached is among the params, and the decode server reports it.
             return Prefilled(params=answer.kv_transfer_params)
@@ -78,13 +87,13 @@ class VllmNixl(vllm.VllmDialect):
             params=answer.kv_transfer_params, peer=peer, prompt_tokens_details=answer.prompt_tokens_details
         )
 
-    def decode_leg(self, part: Part, ends: Ends, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
         """Pull: the prefill's params verbatim. Push: where the decode server is to announce its blocks."""
         params = prefilled.params if peer is None else _push_params(part, peer)
         return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
 
 
-def _push_params(part: Part, peer: Peer) -> dict[str, Any]:
+def _push_params(part: SubRequest, peer: Peer) -> dict[str, Any]:
     return vllm.FETCH | {
         "remote_engine_id": peer.engine_id,
         "remote_host": peer.host,

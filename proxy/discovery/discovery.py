@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.discovery.health_monitor import EngineWatch
-from kvferry.proxy.discovery.introductions import Introductions
+from kvferry.proxy.discovery.health_monitor import HealthMonitor
+from kvferry.proxy.discovery.introductions import PingedServers
 from kvferry.proxy.discovery.ping_listener import Discovery
-from kvferry.proxy.discovery.static_nodes import EngineServer, check_distinct, servers_from_file
+from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.fleet.fleet import LocalFleet
 from kvferry.proxy.fleet.refusals import Refusal
 from kvferry.proxy.wire.messages import Bye, ClusterKey, Incarnation, Register
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def membership(
-    config: ProxyConfig, servers: Sequence[EngineServer], fleet: LocalFleet, key: ClusterKey | None
+    config: ProxyConfig, servers: Sequence[StaticNode], fleet: LocalFleet, key: ClusterKey | None
 ) -> AsyncIterator[int]:
     """Listen to agents, and watch `servers`, for as long as the context is open; yields the discovery port.
 
     Raises `OSError` when the port is taken, and `BadCertificate`.
     """
     async with _http(config) as http:
-        introductions = Introductions(http, fleet.clock)
+        introductions = PingedServers(http, fleet.clock)
         discovery = Discovery(
             fleet.registry,
             fleet.metrics,
@@ -43,7 +43,7 @@ async def membership(
             heard=fleet.admission.pump,
             complete=introductions.complete,
         )
-        watches = [EngineWatch(server, _Teller(fleet)) for server in servers]
+        watches = [HealthMonitor(server, _Teller(fleet)) for server in servers]
         fleet.watches = tuple(watches)
         try:
             port = discovery.bind(config.host, config.discovery_port)
@@ -60,7 +60,7 @@ async def membership(
             discovery.close()
 
 
-def all_servers(config: ProxyConfig) -> tuple[EngineServer, ...]:
+def all_servers(config: ProxyConfig) -> tuple[StaticNode, ...]:
     """The servers that flags and the file of nodes name. Raises `OSError` and `BadEngineServer`."""
     servers = config.named_servers()
     if config.nodes is not None:

@@ -23,8 +23,8 @@ import aiohttp
 import msgspec
 
 from kvferry.proxy.dialects.foreign import foreign_registration
-from kvferry.proxy.discovery.health_probe import EngineDown, Sighting, look
-from kvferry.proxy.discovery.static_nodes import EngineServer
+from kvferry.proxy.discovery.health_probe import EngineDown, ProbeResult, look
+from kvferry.proxy.discovery.static_nodes import StaticNode
 from kvferry.proxy.wire.messages import PING_INTERVAL_S, Bye, Register
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ SAME_START_S = 1.0
 Say = Callable[[Register | Bye], None]
 
 
-class EngineWatch:
+class HealthMonitor:
     """Watches one server and says of it, by `say`, what its own pings would.
 
     Args:
         at: Base URL to look at, where that is not the one that others must dial.
     """
 
-    def __init__(self, server: EngineServer, say: Say, at: str | None = None) -> None:
+    def __init__(self, server: StaticNode, say: Say, at: str | None = None) -> None:
         self.server = server
         self._at = (at or server.address).rstrip("/")
         self.why_down: str | None = "not looked at yet"
@@ -69,7 +69,7 @@ class EngineWatch:
                 self.missed(EngineDown(f"it could not be looked at: {type(error).__name__}: {error}"))
             await asyncio.sleep(max(0.0, next_at - clock()))
 
-    def seen(self, sighting: Sighting) -> None:
+    def seen(self, sighting: ProbeResult) -> None:
         """A look has shown it healthy."""
         if self._last is not None and self._restarted(sighting):
             self.leave("was restarted")
@@ -105,11 +105,11 @@ class EngineWatch:
         self._last = msgspec.structs.replace(registration, index=self._index)
         self._say(self._last)
 
-    def _restarted(self, sighting: Sighting) -> bool:
+    def _restarted(self, sighting: ProbeResult) -> bool:
         before, now = self._started_at, sighting.started_at
         return before is not None and now is not None and abs(now - before) > SAME_START_S
 
-    def _registration(self, incarnation: str, sighting: Sighting) -> Register:
+    def _registration(self, incarnation: str, sighting: ProbeResult) -> Register:
         server = self.server
         return foreign_registration(
             role=server.role,

@@ -51,7 +51,7 @@ class EngineDown(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class ProbeResult:
     """What a look has shown. `steps` and `started_at` (Unix seconds) are None where the engine is silent."""
 
     model: str
@@ -72,7 +72,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 async def look(
     http: aiohttp.ClientSession, url: str, model: str | None = None, max_running: int | None = None
-) -> Sighting:
+) -> ProbeResult:
     """Look once, within `LOOK_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
 
     Args:
@@ -91,7 +91,7 @@ async def look(
         raise EngineDown(f"{type(error).__name__}: {error}") from error
     found = _model(models, model)
     samples = _samples(metrics.decode(errors="replace"))
-    return Sighting(
+    return ProbeResult(
         model=found.id,
         max_model_len=found.max_model_len or 0,
         load=_load(samples, max_running),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from kvferry.proxy.discovery.health_probe import EngineDown, Sighting, look
+from kvferry.proxy.discovery.health_probe import EngineDown, ProbeResult, look
 from kvferry.proxy.wire.messages import Register
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ MAX_LOOKING = 64
 @dataclass(slots=True)
 class _Known:
     looked_at: float
-    sighting: Sighting | None = None
+    sighting: ProbeResult | None = None
     steps: int = 0
 
 
-class Introductions:
+class PingedServers:
     """Completes registrations, and owns the looks that are on their way.
 
     Args:

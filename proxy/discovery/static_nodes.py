@@ -53,7 +53,7 @@ class BadEngineServer(ValueError):
     """What an operator wrote of a server cannot be used; the message names it."""
 
 
-class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server: where it is, what it does, and what it would have said of itself.
 
     Args:
@@ -127,7 +127,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dialect: EngineDialect | None = None
 
 
-def server_from_words(text: str, role: Role, dialect: str | None) -> EngineServer:
+def server_from_words(text: str, role: Role, dialect: str | None) -> StaticNode:
     """Read `URL[,OPTION=VALUE…]`. Raises `BadEngineServer`."""
     url, *options = text.split(",")
     fields: dict[str, object] = {"url": url, "role": role}
@@ -141,7 +141,7 @@ def server_from_words(text: str, role: Role, dialect: str | None) -> EngineServe
     return _server(fields, text, strict=False)
 
 
-def servers_from_file(path: Path) -> tuple[EngineServer, ...]:
+def servers_from_file(path: Path) -> tuple[StaticNode, ...]:
     """Read a YAML file of nodes. Raises `OSError` and `BadEngineServer`."""
     raw = path.read_bytes()
     if len(raw) > MAX_FILE_BYTES:
@@ -157,7 +157,7 @@ def servers_from_file(path: Path) -> tuple[EngineServer, ...]:
     )
 
 
-def check_distinct(servers: tuple[EngineServer, ...]) -> None:
+def check_distinct(servers: tuple[StaticNode, ...]) -> None:
     """Raise `BadEngineServer` if two have the same address: one would push the other out."""
     addresses = [server.address for server in servers]
     for address in addresses:
@@ -165,12 +165,12 @@ def check_distinct(servers: tuple[EngineServer, ...]) -> None:
             raise BadEngineServer(f"{address} is named twice")
 
 
-def _server(fields: dict[str, object], where: str, *, strict: bool) -> EngineServer:
+def _server(fields: dict[str, object], where: str, *, strict: bool) -> StaticNode:
     if "dialect" not in fields:
         raise BadEngineServer(
             f"{where}: no dialect is given; choose from {', '.join(get_args(EngineDialect))}"
         )
     try:
-        return msgspec.convert(fields, EngineServer, strict=strict)
+        return msgspec.convert(fields, StaticNode, strict=strict)
     except msgspec.ValidationError as error:
         raise BadEngineServer(f"{where}: {error}") from error

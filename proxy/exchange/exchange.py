@@ -33,36 +33,36 @@ from dataclasses import dataclass
 from kvferry.proxy import sse
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.client_stream import ClientStream
-from kvferry.proxy.api.dashboard_feed import Live
-from kvferry.proxy.api.request_tasks import OpenRequests
+from kvferry.proxy.api.dashboard_feed import DashboardFeed
+from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
-from kvferry.proxy.dialects.base import Dialect, Leg, Part
-from kvferry.proxy.dialects.peer_cache import Peers
+from kvferry.proxy.dialects.base import Dialect, Leg, SubRequest
+from kvferry.proxy.dialects.peer_cache import PeerCache
 from kvferry.proxy.errors import (
     AgentLost,
-    AgentRefused,
+    AgentRejected,
     AgentTimeout,
-    BadAnswer,
+    BadResponse,
     InvalidRequest,
     ModelNotFound,
     NoAgent,
     StreamBroken,
 )
 from kvferry.proxy.exchange.fan_out import Spread
-from kvferry.proxy.exchange.kv_drops import Drops
+from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import Tools
 from kvferry.proxy.exchange.relay import Relay
-from kvferry.proxy.exchange.request_log import Phase, Record
+from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.exchange.retry_budget import RetryBudget
 from kvferry.proxy.exchange.streamed import EarlyLeg, FirstTokens
 from kvferry.proxy.exchange.sub_requests import cut, uncut
-from kvferry.proxy.fleet.admission import Hold
-from kvferry.proxy.fleet.interface import Call, Fleet
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.interface import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair
-from kvferry.proxy.fleet.routing_request import ask_about
-from kvferry.proxy.http.pool import AgentAnswer, Upstream
+from kvferry.proxy.fleet.routing_request import routing_request
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.history import History
@@ -77,14 +77,14 @@ class Services:
     config: ProxyConfig
     fleet: Fleet
     retry_budget: RetryBudget
-    upstream: Upstream
-    drops: Drops
+    upstream: UpstreamPool
+    drops: KvDrops
     dialects: Mapping[str, Dialect]
-    peers: Peers
-    open_requests: OpenRequests
+    peers: PeerCache
+    open_requests: RequestTasks
     metrics: Metrics
     history: History
-    live: Live
+    live: DashboardFeed
     api_keys: ApiKeys | None
 
 
@@ -100,7 +100,7 @@ class Answer:
 class Attempt:
     """One try with one pair. `pinned`: the prefill agent may hold KV that nobody has read yet."""
 
-    hold: Hold
+    hold: Reservation
     transfer_id: TransferId
     pinned: bool = False
 
@@ -112,11 +112,11 @@ class Attempt:
 class Exchange:
     """Serves one client request. Call either `answer` or `stream`, once."""
 
-    def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: Record) -> None:
+    def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: RequestLog) -> None:
         self._services = services
         self._request = request
         self._ids = ids
-        self._ask = ask_about(request, ids.session)
+        self._ask = routing_request(request, ids.session)
         self._record = record
         self._retries_left = services.config.retries
         self._migrations_left = services.config.migrations
@@ -141,9 +141,9 @@ class Exchange:
         """
         request, ids = self._request, self._ids
         progress = Progress(request.n)
-        begun_by: Register | None = None
+        must_match: Register | None = None
         while True:
-            attempt = await self._begin(begun_by)
+            attempt = await self._begin(must_match)
             try:
                 if (spread := self._spread(attempt)) is not None:
                     async with aclosing(spread.events()) as told:
@@ -175,21 +175,23 @@ class Exchange:
                     out.write(sse.DONE)
                     return
                 self._plan_retry(attempt, lost)
-                begun_by = attempt.pair.prefill.info if progress.begun else None
+                must_match = attempt.pair.prefill.info if progress.begun else None
             finally:
                 self._end(attempt)
 
-    async def _begin(self, begun_by: Register | None = None) -> Attempt:
+    async def _begin(self, must_match: Register | None = None) -> Attempt:
         """Route: wait for a pair with room and hold its slots.
 
-        `begun_by` is an agent from which the client has tokens: others must go on with that very answer.
+        `must_match` is an agent from which the client has tokens: others must go on with that very answer.
         Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
         services, model = self._services, self._request.model
         if not self._avoid:
             services.retry_budget.request()
         by = min(_now() + services.config.queue_timeout_s, self._deadline)
-        hold = await services.fleet.enter(Call(ask=self._ask, by=by, avoid=self._avoid, begun_by=begun_by))
+        hold = await services.fleet.enter(
+            AcquireRequest(ask=self._ask, by=by, exclude=self._avoid, must_match=must_match)
+        )
         if hold is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{hold.value}: {model!r}", param="model")
         if isinstance(hold, NoPair):
@@ -198,7 +200,7 @@ class Exchange:
             check_context(self._request, _context_of(hold.pair))
             (self._dialect(hold.pair) or native).check(self._request)
         except InvalidRequest:
-            hold.give_back()
+            hold.release()
             raise
         attempt = Attempt(hold, new_transfer_id())
         self._record.tell_attempt(attempt.pair, attempt.transfer_id)
@@ -206,7 +208,7 @@ class Exchange:
 
     def _end(self, attempt: Attempt) -> None:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
-        attempt.hold.give_back()
+        attempt.hold.release()
         if attempt.pinned:
             self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
 
@@ -263,7 +265,7 @@ class Exchange:
         )
         return Spread(tools, attempt.hold, self._record, self._parts(attempt))
 
-    def _parts(self, attempt: Attempt) -> tuple[Part, ...]:
+    def _parts(self, attempt: Attempt) -> tuple[SubRequest, ...]:
         if attempt.pair.alone:
             return (uncut(self._request, self._ids, attempt.transfer_id),)
         others = [new_transfer_id() for _ in range(1, self._request.sequences)]
@@ -329,7 +331,7 @@ class Exchange:
                 raw = await answer.body()
                 self._record.tell_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
-        except AgentRefused:
+        except AgentRejected:
             attempt.pinned = False
             raise
         except AgentLost as lost:
@@ -341,7 +343,7 @@ class Exchange:
 
     def _last_leg(
         self, agent: Register, body: bytes, patience: int = 1
-    ) -> AbstractAsyncContextManager[AgentAnswer]:
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """The leg whose answer is the client's: a stream, or all at once and at the very end.
 
         `patience`: how many times the usual wait a stream may take to begin.
@@ -353,20 +355,20 @@ class Exchange:
         """A leg of the native dialect."""
         return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
 
-    async def _fetch(self, leg: AbstractAsyncContextManager[AgentAnswer], agent: Register) -> Answer:
+    async def _fetch(self, leg: AbstractAsyncContextManager[UpstreamResponse], agent: Register) -> Answer:
         """All of a last leg's answer."""
         self._record.enter(Phase.DECODE_WAIT)
         async with leg as answer:
             if not answer.content_type.startswith("application/json"):
                 # Nothing that a browser would run may be served from where the operator's page is.
-                raise BadAnswer(f"{agent.address} answered {answer.content_type} where JSON was asked for")
+                raise BadResponse(f"{agent.address} answered {answer.content_type} where JSON was asked for")
             whole = await answer.body()
             self._record.tell_timing("decode", answer.header("server-timing"))
             return Answer(content_type=answer.content_type, body=whole)
 
     async def _relay(
         self,
-        leg: AbstractAsyncContextManager[AgentAnswer],
+        leg: AbstractAsyncContextManager[UpstreamResponse],
         agent: Register,
         progress: Progress,
         first_tokens: FirstTokens | None,
@@ -376,7 +378,7 @@ class Exchange:
         self._record.enter(Phase.DECODE_WAIT)
         async with leg as answer:
             if not answer.content_type.startswith(sse.CONTENT_TYPE):
-                raise BadAnswer(
+                raise BadResponse(
                     f"{agent.address} answered {answer.content_type} where a stream was asked for"
                 )
             relay = Relay(agent, progress, first_tokens, out, done=answer.finish_soon)
@@ -394,7 +396,7 @@ class Exchange:
     @asynccontextmanager
     async def _post(
         self, server: Register, leg: Leg, *, headers_by: float, by: float
-    ) -> AsyncIterator[AgentAnswer]:
+    ) -> AsyncIterator[UpstreamResponse]:
         """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
         services, incarnation = self._services, Incarnation(server.incarnation)
         try:
@@ -408,7 +410,7 @@ class Exchange:
                 movable=self._has_tries_left,
             ) as answer:
                 yield answer
-        except (AgentLost, AgentTimeout, BadAnswer):
+        except (AgentLost, AgentTimeout, BadResponse):
             services.fleet.leg_failed(incarnation)
             raise
         services.fleet.leg_succeeded(incarnation)

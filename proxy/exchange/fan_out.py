@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import NoReturn
 
-from kvferry.proxy.dialects.base import Part
-from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, StreamBroken
-from kvferry.proxy.exchange.funnel import Funnel
-from kvferry.proxy.exchange.legs import PartLegs, Put, Tools
-from kvferry.proxy.exchange.request_log import Phase, Record
-from kvferry.proxy.exchange.sub_requests import PartAnswer, ending, join
-from kvferry.proxy.fleet.admission import Hold
+from kvferry.proxy.dialects.base import SubRequest
+from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, StreamBroken
+from kvferry.proxy.exchange.funnel import BoundedQueue
+from kvferry.proxy.exchange.legs import Put, SubRequestLegs, Tools
+from kvferry.proxy.exchange.request_log import Phase, RequestLog
+from kvferry.proxy.exchange.sub_requests import SubAnswer, ending, join
+from kvferry.proxy.fleet.admission import Reservation
 
 WAITING_EVENTS = 64
 """Pieces that may wait for a slow client, of all parts together; past that the servers wait too."""
@@ -27,7 +27,9 @@ class Spread:
     for these engines cannot continue what another has begun.
     """
 
-    def __init__(self, tools: Tools, hold: Hold, record: Record, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, tools: Tools, hold: Reservation, record: RequestLog, parts: Sequence[SubRequest]
+    ) -> None:
         self._tools = tools
         self._hold = hold
         self._record = record
@@ -40,7 +42,7 @@ class Spread:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The client's events up to `[DONE]`, each item one or more whole ones. Raises `ProxyError`."""
-        funnel, begun = Funnel(WAITING_EVENTS), False
+        funnel, begun = BoundedQueue(WAITING_EVENTS), False
         running = asyncio.get_running_loop().create_task(self._run(funnel.put))
         running.add_done_callback(lambda _: funnel.close())
         try:
@@ -59,20 +61,20 @@ class Spread:
             running.cancel()
             await asyncio.wait([running])
 
-    async def _run(self, put: Put) -> list[PartAnswer]:
+    async def _run(self, put: Put) -> list[SubAnswer]:
         """Every part's answer, in order. Raises the `ProxyError` that says most."""
         self._record.enter(Phase.DECODE_WAIT if self._hold.pair.alone else Phase.PREFILL)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._serve(part, put)) for part in self._parts]
         except BaseExceptionGroup as failures:
-            if failures.subgroup((AgentLost, AgentTimeout, BadAnswer)):
+            if failures.subgroup((AgentLost, AgentTimeout, BadResponse)):
                 self._tools.peers.forget(self._hold.pair.prefill.incarnation)
             _raise_one(failures)
         return [task.result() for task in tasks]
 
-    async def _serve(self, part: Part, put: Put) -> PartAnswer:
-        legs, pair = PartLegs(self._tools, part, put, self._prefilled), self._hold.pair
+    async def _serve(self, part: SubRequest, put: Put) -> SubAnswer:
+        legs, pair = SubRequestLegs(self._tools, part, put, self._prefilled), self._hold.pair
         if pair.alone:
             return await legs.run_alone(pair.prefill.info)
         return await legs.run(pair.prefill.info, pair.decode.info)
@@ -103,7 +105,7 @@ def _raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
     ours, others = failures.split(ProxyError)
     if others is not None or ours is None:
         raise failures
-    verdicts = ours.subgroup(AgentRefused)
+    verdicts = ours.subgroup(AgentRejected)
     raise _first(verdicts or ours) from None
 
 

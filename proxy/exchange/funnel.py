@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 
-class Funnel:
+class BoundedQueue:
     """Writers wait while `capacity` items have not been taken, so a slow reader slows them down.
 
     Closing is not bounded: it can be done from a callback, whatever state the reader is in.

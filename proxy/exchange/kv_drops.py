@@ -9,7 +9,7 @@ import logging
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Leg
 from kvferry.proxy.errors import ProxyError
-from kvferry.proxy.http.pool import Upstream
+from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Register
@@ -20,13 +20,13 @@ DROP_TIMEOUT_S = 5.0
 MAX_PENDING = 1024
 
 
-class Drops:
+class KvDrops:
     """Owns the drops on their way, so that a cancelled request need not stay to see its own through.
 
     A drop that fails is only counted: the lease ends by itself.
     """
 
-    def __init__(self, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, upstream: UpstreamPool, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._pending: set[asyncio.Task[None]] = set()

@@ -22,7 +22,7 @@ import logging
 from types import TracebackType
 
 from kvferry.proxy.errors import ProxyError
-from kvferry.proxy.http.pool import Upstream
+from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.wire.messages import Register
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Verdict(enum.Enum):
     SUSPECT = "a lease ended at the prefill server meanwhile, maybe this one"
 
 
-class LeaseWatch:
+class LeaseCheck:
     """Watches one lease, from the prefill's answer to the first token; an async context.
 
     Args:
@@ -48,7 +48,7 @@ class LeaseWatch:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: UpstreamPool,
         server: Register,
         counter: str | None,
         *,
@@ -69,7 +69,7 @@ class LeaseWatch:
         """Whether the lease is alive beyond doubt."""
         return asyncio.get_running_loop().time() < self.sure_until
 
-    async def __aenter__(self) -> LeaseWatch:
+    async def __aenter__(self) -> LeaseCheck:
         if self._counter is not None:
             self._task = asyncio.get_running_loop().create_task(self._count_before())
         return self

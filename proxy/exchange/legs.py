@@ -4,8 +4,7 @@
 - **Serial**: the prefill leg, then the decode leg with the params that the prefill answered. They are used
   once, here; whatever goes wrong, the next attempt begins with a fresh prefill and a fresh transfer id.
 - **Concurrent**: both legs at once. The prefill's answer is read to its end and checked; until then nothing
-of
-  the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).
+  of the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).
 
 Nothing here knows a field or a header of any engine: that is its `Dialect`.
 """
@@ -19,13 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import Dialect, Ends, Leg, Part, Peer, Prefilled, Shape, draw_rank
-from kvferry.proxy.dialects.peer_cache import Peers
-from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer
-from kvferry.proxy.exchange.kv_drops import Drops
-from kvferry.proxy.exchange.lease_check import LeaseWatch, Verdict
-from kvferry.proxy.exchange.sub_requests import PartAnswer, as_events
-from kvferry.proxy.http.pool import AgentAnswer, Upstream
+from kvferry.proxy.dialects.base import Dialect, Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, draw_rank
+from kvferry.proxy.dialects.peer_cache import PeerCache
+from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
+from kvferry.proxy.exchange.kv_drops import KvDrops
+from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
+from kvferry.proxy.exchange.sub_requests import SubAnswer, as_events
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
 
@@ -43,7 +42,7 @@ class Post(Protocol):
 
     def __call__(
         self, server: Register, leg: Leg, *, headers_by: float, by: float
-    ) -> AbstractAsyncContextManager[AgentAnswer]: ...
+    ) -> AbstractAsyncContextManager[UpstreamResponse]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +54,15 @@ class Tools:
 
     dialect: Dialect
     post: Post
-    upstream: Upstream
-    peers: Peers
-    drops: Drops
+    upstream: UpstreamPool
+    peers: PeerCache
+    drops: KvDrops
     metrics: Metrics
     first_byte_s: float
     by: float
 
 
-class PartLegs:
+class SubRequestLegs:
     """The legs of one part. Call `run` or `run_alone`, once.
 
     Args:
@@ -71,21 +70,21 @@ class PartLegs:
         prefilled: Called when the prefill leg has ended well.
     """
 
-    def __init__(self, tools: Tools, part: Part, put: Put, prefilled: Callable[[], None]) -> None:
+    def __init__(self, tools: Tools, part: SubRequest, put: Put, prefilled: Callable[[], None]) -> None:
         self._tools = tools
         self._part = part
         self._put = put
         self._prefilled = prefilled
 
-    async def run_alone(self, server: Register) -> PartAnswer:
+    async def run_alone(self, server: Register) -> SubAnswer:
         """Have one server serve it all. Raises `ProxyError`."""
         leg = self._tools.dialect.alone_leg(self._part, draw_rank(self._part.room, server))
-        answer = PartAnswer(self._part, server)
+        answer = SubAnswer(self._part, server)
         async with self._send(server, leg) as told:
             await self._receive(told, answer, server)
         return answer
 
-    async def run(self, prefill: Register, decode: Register) -> PartAnswer:
+    async def run(self, prefill: Register, decode: Register) -> SubAnswer:
         """Take it through a pair. Raises `ProxyError`, or an exception group of such."""
         ends = self._part.ends(prefill, decode)
         peer = await self._peer(ends)
@@ -93,13 +92,13 @@ class PartLegs:
             return await self._serial(ends, peer)
         return await self._concurrent(ends, peer)
 
-    async def _serial(self, ends: Ends, peer: Peer | None) -> PartAnswer:
+    async def _serial(self, ends: Endpoints, peer: Peer | None) -> SubAnswer:
         dialect, sent_at = self._tools.dialect, _now()
         prefilled = await self._prefill(ends)
         if prefilled.whole is not None:
             self._release(ends, prefilled)
             return await self._finished(ends, prefilled.whole)
-        answer = PartAnswer(self._part, ends.decode)
+        answer = SubAnswer(self._part, ends.decode)
         answer.prompt_tokens_details = prefilled.prompt_tokens_details
         leg = dialect.decode_leg(self._part, ends, prefilled, peer)
         if prefilled.params is None:
@@ -109,7 +108,7 @@ class PartLegs:
             async with self._send(ends.decode, leg) as told:
                 await self._receive(told, answer, ends.decode)
             return answer
-        watch = LeaseWatch(
+        watch = LeaseCheck(
             self._tools.upstream,
             ends.prefill,
             dialect.expiry_counter,
@@ -122,7 +121,7 @@ class PartLegs:
         return answer
 
     async def _decode_under_lease(
-        self, ends: Ends, prefilled: Prefilled, leg: Leg, answer: PartAnswer, watch: LeaseWatch
+        self, ends: Endpoints, prefilled: Prefilled, leg: Leg, answer: SubAnswer, watch: LeaseCheck
     ) -> None:
         """The decode leg of a serial shape, whose KV may be gone after a while. Raises `AgentLost` then."""
         late = AgentLost(
@@ -150,8 +149,8 @@ class PartLegs:
                 self._release(ends, prefilled)
             raise
 
-    async def _concurrent(self, ends: Ends, peer: Peer | None) -> PartAnswer:
-        answer = PartAnswer(self._part, ends.decode)
+    async def _concurrent(self, ends: Endpoints, peer: Peer | None) -> SubAnswer:
+        answer = SubAnswer(self._part, ends.decode)
         leg = self._tools.dialect.decode_leg(self._part, ends, Prefilled(), peer)
 
         async def check() -> None:
@@ -168,14 +167,14 @@ class PartLegs:
             legs.create_task(receive())
         return answer
 
-    async def _prefill(self, ends: Ends) -> Prefilled:
+    async def _prefill(self, ends: Endpoints) -> Prefilled:
         """The prefill leg, up to the end of its answer, which is short."""
         leg = self._tools.dialect.prefill_leg(self._part, ends)
         soon = self._soon()
         try:
             async with self._tools.post(ends.prefill, leg, headers_by=soon, by=soon) as told:
                 prefilled = self._tools.dialect.read_prefill(self._part, await told.body())
-        except BadAnswer as error:  # another server may do better
+        except BadResponse as error:  # another server may do better
             raise AgentLost(f"{ends.prefill.address}: {error.message}", _lost(ends.prefill)) from error
         if prefilled.peer is not None:
             self._tools.peers.learn(ends, prefilled.peer, _now())
@@ -184,7 +183,7 @@ class PartLegs:
 
     def _send(
         self, server: Register, leg: Leg, headers_by: float | None = None
-    ) -> AbstractAsyncContextManager[AgentAnswer]:
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """The last leg. An answer that is not streamed may take all the time that there is."""
         by = self._tools.by
         if not self._part.request.stream:
@@ -194,8 +193,8 @@ class PartLegs:
 
     async def _receive(
         self,
-        told: AgentAnswer,
-        answer: PartAnswer,
+        told: UpstreamResponse,
+        answer: SubAnswer,
         server: Register,
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -207,7 +206,7 @@ class PartLegs:
             answer.take_whole(raw)
             return
         if not told.content_type.startswith(sse.CONTENT_TYPE):
-            raise BadAnswer(f"{server.address} answered {told.content_type} where a stream was asked for")
+            raise BadResponse(f"{server.address} answered {told.content_type} where a stream was asked for")
         scanner = sse.Scanner()
         async with aclosing(told.chunks()) as chunks:
             async for chunk in chunks:
@@ -225,16 +224,16 @@ class PartLegs:
             raise AgentLost(f"{server.address} ended its stream without ending every choice", _lost(server))
         await told.finish()
 
-    async def _finished(self, ends: Ends, whole: bytes) -> PartAnswer:
+    async def _finished(self, ends: Endpoints, whole: bytes) -> SubAnswer:
         """The answer ended at its first token, at the prefill server."""
-        answer = PartAnswer(self._part, ends.prefill)
+        answer = SubAnswer(self._part, ends.prefill)
         if not self._part.request.stream:
             answer.take_whole(whole)
         elif events := answer.take(as_events(whole, self._part)):
             await self._put(events)
         return answer
 
-    def _release(self, ends: Ends, prefilled: Prefilled) -> None:
+    def _release(self, ends: Endpoints, prefilled: Prefilled) -> None:
         """Let the decode server fetch the KV for one token, unread, so that the prefill server can free it.
 
         No engine offers a shorter way (`vllm-sglang.md` §7.7); otherwise its blocks wait for their lease to
@@ -247,7 +246,7 @@ class PartLegs:
             leg = self._tools.dialect.decode_leg(part, ends, prefilled, None)
             self._tools.drops.send(ends.decode, leg)
 
-    async def _peer(self, ends: Ends) -> Peer | None:
+    async def _peer(self, ends: Endpoints) -> Peer | None:
         """What must be, or happens to be, known of the prefill server beforehand."""
         dialect, peers = self._tools.dialect, self._tools.peers
         url = dialect.lookup(ends)
@@ -258,7 +257,7 @@ class PartLegs:
             by = min(_now() + LOOKUP_TIMEOUT_S, self._tools.by)
             try:
                 peer = dialect.read_lookup(ends, await self._tools.upstream.get(ends.prefill, url, by=by))
-            except (AgentRefused, AgentTimeout, BadAnswer) as error:
+            except (AgentRejected, AgentTimeout, BadResponse) as error:
                 raise AgentLost(f"{url}: {error.message}", _lost(ends.prefill)) from error
             peers.learn(ends, peer, _now())
         return peer

@@ -46,7 +46,7 @@ class Relay:
         """Take the next bytes of the stream.
 
         Raises `AgentLost` when the agent says that it failed or begins with other tokens than it should, and
-        `BadAnswer` for an event without end.
+        `BadResponse` for an event without end.
         """
         if self._first_tokens is not None:
             piece = self._first_tokens.strip(piece)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.rate_limit import Allowance
+from kvferry.proxy.api.rate_limit import RateLimit
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.fleet.routing_request import ask_about
+from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, completion_tokens
 from kvferry.proxy.telemetry.history import Failure, History
@@ -54,7 +54,7 @@ _LEGS = {
 }
 
 
-class Record:
+class RequestLog:
     """What happened to one request, from its arrival to its end. Every request ends exactly once."""
 
     def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, history: History) -> None:
@@ -68,7 +68,7 @@ class Record:
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
         self._transfer_ids: list[TransferId] = []
-        self._allowance: Allowance | None = None
+        self._allowance: RateLimit | None = None
         self._choices = 1
         self._model = ""
         self._told_timing: list[str] = []
@@ -92,7 +92,7 @@ class Record:
         if phase is not Phase.ENDED:
             self._metrics.in_flight.add(phase, 1)
 
-    def draw_on(self, allowance: Allowance) -> None:
+    def draw_on(self, allowance: RateLimit) -> None:
         """The client's key has limits; raises `RateLimited` when they are reached."""
         allowance.enter(time.monotonic())
         if allowance.counts_tokens:
@@ -101,7 +101,7 @@ class Record:
     def tell_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
         """The body was read. `show_prompt`: its prompt is to be in the log."""
         if self._allowance is not None:
-            self._allowance.used(ask_about(request, None).tokens, time.monotonic())
+            self._allowance.used(routing_request(request, None).tokens, time.monotonic())
         self._choices = request.n
         self._model = request.model[:MAX_MODEL_CHARS]
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer
-from kvferry.proxy.errors import AnswerDiverged, BadAnswer
+from kvferry.proxy.errors import AnswerDiverged, BadResponse
 
 MARK = b": t "
 _END_LINE = b": t end\n"
@@ -89,12 +89,12 @@ class Progress:
         return b""
 
     def _read(self) -> list[_Choice]:
-        """Every choice's tokens. Raises `BadAnswer` when a line is not of this dialect."""
+        """Every choice's tokens. Raises `BadResponse` when a line is not of this dialect."""
         choices = [_Choice() for _ in range(self._num_choices)]
         for line in self._lines.splitlines():
             told = _TOKEN_LINE.fullmatch(line)
             if told is None or int(told[1]) >= len(choices):
-                raise BadAnswer("an agent's token line cannot be read")
+                raise BadResponse("an agent's token line cannot be read")
             choice = choices[int(told[1])]
             choice.output_ids += map(int, told[2].split(b","))
             choice.finish_reason = told[3].decode() if told[3] else None

@@ -18,8 +18,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any
 
 from kvferry.proxy.dialects.native import PrefillAnswer
-from kvferry.proxy.errors import AgentLost, AgentRefused, error_object
-from kvferry.proxy.http.pool import AgentAnswer
+from kvferry.proxy.errors import AgentLost, AgentRejected, error_object
+from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.wire.messages import Incarnation
 
 LAST_WORD_S = 1.0
@@ -36,11 +36,11 @@ class EarlyLeg:
         agent: To whom.
     """
 
-    def __init__(self, leg: AbstractAsyncContextManager[AgentAnswer], agent: Incarnation) -> None:
+    def __init__(self, leg: AbstractAsyncContextManager[UpstreamResponse], agent: Incarnation) -> None:
         self._leg = leg
         self._agent = agent
         self._entered = AsyncExitStack()
-        self._opening: asyncio.Future[AgentAnswer]
+        self._opening: asyncio.Future[UpstreamResponse]
 
     async def __aenter__(self) -> EarlyLeg:
         self._opening = asyncio.ensure_future(self._entered.enter_async_context(self._leg))
@@ -63,7 +63,7 @@ class EarlyLeg:
                 if not running.done():
                     self._opening.result()
             return await running
-        except AgentRefused as refused:
+        except AgentRejected as refused:
             if (error_object(refused.raw) or {}).get("code") == DROPPED:
                 await self._raise_cause()
             raise
@@ -71,7 +71,7 @@ class EarlyLeg:
             await _end(running)
 
     @asynccontextmanager
-    async def answered(self) -> AsyncIterator[AgentAnswer]:
+    async def answered(self) -> AsyncIterator[UpstreamResponse]:
         """The leg's answer, once its headers are here. What is raised within counts as the leg's failure."""
         answer = await self._opening
         async with self._entered.pop_all():

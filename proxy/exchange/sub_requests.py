@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import Part
-from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRefused, BadAnswer
+from kvferry.proxy.dialects.base import SubRequest
+from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRejected, BadResponse
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest, prompts_of
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -26,11 +26,11 @@ _NO_ANSWER = ("error", "abort")
 """Finish reasons by which an engine says that the choice has failed, with HTTP 200 (smg #2382)."""
 
 
-def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]) -> tuple[Part, ...]:
+def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]) -> tuple[SubRequest, ...]:
     """One part for each choice of each prompt. The transfer ids, one for each, were never used before."""
     prompts = [None] if request.chat else prompts_of(request.body)
     return tuple(
-        Part(
+        SubRequest(
             request=request,
             ids=ids,
             body=_narrowed(request, prompts[index // request.n], index % request.n),
@@ -42,10 +42,10 @@ def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId
     )
 
 
-def uncut(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> Part:
+def uncut(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> SubRequest:
     """All of the request, for one server that serves it alone."""
     choices = range(request.sequences)
-    return Part(
+    return SubRequest(
         request=request, ids=ids, body=request.body, choices=choices, prompt=0, transfer_id=transfer_id
     )
 
@@ -63,7 +63,7 @@ def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any
 class Usage:
     """What one part used, as its server told, with what the other server knows better."""
 
-    part: Part
+    part: SubRequest
     told: dict[str, Any]
 
 
@@ -100,14 +100,14 @@ class _Error(msgspec.Struct, frozen=True):
     code: int | str | None = None
 
 
-class PartAnswer:
+class SubAnswer:
     """What a part's last server answers, made into the client's: its id, its indices, its usage.
 
     Everything else passes as it came, down to the byte; what is the proxy's own affair is taken out.
     `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
     """
 
-    def __init__(self, part: Part, server: Register) -> None:
+    def __init__(self, part: SubRequest, server: Register) -> None:
         self.part = part
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
@@ -138,11 +138,11 @@ class PartAnswer:
         return Usage(self.part, told)
 
     def take_whole(self, raw: bytes) -> None:
-        """Take an answer that is not streamed. Raises `AgentLost`, `AgentRefused` or `BadAnswer`."""
+        """Take an answer that is not streamed. Raises `AgentLost`, `AgentRejected` or `BadResponse`."""
         answer = self._typed(raw)
         self.choices = self._choices(answer.pop("choices", _NULL))
         if not self.complete:
-            raise BadAnswer(f"{self._server.address} answered without ending every choice")
+            raise BadResponse(f"{self._server.address} answered without ending every choice")
         self._note_usage(answer.pop("usage", _NULL))
         answer.pop("kv_transfer_params", None)
         self.envelope = answer | self._own
@@ -150,7 +150,7 @@ class PartAnswer:
     def take(self, events: bytes) -> bytes:
         """Take whole events of a stream; returns what the client gets of them, maybe nothing.
 
-        Raises `AgentLost`, `AgentRefused` or `BadAnswer`.
+        Raises `AgentLost`, `AgentRejected` or `BadResponse`.
         """
         shown = []
         for event in events.split(sse.END_OF_EVENT):
@@ -182,13 +182,13 @@ class PartAnswer:
             if "error" in answer and bytes(answer["error"]) != b"null":
                 self._fail(msgspec.json.decode(answer["error"], type=_Error), answer["error"])
         except NOT_JSON as error:
-            raise BadAnswer(f"{self._server.address} answered what cannot be read: {error}") from error
+            raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
         return answer
 
     def _fail(self, error: _Error, raw: msgspec.Raw) -> None:
         """Raise for an error under HTTP 200. One that is the request's own would be any server's verdict."""
         if isinstance(error.code, int) and 400 <= error.code < 500:
-            raise AgentRefused(error.code, "application/json", b'{"error":' + bytes(raw) + b"}", None)
+            raise AgentRejected(error.code, "application/json", b'{"error":' + bytes(raw) + b"}", None)
         raise AgentLost(f"{self._server.address} failed: {error.message}", self._lost)
 
     def _choices(self, raw: msgspec.Raw) -> list[dict[str, msgspec.Raw]]:
@@ -203,14 +203,14 @@ class PartAnswer:
                     raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
                 self._finished += reason is not None
         except (*NOT_JSON, IndexError) as error:
-            raise BadAnswer(f"{self._server.address} answered choices that cannot be read") from error
+            raise BadResponse(f"{self._server.address} answered choices that cannot be read") from error
         return choices
 
     def _note_usage(self, raw: msgspec.Raw) -> None:
         try:
             usage = msgspec.json.decode(raw, type=dict[str, Any] | None)
         except NOT_JSON as error:
-            raise BadAnswer(f"{self._server.address} answered usage that cannot be read") from error
+            raise BadResponse(f"{self._server.address} answered usage that cannot be read") from error
         self._usage = usage or self._usage
 
     @property
@@ -218,7 +218,7 @@ class PartAnswer:
         return Incarnation(self._server.incarnation)
 
 
-def join(answers: Sequence[PartAnswer]) -> bytes:
+def join(answers: Sequence[SubAnswer]) -> bytes:
     """The client's answer, not streamed, from every part's."""
     whole: dict[str, Any] = dict(answers[0].envelope)
     whole["choices"] = [choice for answer in answers for choice in answer.choices]
@@ -226,7 +226,7 @@ def join(answers: Sequence[PartAnswer]) -> bytes:
     return msgspec.json.encode(whole)
 
 
-def ending(answers: Sequence[PartAnswer]) -> bytes:
+def ending(answers: Sequence[SubAnswer]) -> bytes:
     """The end of the client's stream: usage, when the servers were asked for it and told, and `[DONE]`."""
     usage = _usage_of(answers)
     if usage is None:
@@ -234,18 +234,18 @@ def ending(answers: Sequence[PartAnswer]) -> bytes:
     return sse.event({**answers[0].envelope, "usage": usage}) + sse.DONE
 
 
-def _usage_of(answers: Sequence[PartAnswer]) -> dict[str, Any] | None:
+def _usage_of(answers: Sequence[SubAnswer]) -> dict[str, Any] | None:
     usages = [usage for answer in answers if (usage := answer.usage) is not None]
     return sum_up(usages) if usages else None
 
 
-def as_events(raw: bytes, part: Part) -> bytes:
-    """A whole answer as the stream that would have told it. Raises `BadAnswer`."""
+def as_events(raw: bytes, part: SubRequest) -> bytes:
+    """A whole answer as the stream that would have told it. Raises `BadResponse`."""
     try:
         answer = msgspec.json.decode(raw, type=dict[str, Any])
         choices = [dict(choice) for choice in answer.pop("choices")]
     except (*NOT_JSON, LookupError, TypeError) as error:
-        raise BadAnswer("a prefill server's answer cannot be read") from error
+        raise BadResponse("a prefill server's answer cannot be read") from error
     usage = answer.pop("usage", None)
     if part.request.chat:
         answer["object"] = "chat.completion.chunk"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.router import NoPair, Pair
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
@@ -31,7 +31,7 @@ Free = Callable[[Incarnation, int], None]
 """Gives back slots at an agent."""
 
 
-class Hold:
+class Reservation:
     """One attempt's slots at its agents, which must be given back once."""
 
     def __init__(self, pair: Pair, choices: int, free: Free) -> None:
@@ -44,7 +44,7 @@ class Hold:
         """The prefill leg of two has ended: its agent may take another."""
         self._free(self.pair.prefill.incarnation)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The attempt has ended."""
         assert self._slots, "given back twice"
         for agent in tuple(self._slots):
@@ -60,10 +60,10 @@ class Hold:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    ask: Ask
+    ask: RoutingRequest
     question: Question
     since: float
-    granted: asyncio.Future[Hold | NoPair]
+    granted: asyncio.Future[Reservation | NoPair]
 
 
 class Admission:
@@ -84,7 +84,9 @@ class Admission:
         """Requests in the queue."""
         return sum(len(queue) for queue in self._queues.values())
 
-    async def enter(self, ask: Ask, question: Question, *, by: float, first: bool = False) -> Hold | NoPair:
+    async def enter(
+        self, ask: RoutingRequest, question: Question, *, by: float, first: bool = False
+    ) -> Reservation | NoPair:
         """Wait for a pair with room and take its slots.
 
         Args:
@@ -117,7 +119,7 @@ class Admission:
 
     def free(self, agent: Incarnation, count: int) -> None:
         """Give back slots, and let in who can have them."""
-        self._slots.give_back(agent, count)
+        self._slots.release(agent, count)
         self.pump()
 
     def pump(self) -> None:
@@ -143,7 +145,7 @@ class Admission:
         """Raise `AssertionError` if a queue is kept for nobody."""
         assert all(self._queues.values()), "an empty queue is left"
 
-    async def _granted(self, waiter: _Waiter) -> Hold | NoPair:
+    async def _granted(self, waiter: _Waiter) -> Reservation | NoPair:
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -152,15 +154,15 @@ class Admission:
                 self.pump()
             elif waiter.granted.exception() is None:
                 answer = waiter.granted.result()
-                if isinstance(answer, Hold):
-                    answer.give_back()
+                if isinstance(answer, Reservation):
+                    answer.release()
             raise
 
-    def _grant(self, ask: Ask, question: Question) -> Hold | NoPair:
+    def _grant(self, ask: RoutingRequest, question: Question) -> Reservation | NoPair:
         pair = question()
         if isinstance(pair, NoPair):
             return pair
-        hold = Hold(pair, ask.n, self.free)
+        hold = Reservation(pair, ask.n, self.free)
         for agent, count in hold.slots().items():
             self._slots.take(agent, count)
         return hold

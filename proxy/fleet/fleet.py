@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.discovery.health_monitor import EngineWatch
+from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.errors import NotFound
 from kvferry.proxy.fleet.address_rules import AddressRules
-from kvferry.proxy.fleet.admission import Admission, Hold
+from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.compatibility import alike
-from kvferry.proxy.fleet.interface import Call, Page, PageName
+from kvferry.proxy.fleet.interface import AcquireRequest, Page, PageName
 from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.overview import overview
 from kvferry.proxy.fleet.registry import Registry
@@ -48,14 +48,14 @@ class LocalFleet:
         self.metrics = metrics
         self.history = history
         self.clock = clock
-        self.watches: tuple[EngineWatch, ...] = ()
+        self.watches: tuple[HealthMonitor, ...] = ()
         """Of the servers that do not announce themselves; those that are down are shown with the reason."""
         metrics.watch_fleet(lambda: self.registry.snapshot(clock()), lambda: len(self._down()))
 
-    async def enter(self, call: Call) -> Hold | NoPair:
+    async def enter(self, call: AcquireRequest) -> Reservation | NoPair:
         """See `Fleet`."""
         return await self.admission.enter(
-            call.ask, lambda: self._route(call), by=call.by, first=bool(call.avoid)
+            call.ask, lambda: self._route(call), by=call.by, first=bool(call.exclude)
         )
 
     def connection_refused(self, agent: Incarnation) -> None:
@@ -117,14 +117,14 @@ class LocalFleet:
             if watch.why_down is not None
         ]
 
-    def _route(self, call: Call) -> Pair | NoPair:
+    def _route(self, call: AcquireRequest) -> Pair | NoPair:
         """Which pair may have the request now."""
         now = self.clock()
         snapshot = self.registry.snapshot(now)
-        if call.begun_by is not None:
-            snapshot = alike(snapshot, call.begun_by)
+        if call.must_match is not None:
+            snapshot = alike(snapshot, call.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
-        pair = self.router.choose(snapshot, call.ask, call.avoid, apart=call.begun_by is not None)
+        pair = self.router.choose(snapshot, call.ask, call.exclude, apart=call.must_match is not None)
         if isinstance(pair, Pair):
             self.registry.sent((node.incarnation for node in pair.nodes), now)
         return pair

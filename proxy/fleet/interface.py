@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvferry.proxy.fleet.admission import Hold
+from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import NOBODY, NoPair
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 JSON = "application/json"
@@ -22,7 +22,7 @@ PageName = Literal["models", "ready", "nodes", "targets", "metrics", "live"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class AcquireRequest:
     """One attempt's wish for a pair of agents.
 
     Args:
@@ -31,10 +31,10 @@ class Call:
         begun_by: An agent from which the client has tokens: others must go on with that very answer.
     """
 
-    ask: Ask
+    ask: RoutingRequest
     by: float
-    avoid: frozenset[Incarnation] = NOBODY
-    begun_by: Register | None = None
+    exclude: frozenset[Incarnation] = NOBODY
+    must_match: Register | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Page:
 class Fleet(Protocol):
     """The agents of all of a proxy's workers, and who may go to which."""
 
-    async def enter(self, call: Call) -> Hold | NoPair:
+    async def enter(self, call: AcquireRequest) -> Reservation | NoPair:
         """Wait for a pair with room and take its slots, or say why there is none to wait for.
 
         Raises `Overloaded` when too many wait or it waited too long, and `NoAgent` when nobody can tell.

@@ -14,7 +14,7 @@ from random import Random
 from typing import Literal
 
 from kvferry.proxy.fleet.registry import Node
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 LoadOf = Callable[[Node], int]
@@ -24,7 +24,7 @@ class Policy(ABC):
     """One role's way of choosing."""
 
     @abstractmethod
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         """The agent for this request.
 
         Args:
@@ -34,11 +34,11 @@ class Policy(ABC):
             load: An agent's sequences, running and waiting, as far as this proxy knows.
         """
 
-    def note(self, node: Node, ask: Ask) -> None:
+    def note(self, node: Node, ask: RoutingRequest) -> None:
         """The request goes to `node` indeed."""
         return
 
-    def cached_tokens(self, node: Node, ask: Ask) -> int:
+    def cached_tokens(self, node: Node, ask: RoutingRequest) -> int:
         """How many tokens of the prompt's beginning the agent has seen before, for all this policy knows."""
         return 0
 
@@ -46,14 +46,14 @@ class Policy(ABC):
 class RoundRobin(Policy):
     """All in turn."""
 
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return nodes[turn % len(nodes)]
 
 
 class LeastLoaded(Policy):
     """The one with the fewest sequences; equals in turn, so that an idle fleet is used evenly."""
 
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return least_loaded(nodes, turn, load)
 
 
@@ -67,7 +67,7 @@ class PowerOfTwo(Policy):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return min(self._rng.sample(nodes, min(2, len(nodes))), key=load)
 
 
@@ -78,7 +78,7 @@ class Session(Policy):
     that a session comes back to an agent that was restarted.
     """
 
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         session = ask.session
         if session is None:
             return least_loaded(nodes, turn, load)

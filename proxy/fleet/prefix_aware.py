@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.proxy.fleet.policy import LoadOf, Policy, least_loaded
 from kvferry.proxy.fleet.registry import Node
-from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, Ask
+from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation
 
 MAX_CHUNKS_KNOWN = 65536
@@ -59,7 +59,7 @@ class PrefixAware(Policy):
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def pick(self, nodes: Sequence[Node], ask: Ask, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
         relaxed = least_loaded(nodes, turn, load)
         matches = {node.incarnation: self._index.matched(ask.chunks, node.incarnation) for node in nodes}
         longest = max(matches.values())
@@ -69,8 +69,8 @@ class PrefixAware(Policy):
         overloaded = load(holder) > OVERLOAD_FACTOR * load(relaxed) + OVERLOAD_SLACK
         return relaxed if overloaded else holder
 
-    def note(self, node: Node, ask: Ask) -> None:
+    def note(self, node: Node, ask: RoutingRequest) -> None:
         self._index.remember(ask.chunks, node.incarnation)
 
-    def cached_tokens(self, node: Node, ask: Ask) -> int:
+    def cached_tokens(self, node: Node, ask: RoutingRequest) -> int:
         return self._index.matched(ask.chunks, node.incarnation) * CHUNK_TOKENS

@@ -15,7 +15,7 @@ from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
 from kvferry.proxy.fleet.prefix_aware import PrefixAware, PrefixIndex
 from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation
 
 NOBODY: frozenset[Incarnation] = frozenset()
@@ -87,24 +87,24 @@ class Router:
     def choose(
         self,
         snapshot: Snapshot,
-        ask: Ask,
-        avoid: frozenset[Incarnation] = NOBODY,
+        ask: RoutingRequest,
+        exclude: frozenset[Incarnation] = NOBODY,
         *,
         apart: bool = False,
     ) -> Pair | NoPair:
         """The pair for the next request, which takes its turn.
 
-        Agents in `avoid` (they just failed this request) are taken only if nobody else is left. With `apart`,
-        no agent is paired with itself.
+        Agents in `exclude` (they just failed this request) are taken only if nobody else is left. With
+        `apart`, no agent is paired with itself.
         """
-        for agents in (_without(snapshot, avoid), snapshot) if avoid else (snapshot,):
+        for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             answer = self._choose(agents, ask, apart)
             if isinstance(answer, Pair) or answer is NoPair.FULL:
                 return answer
         later = _fitting(_after_trials(snapshot), ask.model, apart)
         return answer if isinstance(later, NoPair) else NoPair.FULL
 
-    def _choose(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
+    def _choose(self, snapshot: Snapshot, ask: RoutingRequest, apart: bool) -> Pair | NoPair:
         if (ask.one_token or ask.undivided) and not apart:
             # Of one token, the prefill agent's answer is the whole answer.
             node = self._lone(snapshot, ask, "prefill" if ask.one_token else "decode")
@@ -118,7 +118,7 @@ class Router:
                 return self._alone(node, snapshot, ask)
         return self._pair(snapshot, ask, apart)
 
-    def _pair(self, snapshot: Snapshot, ask: Ask, apart: bool) -> Pair | NoPair:
+    def _pair(self, snapshot: Snapshot, ask: RoutingRequest, apart: bool) -> Pair | NoPair:
         fitting = _fitting(snapshot, ask.model, apart)
         if isinstance(fitting, NoPair):
             return fitting
@@ -141,7 +141,7 @@ class Router:
         streamed = _has_spare_room(decode) and self._is_long(ask, prefill)
         return self._noted(Pair(prefill, decode, streamed), ask)
 
-    def _lone(self, snapshot: Snapshot, ask: Ask, leg: Leg) -> Node | NoPair:
+    def _lone(self, snapshot: Snapshot, ask: RoutingRequest, leg: Leg) -> Node | NoPair:
         """The agent of the leg's role that would serve all of the request, if its dialect lets it."""
         nodes = _serving(snapshot, ask.model, leg)
         if not nodes:
@@ -149,14 +149,14 @@ class Router:
         able = [node for node in nodes if self._loads.has_room(node, leg, ask.n)]
         return self._pick(leg, able, ask, self._alone_turns.get(ask.model, 0)) if able else NoPair.FULL
 
-    def _alone(self, node: Node, snapshot: Snapshot, ask: Ask) -> Pair:
+    def _alone(self, node: Node, snapshot: Snapshot, ask: RoutingRequest) -> Pair:
         _turn(self._alone_turns, ask.model, snapshot)
         return self._noted(Pair(node, node), ask)
 
-    def _is_short(self, ask: Ask, node: Node) -> bool:
+    def _is_short(self, ask: RoutingRequest, node: Node) -> bool:
         return ask.tokens - self._policies["decode"].cached_tokens(node, ask) < self._split_min_tokens
 
-    def _is_long(self, ask: Ask, prefill: Node) -> bool:
+    def _is_long(self, ask: RoutingRequest, prefill: Node) -> bool:
         """Whether the prefill takes so long that KV should move meanwhile."""
         least = self._stream_pull_min_tokens
         if least is None:
@@ -164,10 +164,10 @@ class Router:
             least = 0 if chunk is None else chunk + 1
         return least > 0 and ask.tokens - self._policies["prefill"].cached_tokens(prefill, ask) >= least
 
-    def _pick(self, leg: Leg, nodes: Sequence[Node], ask: Ask, turn: int) -> Node:
+    def _pick(self, leg: Leg, nodes: Sequence[Node], ask: RoutingRequest, turn: int) -> Node:
         return self._policies[leg].pick(nodes, ask, turn, self._loads.at)
 
-    def _noted(self, pair: Pair, ask: Ask) -> Pair:
+    def _noted(self, pair: Pair, ask: RoutingRequest) -> Pair:
         self._policies["prefill"].note(pair.prefill, ask)
         self._policies["decode"].note(pair.decode, ask)
         return pair
@@ -243,8 +243,8 @@ def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:
     return NoPair.UNKNOWN_MODEL if snapshot.models else NoPair.NO_AGENT
 
 
-def _without(snapshot: Snapshot, avoid: frozenset[Incarnation]) -> Snapshot:
-    kept = tuple(node for node in snapshot.nodes if node.incarnation not in avoid)
+def _without(snapshot: Snapshot, exclude: frozenset[Incarnation]) -> Snapshot:
+    kept = tuple(node for node in snapshot.nodes if node.incarnation not in exclude)
     return Snapshot(kept, snapshot.models)
 
 

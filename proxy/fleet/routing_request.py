@@ -30,7 +30,7 @@ class Digest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class RoutingRequest:
     """The question that policies answer.
 
     `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is looked at
@@ -47,7 +47,7 @@ class Ask:
     digest: Digest | None = None
     """In place of the prompt, where that stayed in another process."""
 
-    def condensed(self, *, chunks: bool) -> Ask:
+    def condensed(self, *, chunks: bool) -> RoutingRequest:
         """The same question without the prompt, and without its `chunks` unless they are wanted."""
         digest = Digest(tokens=self.tokens, chunks=self.chunks if chunks else ())
         return replace(self, prompt="", digest=digest)
@@ -96,9 +96,9 @@ class Ask:
         return prompt
 
 
-def ask_about(request: ClientRequest, session: str | None) -> Ask:
+def routing_request(request: ClientRequest, session: str | None) -> RoutingRequest:
     """The question that a client's request puts to the router."""
-    return Ask(
+    return RoutingRequest(
         model=request.model,
         prompt=request.prompt,
         n=request.sequences,

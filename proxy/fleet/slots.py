@@ -19,7 +19,7 @@ class Slots:
         """Count sequences that go to the agent."""
         self._taken[agent] = self._taken.get(agent, 0) + count
 
-    def give_back(self, agent: Incarnation, count: int) -> None:
+    def release(self, agent: Incarnation, count: int) -> None:
         """End what `take` began; exactly once."""
         left = self._taken[agent] - count
         assert left >= 0, "a slot was given back twice"

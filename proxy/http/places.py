@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Places:
+class ConnectionLimit:
     """As many places as there may be connections to agents."""
 
     def __init__(self, count: int) -> None:
@@ -27,10 +27,10 @@ class Places:
         except BaseException:
             self._waiting.pop(turn, None)
             if turn.done() and not turn.cancelled():
-                self.give_back()
+                self.release()
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Pass a place on to whoever has waited for longest."""
         while self._waiting:
             turn = next(iter(self._waiting))

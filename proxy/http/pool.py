@@ -13,10 +13,16 @@ from urllib.parse import urlsplit
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
-from kvferry.proxy.errors import AgentLost, AgentRefused, AgentTimeout, BadAnswer, ProxyError, error_object
+from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, error_object
 from kvferry.proxy.http.hang_detector import OpenLegs
-from kvferry.proxy.http.places import Places
-from kvferry.proxy.http.upstream_connection import AgentConnection, AgentSilent, ConnectionBroken, Sink, State
+from kvferry.proxy.http.places import ConnectionLimit
+from kvferry.proxy.http.upstream_connection import (
+    AgentSilent,
+    ConnectionBroken,
+    Sink,
+    State,
+    UpstreamConnection,
+)
 from kvferry.proxy.wire.messages import Incarnation, Register
 from kvferry.proxy.wire.tls import client_context
 
@@ -35,13 +41,13 @@ class Origin:
     host_header: str
 
 
-class AgentAnswer:
+class UpstreamResponse:
     """An agent's answer with status 200. Read it once, by `body`, `pump` or `chunks`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is given up.
     """
 
-    def __init__(self, connection: AgentConnection, agent: Register, idle_s: float, by: float) -> None:
+    def __init__(self, connection: UpstreamConnection, agent: Register, idle_s: float, by: float) -> None:
         self._connection = connection
         self._agent = agent
         self._idle_s = idle_s
@@ -105,14 +111,14 @@ class AgentAnswer:
 
 
 class Leg:
-    """One request to an agent, while it is open; made by `Upstream.post`.
+    """One request to an agent, while it is open; made by `UpstreamPool.post`.
 
     A class, since a generator's context would cost what everything else in here costs.
     """
 
     def __init__(
         self,
-        pool: Upstream,
+        pool: UpstreamPool,
         origin: Origin,
         agent: Register,
         request: bytes,
@@ -127,9 +133,9 @@ class Leg:
         self._request = request
         self._headers_by = headers_by
         self._by = by
-        self._connection: AgentConnection
+        self._connection: UpstreamConnection
 
-    async def __aenter__(self) -> AgentAnswer:
+    async def __aenter__(self) -> UpstreamResponse:
         self._connection = connection = await self._pool.borrow(self._origin, self.agent, self._headers_by)
         self._pool.open_legs.add(self)
         try:
@@ -141,13 +147,13 @@ class Leg:
             connection.limit(self._by)  # for the body, whenever somebody asks for it
         except (ConnectionBroken, TimeoutError) as error:
             self._pool.open_legs.discard(self)
-            self._pool.give_back(self._origin, connection)
+            self._pool.release(self._origin, connection)
             raise _failure(error, self.agent) from error
         except BaseException:
             self._pool.open_legs.discard(self)
-            self._pool.give_back(self._origin, connection)
+            self._pool.release(self._origin, connection)
             raise
-        return AgentAnswer(connection, self.agent, self._pool.idle_timeout_s, self._by)
+        return UpstreamResponse(connection, self.agent, self._pool.idle_timeout_s, self._by)
 
     @property
     def quiet_since(self) -> float | None:
@@ -160,10 +166,10 @@ class Leg:
 
     async def __aexit__(self, *_: object) -> None:
         self._pool.open_legs.discard(self)
-        self._pool.give_back(self._origin, self._connection)
+        self._pool.release(self._origin, self._connection)
 
 
-class Upstream:
+class UpstreamPool:
     """The proxy's one pool of connections. An async context: leaving it closes every connection.
 
     Raises `BadCertificate` when the file of the agents' authority is of no use.
@@ -173,11 +179,11 @@ class Upstream:
         self._config = config
         self._bearer = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         self._agent_tls = None if config.agent_ca is None else client_context(config.agent_ca)
-        self._places = Places(config.max_connections)
-        self._idle: dict[Origin, dict[AgentConnection, None]] = {}
-        self._kept_since: dict[AgentConnection, tuple[Origin, float]] = {}
+        self._places = ConnectionLimit(config.max_connections)
+        self._idle: dict[Origin, dict[UpstreamConnection, None]] = {}
+        self._kept_since: dict[UpstreamConnection, tuple[Origin, float]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
-        self._open: set[AgentConnection] = set()
+        self._open: set[UpstreamConnection] = set()
         self.open_legs = OpenLegs()
         """Every leg that is under way; its `run` needs an owner."""
 
@@ -191,7 +197,7 @@ class Upstream:
         """Whether a leg that waits for another one may be sent: there must be a place left for that one."""
         return self._places.free >= 2
 
-    async def __aenter__(self) -> Upstream:
+    async def __aenter__(self) -> UpstreamPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -243,7 +249,7 @@ class Upstream:
         async with Leg(self, origin, agent, request, by, by, lambda: False) as answer:
             return await answer.body()
 
-    async def borrow(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+    async def borrow(self, origin: Origin, agent: Register, by: float) -> UpstreamConnection:
         """A connection that was kept, or a new one; until it is given back."""
         try:
             await self._places.take(by)
@@ -258,16 +264,16 @@ class Upstream:
         try:
             return await self._connect(origin, agent, by)
         except BaseException:
-            self._places.give_back()
+            self._places.release()
             raise
 
-    def give_back(self, origin: Origin, connection: AgentConnection) -> None:
+    def release(self, origin: Origin, connection: UpstreamConnection) -> None:
         """Keep the connection for another request if it can serve one, else close it."""
         if connection.reusable:
             self._keep(origin, connection)
         else:
             connection.close()
-        self._places.give_back()
+        self._places.release()
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -284,12 +290,12 @@ class Upstream:
         assert lines.count("\n") == len(headers) == lines.count("\r"), "a header's value breaks its line"
         return f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n{lines}\r\n".encode("latin-1")
 
-    async def _connect(self, origin: Origin, agent: Register, by: float) -> AgentConnection:
+    async def _connect(self, origin: Origin, agent: Register, by: float) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(by, loop.time() + self._config.connect_timeout_s)):
                 _, made = await loop.create_connection(
-                    lambda: AgentConnection(self._forget),
+                    lambda: UpstreamConnection(self._forget),
                     origin.host,
                     origin.port,
                     ssl=self._tls if origin.is_tls else None,
@@ -302,14 +308,14 @@ class Upstream:
             raise _failure(ConnectionBroken("the connection ended"), agent)
         return made
 
-    def _keep(self, origin: Origin, connection: AgentConnection) -> None:
+    def _keep(self, origin: Origin, connection: UpstreamConnection) -> None:
         connection.rest()
         self._kept_since[connection] = (origin, asyncio.get_running_loop().time())
         self._idle.setdefault(origin, {})[connection] = None
         if self._sweeper is None:
             self._sweep()
 
-    def _unkeep(self, connection: AgentConnection) -> None:
+    def _unkeep(self, connection: UpstreamConnection) -> None:
         origin, _ = self._kept_since.pop(connection)
         kept = self._idle[origin]
         del kept[connection]
@@ -327,7 +333,7 @@ class Upstream:
                 return
             connection.close()
 
-    def _forget(self, connection: AgentConnection) -> None:
+    def _forget(self, connection: UpstreamConnection) -> None:
         """The connection was closed, by either side."""
         if connection in self._kept_since:
             self._unkeep(connection)
@@ -342,8 +348,8 @@ def origin_of(address: str) -> Origin:
     return Origin(url.hostname or "", url.port or (443 if is_tls else 80), is_tls, url.netloc)
 
 
-async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:
-    """The whole body. Raises as `AgentConnection.end` does, and `BadAnswer` past `limit` bytes."""
+async def _read(connection: UpstreamConnection, by: float, limit: int) -> bytes:
+    """The whole body. Raises as `UpstreamConnection.end` does, and `BadResponse` past `limit` bytes."""
     parts: list[bytes] = []
     size = 0
 
@@ -352,7 +358,7 @@ async def _read(connection: AgentConnection, by: float, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise BadAnswer(f"an agent's answer exceeds {limit} bytes")
+            raise BadResponse(f"an agent's answer exceeds {limit} bytes")
 
     connection.limit(by)
     connection.feed(take)
@@ -378,18 +384,18 @@ def _cannot_connect(error: OSError, agent: Register) -> AgentLost:
 
 
 def _verdict(
-    connection: AgentConnection, raw: bytes, agent: Register
-) -> AgentRefused | AgentLost | BadAnswer:
+    connection: UpstreamConnection, raw: bytes, agent: Register
+) -> AgentRejected | AgentLost | BadResponse:
     """What an agent's status other than 200 means for the request."""
     status, headers = connection.status, connection.headers
     if 400 <= status < 500:
         content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
         retry_after = headers.get(b"retry-after")
         told = None if retry_after is None else retry_after.decode("latin-1")
-        return AgentRefused(status, content_type, raw, told)
+        return AgentRejected(status, content_type, raw, told)
     if status >= 500:
         said = (error_object(raw) or {}).get("message", "no reason given")
         return AgentLost(
             f"{agent.address} answered HTTP {status}: {said}", Incarnation(agent.incarnation), status=status
         )
-    return BadAnswer(f"{agent.address} answered HTTP {status}")
+    return BadResponse(f"{agent.address} answered HTTP {status}")

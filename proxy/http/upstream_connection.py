@@ -49,13 +49,13 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 
-class AgentConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """Carries one request at a time: `send`, `head`, `feed` and `end` (or `take`); then `reusable` tells.
 
     `closed` is called once, with this connection, when it is of no more use to anybody.
     """
 
-    def __init__(self, closed: Callable[[AgentConnection], None]) -> None:
+    def __init__(self, closed: Callable[[UpstreamConnection], None]) -> None:
         self.state = State.IDLE
         self.status = 0
         self.headers: dict[bytes, bytes] = {}

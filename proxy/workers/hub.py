@@ -14,9 +14,9 @@ import logging
 from collections.abc import Coroutine
 
 from kvferry.proxy.errors import Overloaded
-from kvferry.proxy.fleet.admission import Hold
+from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import LocalFleet, as_json
-from kvferry.proxy.fleet.interface import Call, Page, PageName
+from kvferry.proxy.fleet.interface import AcquireRequest, Page, PageName
 from kvferry.proxy.fleet.overview import overview
 from kvferry.proxy.fleet.router import NoPair
 from kvferry.proxy.fleet.slots import Slots
@@ -80,7 +80,7 @@ class Hub:
         finally:
             self._workers.discard(seat)
             self._reports.end(seat)
-            seat.give_back()
+            seat.release()
 
     def stop(self) -> None:
         """Tell every worker, also one that is yet to come, to finish what it has and end."""
@@ -172,10 +172,10 @@ class WorkerSeat:
         """Another worker has served a client."""
         self._link.send(spent)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Free what it held when it ended."""
         for agent, count in self._held.taken().items():
-            self._held.give_back(agent, count)
+            self._held.release(agent, count)
             self._fleet.admission.free(agent, count)
 
     async def report(self) -> Report | None:
@@ -207,7 +207,7 @@ class WorkerSeat:
                 if (entering := self._entering.pop(seq, None)) is not None:
                     entering.cancel()
             case Free(agent=agent, count=count):
-                self._held.give_back(agent, count)
+                self._held.release(agent, count)
                 self._fleet.admission.free(agent, count)
             case Refused(agent=agent):
                 self._fleet.connection_refused(agent)
@@ -225,11 +225,11 @@ class WorkerSeat:
         return None
 
     async def _enter(self, message: Enter) -> None:
-        call = Call(
+        call = AcquireRequest(
             ask=message.ask,
             by=self._fleet.clock() + message.wait_s,
-            avoid=message.avoid,
-            begun_by=message.begun_by,
+            exclude=message.exclude,
+            must_match=message.must_match,
         )
         try:
             answer = await self._fleet.enter(call)
@@ -248,7 +248,7 @@ class WorkerSeat:
         else:
             self._let_in(message, answer)
 
-    def _let_in(self, message: Enter, hold: Hold) -> None:
+    def _let_in(self, message: Enter, hold: Reservation) -> None:
         """The hold is the worker's from here on."""
         for agent, count in hold.slots().items():
             self._held.take(agent, count)

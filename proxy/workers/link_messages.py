@@ -7,7 +7,7 @@ import msgspec
 
 from kvferry.proxy.fleet.interface import Page, PageName
 from kvferry.proxy.fleet.router import NoPair, Pair
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation, Register
 from kvferry.proxy.workers.reports import Report
 
@@ -75,13 +75,13 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A `fleet.Call`; its prompt stays with the worker."""
+    """A `fleet.AcquireRequest`; its prompt stays with the worker."""
 
     seq: int
-    ask: Ask
+    ask: RoutingRequest
     wait_s: float
-    avoid: frozenset[Incarnation]
-    begun_by: Register | None
+    exclude: frozenset[Incarnation]
+    must_match: Register | None
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from kvferry.proxy.errors import NoAgent, Overloaded, ProxyError
-from kvferry.proxy.fleet.admission import Hold
-from kvferry.proxy.fleet.interface import Call, Page, PageName
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.interface import AcquireRequest, Page, PageName
 from kvferry.proxy.fleet.router import NoPair
 from kvferry.proxy.wire.messages import Incarnation, Register
 from kvferry.proxy.workers.link import Link, LinkLost
@@ -105,7 +105,7 @@ class RemoteFleet:
             case _:
                 self._answered(message)
 
-    async def enter(self, call: Call) -> Hold | NoPair:
+    async def enter(self, call: AcquireRequest) -> Reservation | NoPair:
         """See `Fleet`."""
         wait_s = max(0.0, call.by - asyncio.get_running_loop().time())
         seq = next(self._seq)
@@ -113,8 +113,8 @@ class RemoteFleet:
             seq=seq,
             ask=call.ask.condensed(chunks=self._chunks),
             wait_s=wait_s,
-            avoid=call.avoid,
-            begun_by=call.begun_by,
+            exclude=call.exclude,
+            must_match=call.must_match,
         )
         try:
             answer = await self._ask(seq, question, wait_s + ANSWER_TIMEOUT_S)
@@ -201,10 +201,10 @@ class RemoteFleet:
 
     def _give_back(self, answer: Answer) -> None:
         if isinstance(answer, Entered):
-            self._hold(answer).give_back()
+            self._hold(answer).release()
 
-    def _hold(self, answer: Entered) -> Hold:
-        return Hold(answer.pair, answer.choices, self._free)
+    def _hold(self, answer: Entered) -> Reservation:
+        return Reservation(answer.pair, answer.choices, self._free)
 
     def _free(self, agent: Incarnation, count: int) -> None:
         self._link.send(Free(agent=agent, count=count))

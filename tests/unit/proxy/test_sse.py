@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy import sse
-from kvferry.proxy.errors import BadAnswer
+from kvferry.proxy.errors import BadResponse
 
 STREAM = b"".join([sse.event({"text": f"t{index} [DONE]"}) for index in range(5)]) + sse.DONE
 
@@ -55,7 +55,7 @@ def test_done_within_text_is_not_the_end() -> None:
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.proxy.sse.MAX_EVENT_BYTES", 100)
     scanner = sse.Scanner()
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         for _ in range(20):
             scanner.feed(b"data: xxxxxxxx")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.proxy.api.auth import ApiKeys, BadKeyFile
-from kvferry.proxy.api.rate_limit import Allowance, Rate
+from kvferry.proxy.api.rate_limit import Rate, RateLimit
 from kvferry.proxy.errors import RateLimited
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -17,7 +17,7 @@ OTHER = "another-key-0123456789"
 BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 5}
 
 
-def refused(allowance: Allowance, now: float) -> int | None:
+def refused(allowance: RateLimit, now: float) -> int | None:
     """Seconds to wait, or None when the request is let in."""
     try:
         allowance.enter(now)
@@ -27,7 +27,7 @@ def refused(allowance: Allowance, now: float) -> int | None:
 
 
 def test_requests_may_come_all_at_once_and_then_at_their_rate() -> None:
-    allowance = Allowance(Rate.parse("6/min"), None)
+    allowance = RateLimit(Rate.parse("6/min"), None)
     assert [refused(allowance, 100.0) for _ in range(7)] == [None] * 6 + [10]
     assert refused(allowance, 105.0) == 5
     assert [refused(allowance, 110.0) for _ in range(2)] == [None, 10]
@@ -35,7 +35,7 @@ def test_requests_may_come_all_at_once_and_then_at_their_rate() -> None:
 
 
 def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
-    allowance = Allowance(None, Rate.parse("60/min"))
+    allowance = RateLimit(None, Rate.parse("60/min"))
     assert refused(allowance, 0.0) is None
     allowance.used(90, 1.0)
     assert refused(allowance, 1.0) == 31
@@ -44,7 +44,7 @@ def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
 
 
 def test_a_refused_request_costs_nothing() -> None:
-    allowance = Allowance(Rate.parse("1/s"), Rate.parse("10/s"))
+    allowance = RateLimit(Rate.parse("1/s"), Rate.parse("10/s"))
     allowance.used(20, 0.0)
     assert refused(allowance, 0.0) == 2
     assert refused(allowance, 1.5) is None
@@ -52,7 +52,7 @@ def test_a_refused_request_costs_nothing() -> None:
 
 def test_processes_that_tell_one_another_keep_one_limit() -> None:
     """As the workers of one proxy do; those that hear do not tell in turn."""
-    both = [Allowance(Rate.parse("6/min"), Rate.parse("10/min")) for _ in range(2)]
+    both = [RateLimit(Rate.parse("6/min"), Rate.parse("10/min")) for _ in range(2)]
     told: list[tuple[int, int]] = []
 
     def tell_second(requests: int, tokens: int) -> None:

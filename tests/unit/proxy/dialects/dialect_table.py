@@ -19,7 +19,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect, Prefilled, Shape
 from kvferry.proxy.dialects.catalogue import other_dialects
-from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import cut
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
@@ -159,7 +159,7 @@ def _cached(dialect: Dialect) -> str:
     ).encode()
     try:
         merged = dialect.read_prefill(part, raw).prompt_tokens_details is not None
-    except BadAnswer:  # NIXL params say more, the prefill's count among them
+    except BadResponse:  # NIXL params say more, the prefill's count among them
         return "decode's answer (push: prefill's)"
     return "prefill's, put in by the proxy" if merged else "decode's answer"
 

@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.dialects.base import Dialect, Ends, Part, Peer, Prefilled, Shape
+from kvferry.proxy.dialects.base import Dialect, Endpoints, Peer, Prefilled, Shape, SubRequest
 from kvferry.proxy.dialects.catalogue import SUPPORTED, other_dialects
-from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import cut
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
@@ -36,12 +36,12 @@ def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientReq
     return parse_request(endpoint, json.dumps(client).encode())
 
 
-def only_part(client: dict[str, Any], endpoint: Endpoint = "completions") -> Part:
+def only_part(client: dict[str, Any], endpoint: Endpoint = "completions") -> SubRequest:
     (part,) = cut(ask(client, endpoint), IDS, [TRANSFER])
     return part
 
 
-def ends_of(part: Part, dialect: str, told: dict[str, Any]) -> Ends:
+def ends_of(part: SubRequest, dialect: str, told: dict[str, Any]) -> Endpoints:
     prefill = {"address": "http://10.0.0.1:8001", "dialect": dialect, **told.get("prefill", {})}
     decode = {"address": "http://10.0.0.2:8002", "dialect": dialect, **told.get("decode", {})}
     return part.ends(registration("prefill", 8001, **prefill), registration("decode", 8002, **decode))
@@ -88,7 +88,7 @@ def test_every_dialect_has_a_recorded_exchange() -> None:
 def test_a_prefills_nonsense_is_a_bad_answer(name: str) -> None:
     """SGLang's prefill answer is of no interest unless it is an error."""
     for raw in (b"", b"[]", b'{"choices": 7}', b"\xff"):
-        with pytest.raises(BadAnswer):
+        with pytest.raises(BadResponse):
             DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 
@@ -96,7 +96,7 @@ def test_a_prefills_nonsense_is_a_bad_answer(name: str) -> None:
 def test_what_a_prefill_tells_of_usage_is_utf_8_or_a_bad_answer(name: str) -> None:
     """It is kept unread, and read only when the client's usage is put together."""
     raw = b'{"choices": [{"finish_reason": "length"}], "usage": {"prompt_tokens_details": {"by": "\xe9"}}}'
-    with pytest.raises(BadAnswer, match="cannot be read"):
+    with pytest.raises(BadResponse, match="cannot be read"):
         DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 
@@ -105,7 +105,7 @@ def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
     """Row 16 (aibrix #2289): otherwise the decode server would wait for its bootstrap to time out."""
     error = b'{"error": {"message": "no"}}'
     part = only_part({"model": "m", "prompt": "p", "stream": stream})
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         DIALECTS["sglang"].read_prefill(part, b"data: " + error + b"\n\n" if stream else error)
 
 
@@ -114,7 +114,7 @@ def test_params_without_what_a_decode_server_needs_are_refused(name: str) -> Non
     """`vllm-sglang.md` §2.2: the decode server would only warn, and compute the prompt again."""
     told = json.loads((Path(__file__).parent / "exchanges/vllm_nixl_pull.json").read_text())["prefill_answer"]
     del told["kv_transfer_params"][name]
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         DIALECTS["vllm-nixl"].read_prefill(
             only_part({"model": "m", "prompt": "p"}), json.dumps(told).encode()
         )
@@ -124,7 +124,7 @@ def test_params_without_what_a_decode_server_needs_are_refused(name: str) -> Non
 def test_a_prefill_that_ended_by_itself_hands_nothing_over(name: str) -> None:
     """Row 8 (vllm #46008): the decode server would wait for minutes, so its leg is cancelled at once."""
     raw = b'{"choices": [{"finish_reason": "stop"}]}'
-    with pytest.raises(BadAnswer, match="'stop'"):
+    with pytest.raises(BadResponse, match="'stop'"):
         DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 
@@ -138,7 +138,7 @@ def test_an_atom_answer_that_ended_at_token_1_is_whole() -> None:
 def test_an_answer_for_another_transfer_is_refused() -> None:
     """I1: a decode leg must not be led to another prompt's blocks."""
     raw = b'{"choices": [{"finish_reason": "length"}], "kv_transfer_params": {"transfer_id": "tx-other"}}'
-    with pytest.raises(BadAnswer, match="another transfer"):
+    with pytest.raises(BadResponse, match="another transfer"):
         DIALECTS["vllm-moriio"].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 

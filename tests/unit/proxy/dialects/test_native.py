@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
-from kvferry.proxy.errors import BadAnswer, InvalidRequest
+from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from tests.unit.proxy.builders import registration
@@ -245,7 +245,7 @@ def test_without_usage_asked_for_only_done_follows() -> None:
 )
 def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
     """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         native.read_prefill_answer(raw, request(), TRANSFER)
 
 

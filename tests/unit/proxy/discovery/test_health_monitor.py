@@ -15,8 +15,8 @@ import pytest
 
 from kvferry.proxy.discovery import health_monitor as engine_watch
 from kvferry.proxy.discovery import health_probe as engine_look
-from kvferry.proxy.discovery.health_monitor import MAX_MISSED, EngineWatch
-from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, Sighting, look
+from kvferry.proxy.discovery.health_monitor import MAX_MISSED, HealthMonitor
+from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, look
 from kvferry.proxy.discovery.static_nodes import server_from_words
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
 from tests.standins.engines import SERVERS, Fabric
@@ -140,14 +140,14 @@ async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aioht
     assert down.value.refused
 
 
-def sighting(started_at: float | None = 1.0, steps: int | None = None) -> Sighting:
+def sighting(started_at: float | None = 1.0, steps: int | None = None) -> ProbeResult:
     load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
-    return Sighting(model="m", max_model_len=5, load=load, steps=steps, started_at=started_at)
+    return ProbeResult(model="m", max_model_len=5, load=load, steps=steps, started_at=started_at)
 
 
-def watch() -> tuple[EngineWatch, list[Register | Bye]]:
+def watch() -> tuple[HealthMonitor, list[Register | Bye]]:
     said: list[Register | Bye] = []
-    return EngineWatch(server_from_words("http://a:1", "decode", "vllm-nixl"), said.append), said
+    return HealthMonitor(server_from_words("http://a:1", "decode", "vllm-nixl"), said.append), said
 
 
 def incarnations(said: list[Register | Bye]) -> list[tuple[str, str]]:
@@ -193,9 +193,9 @@ async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends neither the watch nor what the watch runs in, and it is logged."""
-    outcomes: list[Sighting | None] = [sighting(), None, sighting()]
+    outcomes: list[ProbeResult | None] = [sighting(), None, sighting()]
 
-    async def looking(*_: object) -> Sighting:
+    async def looking(*_: object) -> ProbeResult:
         if not outcomes:
             await asyncio.Event().wait()
         if (outcome := outcomes.pop(0)) is None:
@@ -211,7 +211,7 @@ async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
             all_said.set()
 
     monkeypatch.setattr(engine_watch, "look", looking)
-    watched = EngineWatch(server_from_words("http://a:1", "decode", "vllm-nixl"), say)
+    watched = HealthMonitor(server_from_words("http://a:1", "decode", "vllm-nixl"), say)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(watched.run(http, interval_s=0.0))
         await all_said.wait()

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.proxy.discovery import introductions
-from kvferry.proxy.discovery.health_probe import Sighting
+from kvferry.proxy.discovery.health_probe import ProbeResult
 from kvferry.proxy.wire.messages import Load
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
@@ -104,9 +104,9 @@ async def test_a_server_is_not_vouched_for_after_a_defect_in_a_look(
 ) -> None:
     """What was seen of it before says nothing any more; and the defect is logged."""
     load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
-    outcomes = [Sighting(model="m", max_model_len=5, load=load, steps=None, started_at=None), None]
+    outcomes = [ProbeResult(model="m", max_model_len=5, load=load, steps=None, started_at=None), None]
 
-    async def looking(*_: object) -> Sighting:
+    async def looking(*_: object) -> ProbeResult:
         if (outcome := outcomes.pop(0)) is None:
             raise ZeroDivisionError
         return outcome
@@ -114,7 +114,7 @@ async def test_a_server_is_not_vouched_for_after_a_defect_in_a_look(
     monkeypatch.setattr(introductions, "look", looking)
     info, now = registration("decode", 1), 10.0
     async with asyncio.timeout(5), aiohttp.ClientSession() as http:
-        made = introductions.Introductions(http, lambda: now)
+        made = introductions.PingedServers(http, lambda: now)
         while made.complete(info).state != "ready":
             await asyncio.sleep(0)
         now += introductions.LOOK_EVERY_S

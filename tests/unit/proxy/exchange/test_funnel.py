@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.proxy.exchange.funnel import Funnel
+from kvferry.proxy.exchange.funnel import BoundedQueue
 
 
 async def test_writers_wait_for_a_slow_reader_and_nothing_is_lost() -> None:
     """Style 17: however slow the client, no more than `capacity` items lie in memory."""
-    funnel, written = Funnel(2), []
+    funnel, written = BoundedQueue(2), []
 
     async def write() -> None:
         for number in range(5):
@@ -27,7 +27,7 @@ async def test_writers_wait_for_a_slow_reader_and_nothing_is_lost() -> None:
 
 
 async def test_closing_never_waits() -> None:
-    funnel = Funnel(1)
+    funnel = BoundedQueue(1)
     await funnel.put(b"a")
     funnel.close()
     assert [item async for item in funnel] == [b"a"]

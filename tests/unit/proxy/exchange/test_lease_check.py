@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.exchange.lease_check import LeaseWatch, Verdict, count_in
-from kvferry.proxy.http.pool import Upstream
+from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict, count_in
+from kvferry.proxy.http.pool import UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
 COUNTER = "vllm:nixl_num_kv_expired_reqs_total"
@@ -29,20 +29,20 @@ async def server() -> AsyncIterator[VllmNixlServer]:
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[Upstream]:
-    async with Upstream(ProxyConfig()) as upstream:
+async def upstream() -> AsyncIterator[UpstreamPool]:
+    async with UpstreamPool(ProxyConfig()) as upstream:
         yield upstream
 
 
-def watch(upstream: Upstream, server: VllmNixlServer, sure_for_s: float, **fields: Any) -> LeaseWatch:
+def watch(upstream: UpstreamPool, server: VllmNixlServer, sure_for_s: float, **fields: Any) -> LeaseCheck:
     """A watch over a lease that is sure for so many seconds more, after an answer that came at once."""
     sent_at = now() + sure_for_s - LEASE_S * 5 / 6
     settings = {"sent_at": sent_at, "answered_at": sent_at, "lease_s": LEASE_S, **fields}
-    return LeaseWatch(upstream, server.registration(), COUNTER, **settings)
+    return LeaseCheck(upstream, server.registration(), COUNTER, **settings)
 
 
 async def test_tokens_that_come_in_time_are_proven_without_asking(
-    upstream: Upstream, server: VllmNixlServer
+    upstream: UpstreamPool, server: VllmNixlServer
 ) -> None:
     server.fabric.expired = 5
     async with watch(upstream, server, 10.0) as watched:
@@ -54,7 +54,7 @@ async def test_tokens_that_come_in_time_are_proven_without_asking(
     ("expire", "verdict"), [(0, Verdict.PROVEN), (1, Verdict.SUSPECT)], ids=["none expired", "one expired"]
 )
 async def test_late_tokens_are_judged_by_the_counter(
-    upstream: Upstream, server: VllmNixlServer, expire: int, verdict: Verdict
+    upstream: UpstreamPool, server: VllmNixlServer, expire: int, verdict: Verdict
 ) -> None:
     """Row 3 (vllm #52234). A decode server renews its lease while it waits, so late is not always wrong."""
     async with watch(upstream, server, 1.0) as watched:
@@ -66,7 +66,7 @@ async def test_late_tokens_are_judged_by_the_counter(
 
 @pytest.mark.parametrize("counted_in_time", [True, False])
 async def test_late_tokens_without_a_count_are_unproven(
-    upstream: Upstream, server: VllmNixlServer, counted_in_time: bool
+    upstream: UpstreamPool, server: VllmNixlServer, counted_in_time: bool
 ) -> None:
     """No such metric, or read when the lease could have ended already."""
     server.counts = not counted_in_time
@@ -76,7 +76,7 @@ async def test_late_tokens_without_a_count_are_unproven(
 
 
 async def test_a_lease_began_no_later_than_a_sixth_before_the_answer_and_not_before_the_question(
-    upstream: Upstream, server: VllmNixlServer
+    upstream: UpstreamPool, server: VllmNixlServer
 ) -> None:
     at = now()
     slow = watch(upstream, server, 0.0, sent_at=at - 100, answered_at=at)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer, read_prefill_answer
-from kvferry.proxy.errors import AnswerDiverged, BadAnswer
+from kvferry.proxy.errors import AnswerDiverged, BadResponse
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.request import parse_request
@@ -109,5 +109,5 @@ def test_a_whole_answer_goes_with_choices_that_have_ended() -> None:
 def test_a_line_of_another_dialect_is_refused_when_it_is_needed(line: bytes) -> None:
     progress = Progress(2)
     assert progress.take(line + b"\n" + SHOWN[0]) == SHOWN[0]
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         progress.resume()

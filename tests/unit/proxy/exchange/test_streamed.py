@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from kvferry.proxy.dialects.native import PrefillAnswer
-from kvferry.proxy.errors import AgentLost, AgentRefused
+from kvferry.proxy.errors import AgentLost, AgentRejected
 from kvferry.proxy.exchange.streamed import EarlyLeg, FirstTokens
 from kvferry.proxy.wire.messages import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
@@ -320,8 +320,8 @@ class Leg:
         return await self.answer  # type: ignore[no-any-return]
 
 
-def refused(code: str) -> AgentRefused:
-    return AgentRefused(409, "application/json", b'{"error": {"code": "%s"}}' % code.encode(), None)
+def refused(code: str) -> AgentRejected:
+    return AgentRejected(409, "application/json", b'{"error": {"code": "%s"}}' % code.encode(), None)
 
 
 async def beside(script: Callable[[Leg, Leg], None]) -> tuple[Any, Leg]:
@@ -331,7 +331,7 @@ async def beside(script: Callable[[Leg, Leg], None]) -> tuple[Any, Leg]:
         asyncio.get_running_loop().call_soon(script, prefill, decode)
         try:
             return await early.beside(prefill.prefill()), decode
-        except (AgentLost, AgentRefused) as error:
+        except (AgentLost, AgentRejected) as error:
             return error, decode
 
 
@@ -347,7 +347,7 @@ async def test_a_prefill_that_ends_in_time_outweighs_the_other_legs_failure() ->
 
 async def test_a_dropped_prefill_is_told_by_who_dropped_it() -> None:
     """A decode agent without room gives its hold up: the client gets 429, not the prefill's 409."""
-    no_room = AgentRefused(429, "application/json", b"{}", None)
+    no_room = AgentRejected(429, "application/json", b"{}", None)
 
     def script(prefill: Leg, decode: Leg) -> None:
         prefill.answer.set_exception(refused("transfer_dropped"))
@@ -366,7 +366,7 @@ async def test_a_prefill_dropped_for_no_told_reason_is_asked_again() -> None:
 async def test_another_409_is_the_prefills_own() -> None:
     other = refused("duplicate_transfer")
     error, _ = await beside(lambda prefill, _: prefill.answer.set_exception(other))
-    assert isinstance(error, AgentRefused) and error.status == 409
+    assert isinstance(error, AgentRejected) and error.status == 409
 
 
 async def test_an_answer_that_nobody_takes_is_given_up() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.proxy import sse
-from kvferry.proxy.errors import AgentLost, AgentRefused, BadAnswer
-from kvferry.proxy.exchange.sub_requests import PartAnswer, as_events, cut, ending, join
+from kvferry.proxy.errors import AgentLost, AgentRejected, BadResponse
+from kvferry.proxy.exchange.sub_requests import SubAnswer, as_events, cut, ending, join
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.unit.proxy.builders import registration
@@ -19,12 +19,12 @@ IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=
 SERVER = registration("decode", 1)
 
 
-def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[PartAnswer]:
+def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[SubAnswer]:
     """Fresh answers of a request's parts."""
     asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
     request = parse_request(endpoint, json.dumps({"model": "m", **asked, **fields}).encode())
     ids = [TransferId(f"{number:032x}") for number in range(request.sequences)]
-    return [PartAnswer(part, SERVER) for part in cut(request, IDS, ids)]
+    return [SubAnswer(part, SERVER) for part in cut(request, IDS, ids)]
 
 
 def choice(reason: str | None = "stop", **members: Any) -> dict[str, Any]:
@@ -89,21 +89,21 @@ def test_a_stream_whose_servers_tell_no_usage_just_ends() -> None:
 @pytest.mark.parametrize(
     ("told", "error"),
     [
-        (b"{", BadAnswer),
-        (b'{"choices": 7}', BadAnswer),
-        (b'{"choices": [{"text": "x"}]}', BadAnswer),
-        (raw(choices=[]), BadAnswer),
-        (raw(choices=[choice(None)]), BadAnswer),
-        (raw(choices=[choice(index=1)]), BadAnswer),
-        (raw(usage=7), BadAnswer),
-        (raw(text="\xe9").replace(b"\\u00e9", b"\xe9"), BadAnswer),
-        (raw(usage={"told_by": "\xe9"}).replace(b"\\u00e9", b"\xe9"), BadAnswer),
-        (b'{"error": {"message": "\xe9", "code": 400}}', BadAnswer),
+        (b"{", BadResponse),
+        (b'{"choices": 7}', BadResponse),
+        (b'{"choices": [{"text": "x"}]}', BadResponse),
+        (raw(choices=[]), BadResponse),
+        (raw(choices=[choice(None)]), BadResponse),
+        (raw(choices=[choice(index=1)]), BadResponse),
+        (raw(usage=7), BadResponse),
+        (raw(text="\xe9").replace(b"\\u00e9", b"\xe9"), BadResponse),
+        (raw(usage={"told_by": "\xe9"}).replace(b"\\u00e9", b"\xe9"), BadResponse),
+        (b'{"error": {"message": "\xe9", "code": 400}}', BadResponse),
         (raw(choices=[choice("error")]), AgentLost),
         (raw(choices=[choice("abort")]), AgentLost),
         (b'{"error": {"message": "no", "code": 500}}', AgentLost),
         (b'{"error": {"message": "no", "code": "gone"}}', AgentLost),
-        (b'{"error": {"message": "no", "code": 400}}', AgentRefused),
+        (b'{"error": {"message": "no", "code": 400}}', AgentRejected),
     ],
 )
 def test_what_is_no_answer_is_never_passed_on(told: bytes, error: type[Exception]) -> None:
@@ -123,5 +123,5 @@ def test_a_whole_answer_as_a_stream(endpoint: Endpoint) -> None:
     (shown,) = json.loads(events.removeprefix(b"data: "))["choices"]
     assert shown.get("text", (shown.get("delta") or {}).get("content")) == "x"
     assert part.complete and part.usage is not None
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         as_events(b"{}", part.part)

@@ -11,11 +11,11 @@ from random import Random
 import pytest
 
 from kvferry.proxy.errors import Overloaded
-from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Hold
+from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
 from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.registry import Snapshot
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.builders import load, registration, snapshot
@@ -32,13 +32,13 @@ class Door:
     slots: Slots
     router: Router
     agents: Snapshot
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[Reservation] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def enter(
         self, n: int = 1, *, model: str = "m", wait_s: float = 5.0, first: bool = False
-    ) -> Hold | NoPair:
-        ask = Ask(model=model, n=n)
+    ) -> Reservation | NoPair:
+        ask = RoutingRequest(model=model, n=n)
         by = asyncio.get_running_loop().time() + wait_s
         return await self.admission.enter(
             ask, lambda: self.router.choose(self.agents, ask), by=by, first=first
@@ -49,17 +49,17 @@ class Door:
 
         async def enter() -> None:
             hold = await self.enter(n, model=model, first=first)
-            assert isinstance(hold, Hold)
+            assert isinstance(hold, Reservation)
             self.holds.append(hold)
 
         task = asyncio.get_running_loop().create_task(enter())
         self.tasks.append(task)
         return task
 
-    async def fill(self) -> list[Hold]:
+    async def fill(self) -> list[Reservation]:
         """Take all the room there is for model `m`."""
         holds = [await self.enter() for _ in range(ROOM)]
-        return [hold for hold in holds if isinstance(hold, Hold)]
+        return [hold for hold in holds if isinstance(hold, Reservation)]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def door() -> AsyncIterator[Door]:
     made = make_door()
     yield made
     for hold in made.holds:
-        hold.give_back()
+        hold.release()
     made.admission.check_integrity()
     assert made.slots.idle and not made.admission.waiting
     assert all(task.done() for task in made.tasks)
@@ -93,14 +93,14 @@ async def ticks(count: int = 5) -> None:
 
 async def test_with_room_nobody_waits_and_slots_are_by_leg(door: Door) -> None:
     hold = await door.enter(n=2)
-    assert isinstance(hold, Hold) and not hold.pair.alone
+    assert isinstance(hold, Reservation) and not hold.pair.alone
     prefill, decode = (node.incarnation for node in hold.pair.nodes)
     assert (door.slots.in_flight(prefill), door.slots.in_flight(decode)) == (1, 2)
     hold.prefill_over()
     assert (door.slots.in_flight(prefill), door.slots.in_flight(decode)) == (0, 2)
-    hold.give_back()
+    hold.release()
     with pytest.raises(AssertionError):
-        hold.give_back()
+        hold.release()
 
 
 async def test_who_waits_is_let_in_in_order_as_places_become_free(door: Door) -> None:
@@ -109,10 +109,10 @@ async def test_who_waits_is_let_in_in_order_as_places_become_free(door: Door) ->
     await ticks()
     assert door.admission.waiting == 3
     for index, hold in enumerate(holds):
-        hold.give_back()
+        hold.release()
         await ticks()
         assert [task.done() for task in tasks] == [at <= index for at in range(3)]
-    door.holds[0].give_back()
+    door.holds[0].release()
     await ticks()
     assert tasks[2].done()
     door.holds.pop(0)
@@ -123,15 +123,15 @@ async def test_a_newcomer_does_not_overtake_even_if_it_needs_less(door: Door) ->
     holds = await door.fill()
     large = door.start(n=2)
     await ticks()
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     small = door.start(n=1)
     await ticks()
     assert not large.done() and not small.done()
-    holds[1].give_back()
+    holds[1].release()
     await ticks()
     assert large.done() and not small.done()
-    door.holds.pop().give_back()
+    door.holds.pop().release()
     await ticks()
     assert small.done()
 
@@ -141,11 +141,11 @@ async def test_one_models_queue_does_not_hold_up_another(door: Door) -> None:
     door.start()
     await ticks()
     other = await door.enter(model="o")
-    assert isinstance(other, Hold)
-    other.give_back()
+    assert isinstance(other, Reservation)
+    other.release()
     assert door.admission.waiting == 1
     for hold in holds:
-        hold.give_back()
+        hold.release()
     await ticks()
 
 
@@ -156,13 +156,13 @@ async def test_a_retry_goes_first_and_is_not_one_too_many() -> None:
     await ticks()
     retried = door.start(first=True)
     await ticks()
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     assert retried.done() and not patient.done()
-    holds[1].give_back()
+    holds[1].release()
     await ticks()
     for hold in door.holds:
-        hold.give_back()
+        hold.release()
     assert patient.done() and door.slots.idle
 
 
@@ -178,10 +178,10 @@ async def test_beyond_the_queues_bound_requests_are_refused_at_once(max_waiting:
     assert refused.value.status == 429
     assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S
     for hold in holds:
-        hold.give_back()
+        hold.release()
     await ticks()
     for hold in door.holds:
-        hold.give_back()
+        hold.release()
     assert door.slots.idle
 
 
@@ -191,7 +191,7 @@ async def test_who_waits_too_long_is_refused_and_leaves_the_queue(door: Door) ->
         await door.enter(wait_s=0.01)
     assert not door.admission.waiting
     for hold in holds:
-        hold.give_back()
+        hold.release()
 
 
 async def test_without_agents_nobody_is_left_waiting(door: Door) -> None:
@@ -203,7 +203,7 @@ async def test_without_agents_nobody_is_left_waiting(door: Door) -> None:
     door.admission.pump()
     assert await waiting is NoPair.NO_PREFILL
     for hold in holds:
-        hold.give_back()
+        hold.release()
 
 
 async def test_who_leaves_while_waiting_leaves_no_place_taken(door: Door) -> None:
@@ -213,23 +213,23 @@ async def test_who_leaves_while_waiting_leaves_no_place_taken(door: Door) -> Non
     leaving.cancel()
     await ticks()
     assert door.admission.waiting == 1
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     assert leaving.cancelled() and staying.done()
-    holds[1].give_back()
+    holds[1].release()
 
 
 async def test_the_foremost_leaving_lets_in_who_needs_less(door: Door) -> None:
     holds = await door.fill()
     large, small = door.start(n=2), door.start(n=1)
     await ticks()
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     assert not small.done()
     large.cancel()
     await ticks()
     assert small.done()
-    holds[1].give_back()
+    holds[1].release()
 
 
 async def test_a_place_given_to_someone_who_leaves_at_that_moment_goes_to_the_next(door: Door) -> None:
@@ -237,11 +237,11 @@ async def test_a_place_given_to_someone_who_leaves_at_that_moment_goes_to_the_ne
     holds = await door.fill()
     leaving, staying = door.start(), door.start()
     await ticks()
-    holds[0].give_back()  # for `leaving`, whose task has not run since
+    holds[0].release()  # for `leaving`, whose task has not run since
     leaving.cancel()
     await ticks()
     assert leaving.cancelled() and staying.done()
-    holds[1].give_back()
+    holds[1].release()
 
 
 async def test_a_place_is_not_given_to_someone_who_has_just_left(door: Door) -> None:
@@ -250,17 +250,17 @@ async def test_a_place_is_not_given_to_someone_who_has_just_left(door: Door) -> 
     leaving, staying = door.start(), door.start()
     await ticks()
     leaving.cancel()
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     assert leaving.cancelled() and staying.done()
-    holds[1].give_back()
+    holds[1].release()
 
 
 class Defect(Exception):
     """What no question is meant to raise."""
 
 
-def start_failing(door: Door) -> tuple[asyncio.Task[Hold | NoPair], list[bool]]:
+def start_failing(door: Door) -> tuple[asyncio.Task[Reservation | NoPair], list[bool]]:
     """Enter in a task with a question that waits while agents are full, and then cannot be answered.
 
     Agents are so until the list is empty.
@@ -273,7 +273,7 @@ def start_failing(door: Door) -> tuple[asyncio.Task[Hold | NoPair], list[bool]]:
         raise Defect
 
     loop = asyncio.get_running_loop()
-    entering = door.admission.enter(Ask(model="m"), question, by=loop.time() + 5)
+    entering = door.admission.enter(RoutingRequest(model="m"), question, by=loop.time() + 5)
     return loop.create_task(entering), full
 
 
@@ -285,11 +285,11 @@ async def test_one_that_cannot_be_judged_fails_alone(door: Door) -> None:
     behind = door.start()
     await ticks()
     full.clear()
-    holds[0].give_back()
+    holds[0].release()
     await ticks()
     assert isinstance(failing.exception(), Defect)
     assert behind.done() and not door.admission.waiting
-    holds[1].give_back()
+    holds[1].release()
 
 
 async def test_one_that_leaves_as_it_fails_has_left(door: Door) -> None:
@@ -298,11 +298,11 @@ async def test_one_that_leaves_as_it_fails_has_left(door: Door) -> None:
     leaving, full = start_failing(door)
     await ticks()
     full.clear()
-    holds[0].give_back()
+    holds[0].release()
     leaving.cancel()
     await ticks()
     assert leaving.cancelled() and not door.admission.waiting
-    holds[1].give_back()
+    holds[1].release()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -316,7 +316,7 @@ async def test_whatever_the_order_of_events_nothing_is_lost(door: Door, seed: in
             case "leave" if door.tasks:
                 rng.choice(door.tasks).cancel()
             case "end" if door.holds:
-                door.holds.pop(rng.randrange(len(door.holds))).give_back()
+                door.holds.pop(rng.randrange(len(door.holds))).release()
             case _:
                 await ticks(1)
         counts = {node.incarnation: door.slots.in_flight(node.incarnation) for node in door.agents.nodes}
@@ -324,12 +324,12 @@ async def test_whatever_the_order_of_events_nothing_is_lost(door: Door, seed: in
     async with asyncio.timeout(5):
         while not all(task.done() for task in door.tasks):
             while door.holds:
-                door.holds.pop().give_back()
+                door.holds.pop().release()
             await ticks(1)
     assert all(task.cancelled() or task.exception() is None for task in door.tasks)
 
 
 def test_a_pair_of_one_agent_is_held_once() -> None:
     node = snapshot(registration("both", 1)).nodes[0]
-    hold = Hold(Pair(node, node), 3, Admission(Slots(), Metrics(), 1).free)
+    hold = Reservation(Pair(node, node), 3, Admission(Slots(), Metrics(), 1).free)
     assert hold.slots() == {node.incarnation: 3}

@@ -19,11 +19,11 @@ from kvferry.proxy.fleet.prefix_aware import (
     PrefixIndex,
 )
 from kvferry.proxy.fleet.registry import Node
-from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, Ask
+from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
-ASK = Ask(model="m")
+ASK = RoutingRequest(model="m")
 CHUNK = "x" * CHUNK_TOKENS * BYTES_PER_TOKEN
 
 
@@ -69,7 +69,7 @@ def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others() -> No
 
 @given(session=st.text(max_size=20), gone=st.integers(0, 4))
 def test_a_session_stays_unless_its_own_agent_goes(session: str, gone: int) -> None:
-    nodes, policy, ask = agents(5), Session(), Ask(model="m", session=session)
+    nodes, policy, ask = agents(5), Session(), RoutingRequest(model="m", session=session)
     home = policy.pick(nodes, ask, 0, idle)
     assert policy.pick(nodes, ask, 7, busy(nodes, 9, 9, 9, 9, 9)) is home
     left = [node for index, node in enumerate(nodes) if index != gone]
@@ -80,7 +80,7 @@ def test_a_session_stays_unless_its_own_agent_goes(session: str, gone: int) -> N
 def test_sessions_are_spread_and_a_request_without_one_goes_where_load_is_least() -> None:
     nodes, policy = agents(4), Session()
     homes = Counter(
-        policy.pick(nodes, Ask(model="m", session=f"user-{index}"), 0, idle).info.address
+        policy.pick(nodes, RoutingRequest(model="m", session=f"user-{index}"), 0, idle).info.address
         for index in range(400)
     )
     assert len(homes) == 4 and min(homes.values()) > 60
@@ -89,19 +89,21 @@ def test_sessions_are_spread_and_a_request_without_one_goes_where_load_is_least(
 
 def test_a_prompt_goes_where_most_of_its_beginning_was_computed() -> None:
     nodes, policy = agents(3), PrefixAware(PrefixIndex())
-    policy.note(nodes[1], Ask(model="m", prompt=CHUNK + "b"))
-    policy.note(nodes[2], Ask(model="m", prompt=CHUNK * 2 + "c"))
-    longest = Ask(model="m", prompt=CHUNK * 3)
+    policy.note(nodes[1], RoutingRequest(model="m", prompt=CHUNK + "b"))
+    policy.note(nodes[2], RoutingRequest(model="m", prompt=CHUNK * 2 + "c"))
+    longest = RoutingRequest(model="m", prompt=CHUNK * 3)
     assert policy.pick(nodes, longest, 0, idle) is nodes[2]
     assert policy.cached_tokens(nodes[2], longest) == 2 * CHUNK_TOKENS
     assert policy.cached_tokens(nodes[1], longest) == CHUNK_TOKENS
     assert policy.cached_tokens(nodes[0], longest) == 0
     assert policy.pick(nodes[:2], longest, 0, idle) is nodes[1], "the next best, when the best is gone"
-    assert policy.pick(nodes, Ask(model="m", prompt="y" * len(CHUNK)), 1, idle) is nodes[1], "by turn"
+    assert policy.pick(nodes, RoutingRequest(model="m", prompt="y" * len(CHUNK)), 1, idle) is nodes[1], (
+        "by turn"
+    )
 
 
 def test_a_prompt_leaves_an_overloaded_agent_for_the_least_loaded() -> None:
-    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), Ask(model="m", prompt=CHUNK)
+    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), RoutingRequest(model="m", prompt=CHUNK)
     policy.note(nodes[0], ask)
     bearable = int(4 * OVERLOAD_FACTOR + OVERLOAD_SLACK)
     assert policy.pick(nodes, ask, 0, busy(nodes, bearable, 5, 4)) is nodes[0]
@@ -109,7 +111,7 @@ def test_a_prompt_leaves_an_overloaded_agent_for_the_least_loaded() -> None:
 
 
 def test_of_several_holders_the_least_loaded_takes_it() -> None:
-    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), Ask(model="m", prompt=CHUNK)
+    nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), RoutingRequest(model="m", prompt=CHUNK)
     policy.note(nodes[0], ask)
     policy.note(nodes[1], ask)
     assert policy.pick(nodes, ask, 0, busy(nodes, 3, 2, 0)) is nodes[1]

@@ -18,7 +18,7 @@ from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import load, registration, snapshot
@@ -35,8 +35,8 @@ def make_router(
     return Router(make_policy(prefill, rng), make_policy(decode, rng), loads, split_min_tokens)
 
 
-def asked(model: str = "m", **fields: Any) -> Ask:
-    return Ask(model=model, **fields)
+def asked(model: str = "m", **fields: Any) -> RoutingRequest:
+    return RoutingRequest(model=model, **fields)
 
 
 def fleet(prefills: int, decodes: int, boths: int = 0) -> Snapshot:

@@ -17,15 +17,15 @@ def test_slots_are_counted_per_agent_and_given_back() -> None:
     slots.take(SECOND, 4)
     slots.take(FIRST, 1)
     assert (slots.in_flight(FIRST), slots.in_flight(SECOND)) == (2, 4)
-    slots.give_back(FIRST, 2)
-    slots.give_back(SECOND, 4)
+    slots.release(FIRST, 2)
+    slots.release(SECOND, 4)
     assert slots.idle
     with pytest.raises(KeyError):
-        slots.give_back(FIRST, 1)
+        slots.release(FIRST, 1)
 
 
 def test_more_than_was_taken_cannot_be_given_back() -> None:
     slots = Slots()
     slots.take(FIRST, 1)
     with pytest.raises(AssertionError):
-        slots.give_back(FIRST, 2)
+        slots.release(FIRST, 2)

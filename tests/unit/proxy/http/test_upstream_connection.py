@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.http.upstream_connection import HELD_BYTES, AgentConnection, ConnectionBroken, State
+from kvferry.proxy.http.upstream_connection import HELD_BYTES, ConnectionBroken, State, UpstreamConnection
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
@@ -43,9 +43,9 @@ class Wire:
         self.is_aborted = True
 
 
-def connected() -> tuple[AgentConnection, Wire, list[AgentConnection]]:
-    closed: list[AgentConnection] = []
-    connection, wire = AgentConnection(closed.append), Wire()
+def connected() -> tuple[UpstreamConnection, Wire, list[UpstreamConnection]]:
+    closed: list[UpstreamConnection] = []
+    connection, wire = UpstreamConnection(closed.append), Wire()
     connection.connection_made(cast(Any, wire))
     return connection, wire, closed
 

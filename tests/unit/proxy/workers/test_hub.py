@@ -14,11 +14,11 @@ import pytest
 
 from kvferry.proxy.config import ProxyConfig, config_from_json, config_to_json
 from kvferry.proxy.errors import NoAgent, Overloaded, ProxyError
-from kvferry.proxy.fleet.admission import Hold
+from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import LocalFleet
-from kvferry.proxy.fleet.interface import Call
+from kvferry.proxy.fleet.interface import AcquireRequest
 from kvferry.proxy.fleet.router import NoPair
-from kvferry.proxy.fleet.routing_request import Ask
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.history import Failure, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
@@ -99,14 +99,14 @@ async def until(claim: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def call(wait_s: float = 60.0, **fields: object) -> Call:
-    ask = Ask(model="m", prompt="once upon a time " * 100)
-    return Call(**{"ask": ask, "by": asyncio.get_running_loop().time() + wait_s, **fields})
+def call(wait_s: float = 60.0, **fields: object) -> AcquireRequest:
+    ask = RoutingRequest(model="m", prompt="once upon a time " * 100)
+    return AcquireRequest(**{"ask": ask, "by": asyncio.get_running_loop().time() + wait_s, **fields})
 
 
-async def entered(worker: Worker) -> Hold:
+async def entered(worker: Worker) -> Reservation:
     hold = await worker.fleet.enter(call())
-    assert isinstance(hold, Hold)
+    assert isinstance(hold, Reservation)
     return hold
 
 
@@ -117,18 +117,18 @@ async def test_a_hold_counts_for_all_workers_until_it_is_given_back(office: Offi
     await until(lambda: office.local.admission.waiting == 1)
     assert not waiting.done()
     hold.prefill_over()
-    hold.give_back()
-    (await waiting).give_back()
+    hold.release()
+    (await waiting).release()
 
 
 async def test_what_the_hub_refuses_is_refused_alike(office: Office) -> None:
     worker = await office.worker()
-    assert await worker.fleet.enter(call(ask=Ask(model="other"))) is NoPair.UNKNOWN_MODEL
+    assert await worker.fleet.enter(call(ask=RoutingRequest(model="other"))) is NoPair.UNKNOWN_MODEL
     hold = await entered(worker)
     with pytest.raises(Overloaded) as late:
         await worker.fleet.enter(call(wait_s=0.05))
     assert (late.value.status, late.value.retry_after_s) == (429, 1)
-    hold.give_back()
+    hold.release()
 
 
 async def test_what_the_hub_fails_at_costs_one_request_and_no_worker(
@@ -142,8 +142,8 @@ async def test_what_the_hub_fails_at_costs_one_request_and_no_worker(
         with pytest.raises(ProxyError) as failed:
             await worker.fleet.enter(call())
     assert (failed.value.status, failed.value.code) == (500, "internal_error")
-    hold.give_back()
-    (await entered(worker)).give_back()
+    hold.release()
+    (await entered(worker)).release()
 
 
 async def test_a_worker_learns_which_agents_are_lost(office: Office) -> None:
@@ -163,7 +163,7 @@ async def test_a_worker_that_ends_holds_and_waits_for_nothing(office: Office) ->
     waiting = asyncio.ensure_future(dying.fleet.enter(call()))
     await until(lambda: office.local.admission.waiting == 1)
     dying.end.close()
-    (await entered(other)).give_back()
+    (await entered(other)).release()
     with pytest.raises(NoAgent):
         await waiting
     with pytest.raises(NoAgent):
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_the_queue_leaves_the_hubs_too(office: Office
     await until(lambda: office.local.admission.waiting == 1)
     waiting.cancel()
     await until(lambda: office.local.admission.waiting == 0)
-    hold.give_back()
+    hold.release()
 
 
 async def test_a_client_that_leaves_as_it_is_let_in_keeps_no_slot(office: Office) -> None:
@@ -190,7 +190,7 @@ async def test_a_client_that_leaves_as_it_is_let_in_keeps_no_slot(office: Office
         entering.cancel()
         await asyncio.wait([entering])
         if not entering.cancelled():
-            entering.result().give_back()
+            entering.result().release()
         await office.until_free()
 
 
@@ -216,7 +216,7 @@ async def test_a_drain_asked_of_one_holds_for_all(office: Office) -> None:
     assert await other.fleet.enter(call()) is NoPair.NO_DECODE
     assert (await other.fleet.page("ready")).status == 503
     assert (await other.fleet.drain(decode, False)).status == 200
-    (await entered(one)).give_back()
+    (await entered(one)).release()
     assert (await one.fleet.drain(Incarnation("nobody"), True)).status == 404
 
 
