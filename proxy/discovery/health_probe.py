@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import aiohttp
 import msgspec
 from msgspec import Meta
+from prometheus_client.samples import Sample
 
 from kvferry.proxy.errors import NOT_JSON
+from kvferry.proxy.telemetry import prometheus_text
 from kvferry.proxy.wire.messages import Load
 
 LOOK_TIMEOUT_S = 2.0
@@ -36,7 +39,7 @@ CACHE_CONFIG = "vllm:cache_config_info"
 """Says the number of KV blocks in a label."""
 STARTED = "process_start_time_seconds"
 _WANTED = RUNNING | WAITING | USED | CAPACITY | STEPS | {CACHE_CONFIG, STARTED}
-_BLOCKS = re.compile(r'num_gpu_blocks="(\d{1,15})"')
+_BLOCKS = re.compile(r"[0-9]{1,15}")
 
 
 class EngineDown(Exception):
@@ -90,13 +93,16 @@ async def look(
     except (aiohttp.ClientError, OSError) as error:
         raise EngineDown(f"{type(error).__name__}: {error}") from error
     found = _model(models, model)
-    samples = _samples(metrics.decode(errors="replace"))
+    # Values that no such metric can have, infinite ones among them, count as not reported.
+    samples = [
+        sample for sample in prometheus_text.samples(metrics, _WANTED) if 0 <= sample.value <= MAX_COUNT
+    ]
     return ProbeResult(
         model=found.id,
         max_model_len=found.max_model_len or 0,
         load=_load(samples, max_running),
         steps=_sum(samples, STEPS),
-        started_at=next((value for name, _, value in samples if name == STARTED), None),
+        started_at=next((sample.value for sample in samples if sample.name == STARTED), None),
     )
 
 
@@ -134,43 +140,21 @@ def _model(page: bytes, wanted: str | None) -> _Model:
     raise EngineDown(f"it does not serve {wanted!r}", refused=True)
 
 
-_Samples = list[tuple[str, str, float]]
-
-
-def _samples(page: str) -> _Samples:
-    """The wanted samples of a Prometheus page: name, labels as written, value. The rest is not parsed.
-
-    Values that no such metric can have, infinite ones among them, count as not told.
-    """
-    found = []
-    for line in page.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in _WANTED:
-            labelled, _, told = line.rpartition(" ")
-            try:
-                value = float(told)
-            except ValueError:
-                continue
-            if 0 <= value <= MAX_COUNT:
-                found.append((name, labelled[len(name) :], value))
-    return found
-
-
-def _sum(samples: _Samples, names: frozenset[str]) -> int | None:
+def _sum(samples: Sequence[Sample], names: frozenset[str]) -> int | None:
     """Over the engines (data-parallel ranks) of one server, or None when none tells."""
-    values = [value for name, _, value in samples if name in names]
+    values = [sample.value for sample in samples if sample.name in names]
     return min(MAX_COUNT, int(sum(values))) if values else None
 
 
-def _load(samples: _Samples, max_running: int | None) -> Load:
+def _load(samples: Sequence[Sample], max_running: int | None) -> Load:
     blocks = [
-        int(told[1])
-        for name, labels, _ in samples
-        if name == CACHE_CONFIG
-        if (told := _BLOCKS.search(labels))
+        int(told)
+        for sample in samples
+        if sample.name == CACHE_CONFIG
+        if _BLOCKS.fullmatch(told := sample.labels.get("num_gpu_blocks", ""))
     ]
     total = min(MAX_COUNT, sum(blocks)) or _sum(samples, CAPACITY) or 0
-    shares = [value for name, _, value in samples if name in USED]
+    shares = [sample.value for sample in samples if sample.name in USED]
     used = min(1.0, sum(shares) / len(shares)) if shares else 0.0
     return Load(
         running=_sum(samples, RUNNING) or 0,
