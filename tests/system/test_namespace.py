@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything is installed as `kvferry.…`: modules of other people with our folders' names change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KVFERRY = Path(sys.executable).with_name("kvferry")
+FOLDERS = ("agent", "deploy", "proxy", "transfer")
+TRAP = "raise ImportError(f'{__file__} was imported')\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with a module for each of our folders, which must not be imported."""
+    for name in FOLDERS:
+        tmp_path.joinpath(f"{name}.py").write_text(TRAP)
+    return tmp_path
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `proxy.py` is installed: its distribution holds a top-level package `proxy`."""
+    site = tmp_path / "site"
+    for package in ("proxy", "proxy/core", "proxy/http"):
+        site.joinpath(package).mkdir(parents=True)
+        site.joinpath(package, "__init__.py").write_text(TRAP)
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def test_the_traps_are_set(folder: Path, env: dict[str, str]) -> None:
+    for name in FOLDERS:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], cwd=folder, env=env, capture_output=True, text=True
+        )
+        assert "was imported" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [KVFERRY, "--help"],
+        [KVFERRY, "--version"],
+        [KVFERRY, "proxy", "--help"],
+        [KVFERRY, "agent", "--help"],
+        [KVFERRY, "agent", "--attach", "http://127.0.0.1:1", "--help"],
+        [KVFERRY, "up", "--help"],
+        [KVFERRY, "doctor"],
+        [KVFERRY, "keygen", "cluster.key"],
+        [sys.executable, "-m", "kvferry.proxy", "--help"],
+        [sys.executable, "-m", "kvferry.agent", "--help"],
+        [sys.executable, "-m", "kvferry.deploy", "--help"],
+    ],
+    ids=lambda words: " ".join(Path(word).name for word in words),
+)
+def test_a_command(words: list[str], folder: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.timeout(180)
+async def test_a_cluster(folder: Path, env: dict[str, str]) -> None:
+    """`kvferry up` and all its processes: `-m` puts the working directory first on their path."""
+    log = folder / "up.log"
+    with log.open("wb") as output:
+        up = await asyncio.create_subprocess_exec(
+            KVFERRY, "up", "--port", "0", "--discovery-port", "0", cwd=folder, env=env,
+            stdout=asyncio.subprocess.PIPE, stderr=output,
+        )  # fmt: skip
+    assert up.stdout is not None
+    said = ""
+    try:
+        async with asyncio.timeout(120):
+            while not said.startswith("serving "):
+                said = (await up.stdout.readline()).decode()
+                assert said, log.read_text()
+        url = said.split()[3].rstrip(";")
+        body = {"model": "ferry-tiny", "prompt": "417+52=", "temperature": 0, "max_tokens": 8}
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["text"] == "469"
+    finally:
+        up.send_signal(signal.SIGINT)
+        await up.stdout.read()
+        status = await asyncio.wait_for(up.wait(), 30)
+    assert status == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_wheel_holds_everything(tmp_path: Path) -> None:
+    """Every file of the product is in it, and it runs in an environment that knows no checkout."""
+    source, wheels, venv = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    _run(sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--no-index",
+         "--wheel-dir", wheels, source)  # fmt: skip
+    [wheel] = wheels.glob("kvferry-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == {f"kvferry/{name}" for name in files}
+
+    _run(sys.executable, "-m", "venv", "--without-pip", venv)
+    _run(sys.executable, "-m", "pip", "--python", venv, "install", "-qq", "--no-deps", "--no-index", wheel)
+    [site] = venv.glob("lib/python*/site-packages")
+    # Their dependencies, without the editable install of the checkout: its hook is a .pth file, and those are
+    # read only where Python itself looks for them.
+    dependencies = next(path for path in sys.path if Path(path, "msgspec").is_dir())
+    site.joinpath("dependencies.pth").write_text(f"{dependencies}\n")
+    where = _run(
+        venv / "bin/python", "-c", "import kvferry.proxy.server as m; print(m.__file__)", cwd=tmp_path
+    )
+    assert Path(where.strip()).is_relative_to(venv)
+    assert "kvferry COMMAND --help" in _run(venv / "bin/kvferry", "--help", cwd=tmp_path)
+    assert "--max-model-len" in _run(venv / "bin/kvferry", "agent", "--help", cwd=tmp_path)
+
+
+def _run(*words: str | Path, cwd: Path = ROOT) -> str:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
