@@ -18,7 +18,7 @@ def main(argv: Sequence[str], *, engine_module: str = ENGINE_MODULE) -> int:
     # Imports make a hundred thousand objects and no garbage: looking for some takes a third of the time to
     # start, and later collections need not look there again.
     gc.disable()
-    from kvferry.agent.command import run
+    from kvferry.agent.cli import run
 
     gc.freeze()
     gc.enable()

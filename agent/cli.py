@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of an agent: flags and a YAML file become one checked `AgentConfig`."""
+"""The command line of an agent: flags and a YAML file become one checked `AgentConfig`, which runs."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_type_hints
 
+import uvloop
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.api.process import run_agent
+from kvferry.agent.config import AgentConfig, configure_logging
+from kvferry.agent.tls import BadCertificate
+from kvferry.proxy.wire.messages import BadClusterKey
+
+log = logging.getLogger(__name__)
 
 BUNDLED_MODELS = Path(__file__).parents[1] / "deploy" / "models"
 _WILDCARDS = ("0.0.0.0", "::", "")
+
+
+def run(argv: Sequence[str], engine_module: str) -> int:
+    """Run one agent; returns its exit status. A wrong command line exits with status 2 and says why."""
+    config = parse_config(argv)
+    configure_logging("api", config.log_level)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run_agent(config, engine_module=engine_module))
+    except (OSError, BadClusterKey, BadCertificate) as error:
+        log.error("cannot start: %s", error)
+        return 1
 
 
 def parse_config(argv: Sequence[str]) -> AgentConfig:

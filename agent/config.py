@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one agent is told at start. Parsed and checked once, here; the rest of the agent only reads it."""
+"""Settings of one agent, checked once, and the log format of its processes."""
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,3 +141,12 @@ class AgentConfig:
     def advertised_host(self) -> str:
         """The host that peers must dial."""
         return self.advertise_host or self.host
+
+
+def configure_logging(process: str, level: str) -> None:
+    """Send log records to stderr as `{time} {level} {process} {message}`."""
+    logging.basicConfig(
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)s {process} %(message)s",
+        force=True,
+    )

@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from kvferry.agent.api.ping import Announcer
-from kvferry.agent.logs import configure_logging
+from kvferry.agent.config import configure_logging
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode, TransferMode
 from kvferry.proxy.wire.flags import parse_flags

@@ -10,7 +10,6 @@ import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, Usage
 from kvferry.agent.api.kv_params import FirstToken
-from kvferry.agent.api.phases import phases
 from kvferry.agent.engine.messages import Timing
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -114,7 +113,7 @@ def first_token(delta: Delta) -> FirstToken:
 
 def server_timing(timing: Timing) -> str:
     """The `Server-Timing` header (W3C): phases in milliseconds."""
-    return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in phases(timing).items())
+    return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in timing.phases().items())
 
 
 def _head(request: GenerationRequest, objects: dict[str, str]) -> dict[str, Any]:

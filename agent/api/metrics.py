@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.agent.api.phases import phases
 from kvferry.agent.engine.messages import Stats, Timing
 
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -43,7 +42,7 @@ class Metrics:
         """Count one finished request, and its phases where the engine reported them."""
         self._requests.labels(status=str(status)).inc()
         if timing is not None:
-            for phase, seconds in phases(timing).items():
+            for phase, seconds in timing.phases().items():
                 self._phases.labels(phase=phase).observe(seconds)
 
     def render(self) -> bytes:

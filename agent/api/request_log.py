@@ -14,7 +14,6 @@ import msgspec
 
 from kvferry.agent.api.generation import Generation
 from kvferry.agent.api.metrics import Metrics
-from kvferry.agent.api.phases import phases
 from kvferry.agent.errors import ApiError
 
 log = logging.getLogger("agent.request")
@@ -73,7 +72,7 @@ class Entry:
             facts |= msgspec.to_builtins(self._generation.usage)
             facts["finish_reasons"] = [choice.finish_reason for choice in self._generation.choices]
         if timing is not None:
-            facts["phases"] = {name: round(seconds, 6) for name, seconds in phases(timing).items()}
+            facts["phases"] = {name: round(seconds, 6) for name, seconds in timing.phases().items()}
             # By a clock that the agents of one host share: their lines together show what overlapped.
             facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
         log.info("%s", msgspec.json.encode(facts).decode())

@@ -144,6 +144,26 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     recomputed: bool = False
 
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, as metrics, logs and the `Server-Timing` header name them.
+
+        Those of a pull only where there was one; its tail only where blocks came before the prefill ended.
+        """
+        seconds = {
+            "queue": self.queue_s,
+            "prefill": self.prefill_s,
+            "pull_wait": self.pull_wait_s,
+            "pull": self.pull_s,
+            "pull_tail": self.pull_tail_s,
+            "decode_queue": self.decode_queue_s,
+            "first_step": self.first_step_s,
+        }
+        if self.backend is None:
+            del seconds["pull_wait"], seconds["pull"]
+        if not self.pull_early_blocks:
+            del seconds["pull_tail"]
+        return seconds
+
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. `done` is the last message about it.

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.config import AgentConfig, configure_logging
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import BrokenRank, Executor
 from kvferry.agent.engine.messages import (
@@ -39,7 +39,6 @@ from kvferry.agent.engine.messages import (
 )
 from kvferry.agent.engine.scheduler import Limits, Scheduler
 from kvferry.agent.ids import host_id
-from kvferry.agent.logs import configure_logging
 from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
 from kvferry.transfer.connector import SchedulerConnector

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
-from kvferry.agent.engine.handover import handed_over, to_hand_over
 from kvferry.agent.engine.messages import Failed, FinishReason, Output, Submit, Token
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
-from kvferry.agent.engine.transfers import Connector, TransferLedger
+from kvferry.agent.engine.transfers import Connector, TransferLedger, from_wire, to_wire
 from kvferry.agent.worker.messages import Chunk, Drawn, Step
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.first_tokens import FirstTokens
@@ -456,7 +455,7 @@ class Scheduler:
         if not going_on:
             self._ledger.withdraw(request)
             return
-        self._ledger.hand_over(request, to_hand_over(tokens, request.cached_tokens or 0))
+        self._ledger.hand_over(request, to_wire(tokens, request.cached_tokens or 0))
         for sequence in going_on:
             self._finish(sequence)
 
@@ -522,7 +521,7 @@ class Scheduler:
         """Take over what the prefill's engine drew. False if it told nothing, or of another request."""
         if first is None:
             return False
-        tokens = handed_over(first, request.submit.sampling, self._limits.vocab_size)
+        tokens = from_wire(first, request.submit.sampling, self._limits.vocab_size)
         if tokens is None:
             return False
         request.cached_tokens = first.cached_tokens

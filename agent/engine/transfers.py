@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
+from kvferry.agent.engine.messages import SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.sequence import Request, Sequence
-from kvferry.transfer.first_tokens import FirstTokens
+from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.plane import Remote
 
 
@@ -196,6 +197,43 @@ class TransferLedger:
         for pull in self._pulls.values():
             yield pull.shared
             yield pull.destination
+
+
+def to_wire(tokens: Seq[Token], cached_tokens: int) -> FirstTokens:
+    """Token 1 of every choice, in order of their index, as the transfer plane carries it to a streamed pull."""
+    return FirstTokens(choices=tuple(_token_to_wire(token) for token in tokens), cached_tokens=cached_tokens)
+
+
+def from_wire(first: FirstTokens, sampling: SamplingParams, vocab_size: int) -> tuple[Token, ...] | None:
+    """The tokens as if they had been sampled here.
+
+    None if they cannot be this request's: another number of choices, unknown ids, or no choice that goes on,
+    for which a prefill pins nothing.
+    """
+    if len(first.choices) != sampling.n or any(token.id >= vocab_size for token in first.choices):
+        return None
+    if sampling.max_tokens == 1 or all(token.finish for token in first.choices):
+        return None
+    return tuple(_token_from_wire(index, token) for index, token in enumerate(first.choices))
+
+
+def _token_to_wire(token: Token) -> FirstToken:
+    if token.logprob is None:
+        return FirstToken(id=token.token_id, finish=token.finish)
+    return FirstToken(
+        id=token.token_id,
+        finish=token.finish,
+        logprob=token.logprob.logprob,
+        margin=token.logprob.margin,
+        top=token.logprob.top,
+    )
+
+
+def _token_from_wire(index: int, token: FirstToken) -> Token:
+    logprob = None
+    if token.logprob is not None:
+        logprob = TokenLogprob(logprob=token.logprob, margin=token.margin, top=token.top)
+    return Token(index=index, token_id=token.id, logprob=logprob, finish=token.finish)
 
 
 def _produced(request: Request) -> str:

@@ -207,7 +207,9 @@ def _attend(
 ) -> torch.Tensor:
     """`query` has shape [heads, rows, head_dim]. Returns the group's rows, [rows, heads, head_dim]."""
     _, heads, _, parts, _, head_dim = paged.pool.shape
-    queries = query.index_select(1, group.rows).unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    rows = query.index_select(1, group.rows)
+    per_sequence = rows.unflatten(1, (group.size, -1))  # type: ignore[no-untyped-call]  # torch left it untyped
+    queries = per_sequence.transpose(0, 1).contiguous()
     gathered = paged.pool_rows.index_select(0, group.kv_rows + layer * parts)
     kv = gathered.view(group.size, parts, heads, -1, head_dim)[:, :, :, : group.context_len]
     attended = scaled_dot_product_attention(

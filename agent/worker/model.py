@@ -144,7 +144,10 @@ def _weight_source(spec: ModelSpec, config: PretrainedConfig) -> WeightSource:
 def _build(spec: ModelSpec, config: PretrainedConfig, dtype: torch.dtype, source: WeightSource) -> Any:
     """Build the model without memory, then give each parameter this rank's share of its values."""
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+        # transformers leaves its factories untyped.
+        causal = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=ATTENTION_NAME, dtype=dtype
+        )
     causal.eval().requires_grad_(False)
     splits = _splits(causal, spec.group)
     tied = bool(config.tie_word_embeddings)
@@ -206,7 +209,7 @@ def _make_batch_invariant(base: Any, max_model_len: int, dtype: torch.dtype, dev
     if device.type == "cpu":
         for module in base.modules():
             if isinstance(getattr(module, "act_fn", None), nn.Module):
-                module.act_fn = TiledActivation(module.act_fn)  # type: ignore[arg-type]
+                module.act_fn = TiledActivation(module.act_fn)
 
 
 class RotaryTable(nn.Module):
@@ -248,5 +251,5 @@ class TiledActivation(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() <= _ACTIVATION_TILE:
             return self.activation(x)  # type: ignore[no-any-return]
-        tiles = x.reshape(-1).split(_ACTIVATION_TILE)
+        tiles = x.reshape(-1).split(_ACTIVATION_TILE)  # type: ignore[no-untyped-call]  # torch left it untyped
         return torch.cat([self.activation(tile) for tile in tiles]).view_as(x)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.agent.logs import configure_logging
+from kvferry.agent.config import configure_logging
 from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot
 

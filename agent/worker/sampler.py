@@ -27,7 +27,7 @@ class _Key(ISeedSequence):
     def __init__(self, key: npt.NDArray[np.uint64]) -> None:
         self._key = key
 
-    def generate_state(self, n_words: int, dtype: type = np.uint64) -> npt.NDArray[np.uint64]:
+    def generate_state(self, n_words: int, dtype: npt.DTypeLike = np.uint64) -> npt.NDArray[np.uint64]:
         return self._key
 
 
@@ -42,7 +42,8 @@ def gumbel_noise(samples: Sequence[Sample], size: int) -> torch.Tensor:
     for row, sample in zip(uniform, samples, strict=True):
         seed = sample.sampling.seed & _UINT64
         key = np.array([seed, (sample.choice << 32) | sample.position], dtype=np.uint64)
-        np.random.Generator(np.random.Philox(_Key(key))).random(out=row)
+        philox = np.random.Philox(_Key(key))  # type: ignore[arg-type]  # numpy's stub lacks ISeedSequence
+        np.random.Generator(philox).random(out=row)
     np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 

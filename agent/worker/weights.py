@@ -76,7 +76,8 @@ class CheckpointWeights:
             whole = [slice(None)] * len(shape)
             if dimension is not None and part is not None:
                 whole[dimension] = part
-            return values[tuple(whole)]
+            share: torch.Tensor = values[tuple(whole)]
+            return share
 
 
 class DummyWeights:

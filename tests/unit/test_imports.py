@@ -46,7 +46,7 @@ def test_imports_run_one_way(package: str) -> None:
     [
         "kvferry.proxy.api.app",
         "kvferry.proxy.cli",
-        "kvferry.agent.command",
+        "kvferry.agent.cli",
         "kvferry.agent.engine.process",
         "kvferry.deploy.cli",
         "kvferry.deploy.sidecar",

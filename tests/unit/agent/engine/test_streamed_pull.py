@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.agent.engine.handover import handed_over, to_hand_over
 from kvferry.agent.engine.messages import Failed, Output, SamplingParams, Submit, Token, TokenLogprob
+from kvferry.agent.engine.transfers import from_wire, to_wire
 from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers
@@ -213,7 +213,7 @@ def test_a_prefill_hands_its_first_tokens_over_with_the_lease() -> None:
 def test_tokens_survive_the_hand_over() -> None:
     logprob = TokenLogprob(logprob=-0.25, margin=float("inf"), top=((3, -0.25), (4, -2.0)))
     tokens = (Token(index=0, token_id=3, logprob=logprob), Token(index=1, token_id=4, finish="stop"))
-    told = to_hand_over(tokens, 16)
+    told = to_wire(tokens, 16)
     sampling = SamplingParams(seed=1, n=2, max_tokens=5)
-    assert handed_over(told, sampling, 50) == tokens
-    assert handed_over(told, msgspec.structs.replace(sampling, max_tokens=1), 50) is None
+    assert from_wire(told, sampling, 50) == tokens
+    assert from_wire(told, msgspec.structs.replace(sampling, max_tokens=1), 50) is None
