@@ -200,7 +200,7 @@ class TransferLedger:
 
 
 def to_wire(tokens: Seq[Token], cached_tokens: int) -> FirstTokens:
-    """Token 1 of every choice, in order of their index, as the transfer plane carries it to a streamed pull."""
+    """Token 1 of every choice, in order of their index, as the plane carries it to a streamed pull."""
     return FirstTokens(choices=tuple(_token_to_wire(token) for token in tokens), cached_tokens=cached_tokens)
 
 
