@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.transfer.state_machine import IllegalTransition
 from tests.model.machines import Machines
 from tests.model.protocol import Protocol, Violation
 from tests.model.world import Bounds, World
@@ -50,7 +51,7 @@ def explore(bounds: Bounds, machines: Machines | None = None) -> Coverage:
                     after = step()
                     if after not in parents:
                         protocol.check(after)
-                except (Violation, AssertionError, KeyError, ValueError) as error:
+                except (Violation, IllegalTransition, AssertionError, KeyError, ValueError) as error:
                     raise Counterexample(error, [*_history(parents, world), name]) from error
                 if after not in parents:
                     parents[after] = (world, name)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import zmq
 
@@ -24,6 +23,7 @@ from kvferry.transfer.plane import PlaneConfig, Remote
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import Connect
+from kvferry.transfer.state_machine import transition, transitions
 
 HANDSHAKE_S = 5.0
 ANSWER_S = 2.0
@@ -41,12 +41,11 @@ class LinkState(enum.Enum):
     LOST = "lost"
 
 
-_TABLE: Mapping[LinkState, frozenset[LinkState]] = MappingProxyType(
+LINK_TRANSITIONS = transitions(
     {
-        LinkState.GREETING: frozenset({LinkState.CONNECTING, LinkState.LOST}),
-        LinkState.CONNECTING: frozenset({LinkState.READY, LinkState.GREETING, LinkState.LOST}),
-        LinkState.READY: frozenset({LinkState.LOST}),
-        LinkState.LOST: frozenset(),
+        LinkState.GREETING: {LinkState.CONNECTING, LinkState.LOST},
+        LinkState.CONNECTING: {LinkState.READY, LinkState.GREETING, LinkState.LOST},
+        LinkState.READY: {LinkState.LOST},
     }
 )
 
@@ -294,9 +293,7 @@ class Link:
             self._deadline = None
 
     def _transition(self, to: LinkState) -> None:
-        if to not in _TABLE[self.state]:
-            raise AssertionError(f"{self!r} → {to.value}")
-        self.state = to
+        self.state = transition(f"link {self.number}", LINK_TRANSITIONS, self.state, to)
 
 
 def _ignore(answer: wire.Answer | None) -> None:

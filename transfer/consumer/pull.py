@@ -9,15 +9,15 @@ asked after the last of them, confirmed the lease. Whatever else happens ends in
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.producer.lease import Grant
 from kvferry.transfer.ranks.aggregate import Outcome
+from kvferry.transfer.state_machine import transition, transitions
 
 MAX_ATTEMPTS = 3
 """Times a control request is sent before the producer counts as unreachable."""
@@ -39,24 +39,19 @@ class PullState(enum.Enum):
     FAILED = "failed"
 
 
-_LIVE = (
-    PullState.HELD,
-    PullState.CONNECTING,
-    PullState.OPENING,
-    PullState.READING,
-    PullState.VERIFYING,
-    PullState.RELEASING,
-)
-_TABLE: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
+PULL_TRANSITIONS = transitions(
     {
-        PullState.HELD: frozenset({PullState.CONNECTING, PullState.FAILED}),
-        PullState.CONNECTING: frozenset({PullState.OPENING, PullState.FAILED}),
-        PullState.OPENING: frozenset(
-            {PullState.READING, PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}
-        ),
-        PullState.READING: frozenset({PullState.VERIFYING, PullState.RELEASING, PullState.FAILED}),
-        PullState.VERIFYING: frozenset({PullState.RELEASING, PullState.FAILED}),
-        PullState.RELEASING: frozenset({PullState.DONE, PullState.FAILED}),
+        PullState.HELD: {PullState.CONNECTING, PullState.FAILED},
+        PullState.CONNECTING: {PullState.OPENING, PullState.FAILED},
+        PullState.OPENING: {
+            PullState.READING,
+            PullState.VERIFYING,
+            PullState.RELEASING,
+            PullState.FAILED,
+        },
+        PullState.READING: {PullState.VERIFYING, PullState.RELEASING, PullState.FAILED},
+        PullState.VERIFYING: {PullState.RELEASING, PullState.FAILED},
+        PullState.RELEASING: {PullState.DONE, PullState.FAILED},
     }
 )
 
@@ -157,7 +152,7 @@ class Pull:
     @property
     def over(self) -> bool:
         """It ended and nothing is written any more."""
-        return self.state not in _LIVE and not self._reading
+        return not self.live and not self._reading
 
     @property
     def reading(self) -> bool:
@@ -176,7 +171,7 @@ class Pull:
 
     @property
     def live(self) -> bool:
-        return self.state in _LIVE
+        return bool(PULL_TRANSITIONS[self.state])
 
     def start(
         self, now: float, block_ids: Sequence[int], first_block: int, ids_hash: str | None
@@ -369,6 +364,4 @@ class Pull:
         return [Emit(PullQuiescent(transfer_id=self.transfer_id))]
 
     def _transition(self, to: PullState) -> None:
-        if to not in _TABLE.get(self.state, ()):
-            raise AssertionError(f"pull {self.transfer_id}: {self.state.value} → {to.value}")
-        self.state = to
+        self.state = transition(f"pull {self.transfer_id}", PULL_TRANSITIONS, self.state, to)

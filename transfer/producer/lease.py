@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.state_machine import transition, transitions
 
 MAX_BLOCKS = 1 << 17
 """Blocks named in one answer."""
@@ -42,21 +43,22 @@ class LeaseState(enum.Enum):
     FAILED = "failed"
 
 
-_TABLE: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
+LEASE_TRANSITIONS = transitions(
     {
-        LeaseState.STAGED: frozenset({LeaseState.FILLING, LeaseState.EXPIRED, LeaseState.DROPPED}),
-        LeaseState.FILLING: frozenset(
-            {
-                LeaseState.READY,
-                LeaseState.RELEASED,
-                LeaseState.EXPIRED,
-                LeaseState.DROPPED,
-                LeaseState.FAILED,
-            }
-        ),
-        LeaseState.READY: frozenset(
-            {LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.DROPPED, LeaseState.FAILED}
-        ),
+        LeaseState.STAGED: {LeaseState.FILLING, LeaseState.EXPIRED, LeaseState.DROPPED},
+        LeaseState.FILLING: {
+            LeaseState.READY,
+            LeaseState.RELEASED,
+            LeaseState.EXPIRED,
+            LeaseState.DROPPED,
+            LeaseState.FAILED,
+        },
+        LeaseState.READY: {
+            LeaseState.RELEASED,
+            LeaseState.EXPIRED,
+            LeaseState.DROPPED,
+            LeaseState.FAILED,
+        },
     }
 )
 
@@ -156,9 +158,7 @@ class _Lease:
     parked: _ParkedOpen | None = None
 
     def transition(self, to: LeaseState) -> None:
-        if to not in _TABLE[self.state]:
-            raise AssertionError(f"lease {self.transfer_id}: {self.state.value} → {to.value}")
-        self.state = to
+        self.state = transition(f"lease {self.transfer_id}", LEASE_TRANSITIONS, self.state, to)
 
     def grant(self, have: int, max_blocks: int) -> Grant | None:
         """What a reader that has `have` blocks can be told now, if anything is new to it.
@@ -420,7 +420,7 @@ class LeaseTable:
         assert not self._live.keys() & self._ended.keys(), "live and ended at once"
         assert self._next_due <= self._first_due(), "a deadline that nobody waits for"
         for lease in self._live.values():
-            assert lease.state in _TABLE, f"{lease.transfer_id} is over but live"
+            assert LEASE_TRANSITIONS[lease.state], f"{lease.transfer_id} is over but live"
             assert 0 <= lease.readable <= len(lease.block_ids), f"{lease.transfer_id} readable"
             assert lease.deadline <= lease.limit, f"{lease.transfer_id} outlives its request"
             ready = lease.state is LeaseState.READY
