@@ -178,10 +178,11 @@ class RateLimited(ProxyError):
 
 
 class AgentLost(ProxyError):
-    """An agent broke off before the end of its leg, or failed by its own account: another may be asked.
+    """An agent broke the connection before the end of its leg, or reported a failure: the request may be
+    retried.
 
-    `refused`: it takes no connections. `silent`: it was given up, since it pings no more
-    (`proxy.http.hang_detector`).
+    `connection_refused`: it accepts no connections. `unresponsive`: the request was aborted, since the
+    agent's pings have stopped (`proxy.http.hang_detector`).
     """
 
     status = 502
@@ -192,20 +193,20 @@ class AgentLost(ProxyError):
         message: str,
         agent: Incarnation,
         *,
-        refused: bool = False,
-        silent: bool = False,
+        connection_refused: bool = False,
+        unresponsive: bool = False,
         status: int = 502,
     ) -> None:
         super().__init__(message)
         self.agent = agent
-        self.refused = refused
-        self.silent = silent
+        self.connection_refused = connection_refused
+        self.unresponsive = unresponsive
         self.status = status if status in (503, 504) else 502
 
     @property
-    def idle(self) -> bool:
-        """Whether the agent does no work for anybody: what others do instead of it is no more than before."""
-        return self.refused or self.silent
+    def is_down(self) -> bool:
+        """Whether the agent does no work at all, so that retrying elsewhere adds no load to the cluster."""
+        return self.connection_refused or self.unresponsive
 
 
 class StreamBroken(ProxyError):

@@ -29,7 +29,7 @@ from kvferry.proxy.exchange.retry_budget import RESERVE, RetryBudget
 from kvferry.proxy.fleet.fleet import LocalFleet
 from kvferry.proxy.fleet.interface import Fleet
 from kvferry.proxy.http.client_connection import ClientConnection
-from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import ClusterKey
@@ -115,7 +115,7 @@ async def serving(
 
     `fleet` must outlive the context: requests are still served while it is being left.
     """
-    async with UpstreamPool(config, None if keys.cluster is None else keys.cluster.bearer) as upstream:
+    async with UpstreamPool(_pool_settings(config, keys.cluster)) as upstream:
         drops = KvDrops(upstream, metrics)
         services = Services(
             config=config,
@@ -135,7 +135,9 @@ async def serving(
         try:
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
-                watching = tasks.create_task(upstream.open_legs.run(fleet, asyncio.get_running_loop().time))
+                watching = tasks.create_task(
+                    upstream.hang_detector.run(fleet.find_lost, asyncio.get_running_loop().time)
+                )
                 try:
                     yield services
                 finally:
@@ -165,6 +167,17 @@ def base_url(config: ProxyConfig, port: int) -> str:
     scheme = "http" if config.tls_cert is None else "https"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{port}"
+
+
+def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolSettings:
+    return PoolSettings(
+        max_connections=config.max_connections,
+        connect_timeout_s=config.connect_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        keepalive_s=config.keepalive_s,
+        agent_ca=config.agent_ca,
+        bearer=None if cluster_key is None else cluster_key.bearer,
+    )
 
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:

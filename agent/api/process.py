@@ -34,7 +34,7 @@ from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.tls import server_context
-from kvferry.proxy.wire.messages import ClusterKey, Incarnation, Load, Register
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, ClusterKey, Incarnation, Load, Register
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class _Agent:
             index=index,
             address=self._url,
             control=_url("tcp", config.advertised_host, ready.control_port),
-            dialect="native",
+            dialect=NATIVE_DIALECT,
             model=config.model_name,
             max_model_len=ready.max_model_len,
             tp_size=config.tp,

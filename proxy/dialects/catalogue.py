@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.sglang import Sglang
 from kvferry.proxy.dialects.vllm_mooncake import VllmMooncake
 from kvferry.proxy.dialects.vllm_moriio import VllmMoriio
 from kvferry.proxy.dialects.vllm_nixl import VllmNixl
+from kvferry.proxy.wire.messages import NATIVE_DIALECT
 
 _OTHERS: tuple[type[Dialect], ...] = (Atom, Sglang, VllmMooncake, VllmMoriio, VllmNixl)
-SUPPORTED = frozenset({native.NAME} | {dialect.name for dialect in _OTHERS})
-SERVING_ALONE = frozenset({native.NAME} | {dialect.name for dialect in _OTHERS if dialect.serves_alone})
+SUPPORTED = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS})
+SERVING_ALONE = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS if dialect.serves_alone})
 
 
 def other_dialects(config: ProxyConfig) -> Mapping[str, Dialect]:

@@ -21,7 +21,6 @@ from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.messages import Register
 
 NULL = msgspec.Raw(b"null")
-NAME = "native"
 DROP_PATH = "/kv/drop"
 
 

@@ -215,7 +215,7 @@ class Exchange:
     def _plan_retry(self, attempt: Attempt, lost: AgentLost) -> None:
         """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
         services = self._services
-        if lost.refused:
+        if lost.connection_refused:
             services.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
             if not self._may_repeat(lost):
@@ -240,7 +240,7 @@ class Exchange:
         """Whether one more try is allowed, by this request's own allowance and by the proxy's budget."""
         if not self._has_tries_left():
             return False
-        if lost.idle:
+        if lost.is_down:
             return True
         if not self._services.retry_budget.take():
             self._services.metrics.retries_denied.inc()
@@ -303,7 +303,7 @@ class Exchange:
         and so, of all early legs that have a place, at most one waits for its prefill leg to get the next.
         """
         pair = attempt.pair
-        may_be_early = pair.streamed and not self._avoid and self._services.upstream.has_places_to_spare
+        may_be_early = pair.streamed and not self._avoid and self._services.upstream.has_spare_connections
         where = may_be_early and native.control_address(pair.prefill.info)
         if not where:
             return nullcontext()
@@ -328,14 +328,14 @@ class Exchange:
             # Its answer is short and comes at once, so the deadline for its first byte is that for its last.
             soon = self._first_byte_deadline()
             async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
-                raw = await answer.body()
+                raw = await answer.read()
                 self._record.tell_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
         except AgentRejected:
             attempt.pinned = False
             raise
         except AgentLost as lost:
-            attempt.pinned = not lost.refused
+            attempt.pinned = not lost.connection_refused
             raise
         attempt.pinned = prefill.params is not None
         attempt.hold.prefill_over()
@@ -362,7 +362,7 @@ class Exchange:
             if not answer.content_type.startswith("application/json"):
                 # Nothing that a browser would run may be served from where the operator's page is.
                 raise BadResponse(f"{agent.address} answered {answer.content_type} where JSON was asked for")
-            whole = await answer.body()
+            whole = await answer.read()
             self._record.tell_timing("decode", answer.header("server-timing"))
             return Answer(content_type=answer.content_type, body=whole)
 
@@ -384,7 +384,7 @@ class Exchange:
             relay = Relay(agent, progress, first_tokens, out, done=answer.finish_soon)
             try:
                 with out.drawing_from(answer):
-                    await answer.pump(relay.feed)
+                    await answer.stream_to(relay.feed)
             except (AgentLost, AgentTimeout):
                 if not relay.done:
                     raise
@@ -407,7 +407,7 @@ class Exchange:
                 leg.headers,
                 headers_by=headers_by,
                 by=by,
-                movable=self._has_tries_left,
+                can_retry=self._has_tries_left,
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadResponse):

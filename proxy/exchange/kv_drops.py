@@ -62,7 +62,7 @@ class KvDrops:
             async with self._upstream.post(
                 agent, leg.path, leg.body, leg.headers, headers_by=by, by=by
             ) as answer:
-                await answer.body()
+                await answer.read()
         except ProxyError as error:
             logger.info("a transfer was not dropped: %s", error)
             self._metrics.drops.labels("failed").inc()

@@ -173,7 +173,7 @@ class SubRequestLegs:
         soon = self._soon()
         try:
             async with self._tools.post(ends.prefill, leg, headers_by=soon, by=soon) as told:
-                prefilled = self._tools.dialect.read_prefill(self._part, await told.body())
+                prefilled = self._tools.dialect.read_prefill(self._part, await told.read())
         except BadResponse as error:  # another server may do better
             raise AgentLost(f"{ends.prefill.address}: {error.message}", _lost(ends.prefill)) from error
         if prefilled.peer is not None:
@@ -200,7 +200,7 @@ class SubRequestLegs:
     ) -> None:
         """Read the last leg's answer. `check` runs once, when there is something that it must vouch for."""
         if not self._part.request.stream:
-            raw = await told.body()
+            raw = await told.read()
             if check is not None:
                 await check()
             answer.take_whole(raw)

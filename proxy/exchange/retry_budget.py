@@ -14,7 +14,7 @@ class RetryBudget:
     In the long run retries are at most a tenth of the requests. `RESERVE` lets a small fleet, or one that has
     just started, survive the death of an agent under load (several workers of one proxy share it out);
     `MAX_SAVED` bounds what calm times can save up.
-    What others do in place of an agent that does nothing (`AgentLost.idle`) does not count.
+    What others do in place of an agent that does nothing (`AgentLost.is_down`) does not count.
     """
 
     def __init__(self, reserve: float = RESERVE) -> None:

@@ -7,10 +7,9 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
 from kvferry.proxy.fleet.registry import Snapshot
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
 
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 
@@ -59,7 +58,7 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     if prefill.incarnation in decode.refusals:
         return Mismatch.REFUSED
     # Other engines do not tell by which backend they move KV: whoever runs them sees to that.
-    if prefill.dialect == native.NAME and not common_transfers(prefill, decode):
+    if prefill.dialect == NATIVE_DIALECT and not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
 

@@ -17,7 +17,7 @@ from typing import Literal
 from kvferry.proxy.fleet.address_rules import AddressRules, speaks_tls
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
 from kvferry.proxy.fleet.refusals import Refusal, RefusedAgent, RefusedAgents
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SWEEP_INTERVAL_S = 0.05
 MAX_NODES = 4096
 MAX_RETIRED = 4096
 # Other engines ping more slowly: three of their intervals and a half, as for our own.
-EXPIRY_S = {"native": NODE_EXPIRY_S, "atom": 3.5 * 5.0, "vllm-moriio": 3.5 * 3.0}
+EXPIRY_S = {NATIVE_DIALECT: NODE_EXPIRY_S, "atom": 3.5 * 5.0, "vllm-moriio": 3.5 * 3.0}
 
 
 class NodeState(enum.StrEnum):

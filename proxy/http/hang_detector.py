@@ -1,83 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The legs that are open at agents, so that those of an agent which hangs can be given up.
+"""Aborts requests at agents that hang, so that they can be retried elsewhere.
 
-An agent that hangs, or whose host has gone, keeps its connections and says nothing on them, and the deadlines
-for silence within an answer are long because computing may take long. Its pings end as well, though: a leg
-that says nothing, at an agent that the fleet no longer believes to work, is lost, and may go on elsewhere.
-Where there is no elsewhere it is left to its deadlines: the agent may still come back.
+An agent that hangs, or whose host is down, keeps its connections open and sends nothing, and the idle timeout
+is long because computing may take long. Its pings stop as well, though: a request without any progress, at an
+agent that the fleet no longer believes to be alive, is aborted. One that cannot be retried elsewhere is left
+to its deadlines: the agent may still come back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from kvferry.proxy.errors import NoAgent
-from kvferry.proxy.fleet.interface import Fleet
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation, Register
 
-LOOK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.5
+
+LivenessQuery = Callable[[Sequence[Register]], Awaitable[frozenset[Incarnation]]]
+"""Which of these agents have stopped working. Raises `NoAgent` when that cannot be determined."""
 
 
-class OpenLeg(Protocol):
-    """One request under way at an agent."""
+class PendingRequest(Protocol):
+    """One request in flight at an agent."""
 
     @property
     def agent(self) -> Register: ...
 
     @property
-    def movable(self) -> Callable[[], bool]:
-        """Whether it may go elsewhere now; one that may not is never given up."""
+    def can_retry(self) -> Callable[[], bool]:
+        """Whether it could be retried elsewhere now; if not, it is never aborted."""
 
     @property
-    def quiet_since(self) -> float | None:
-        """Since when the agent is waited for in vain, on the event loop's clock; None while nobody waits."""
+    def waiting_since(self) -> float | None:
+        """Since when the agent has made no progress, on the event loop's clock; None if it is not awaited."""
 
-    def give_up(self) -> None:
-        """Have the wait fail. Called of a leg that is quiet, and once."""
+    def abort(self) -> None:
+        """Fail the pending wait. Called at most once, and only while `waiting_since` is not None."""
 
 
-class OpenLegs:
-    """All open legs of one process. `run` must have an owner for as long as legs are opened."""
+class HangDetector:
+    """All requests of this process that are in flight. `run` needs an owner for as long as there are any."""
 
     def __init__(self) -> None:
-        self._open: set[OpenLeg] = set()
+        self._pending: set[PendingRequest] = set()
 
-    def add(self, leg: OpenLeg) -> None:
-        """A request was sent."""
-        self._open.add(leg)
+    def add(self, request: PendingRequest) -> None:
+        """Watch a request that was sent."""
+        self._pending.add(request)
 
-    def discard(self, leg: OpenLeg) -> None:
-        """It has ended, one way or another."""
-        self._open.discard(leg)
+    def discard(self, request: PendingRequest) -> None:
+        """Stop watching a request. Idempotent."""
+        self._pending.discard(request)
 
-    async def run(self, fleet: Fleet, clock: Callable[[], float]) -> None:
-        """Give up, for ever, what agents have let hang. `clock`: the event loop's."""
-        looked_at = clock()
+    async def run(self, find_hung: LivenessQuery, clock: Callable[[], float]) -> None:
+        """Check periodically until cancelled. `clock`: the event loop's."""
+        checked_at = clock()
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             now = clock()
-            # After a pause of this process itself, pings and answers may be waiting to be read.
-            if now - looked_at < 2 * LOOK_INTERVAL_S:
-                await self.look(fleet, now)
-            looked_at = clock()
+            # After a pause of this process itself, pings and responses may be waiting to be read.
+            if now - checked_at < 2 * CHECK_INTERVAL_S:
+                await self.check(find_hung, now)
+            checked_at = clock()
 
-    async def look(self, fleet: Fleet, now: float) -> None:
-        """Give up every leg that has been quiet for too long, at an agent that is lost."""
+    async def check(self, find_hung: LivenessQuery, now: float) -> None:
+        """Abort every request that has waited too long for an agent that hangs."""
         since = now - NODE_EXPIRY_S
-        quiet = [leg for leg in self._open if _is_quiet(leg, since)]
-        if not quiet:
+        waiting = [request for request in self._pending if _is_overdue(request, since)]
+        if not waiting:
             return
-        agents = {leg.agent.incarnation: leg.agent for leg in quiet}
+        agents = {request.agent.incarnation: request.agent for request in waiting}
         try:
-            lost = await fleet.find_lost(tuple(agents.values()))
-        except NoAgent:  # nobody can tell
+            hung = await find_hung(tuple(agents.values()))
+        except NoAgent:
             return
-        for leg in quiet:
-            if Incarnation(leg.agent.incarnation) in lost and _is_quiet(leg, since):
-                leg.give_up()
+        for request in waiting:
+            if Incarnation(request.agent.incarnation) in hung and _is_overdue(request, since):
+                request.abort()
 
 
-def _is_quiet(leg: OpenLeg, since: float) -> bool:
-    return leg.quiet_since is not None and leg.quiet_since <= since and leg.movable()
+def _is_overdue(request: PendingRequest, since: float) -> bool:
+    return request.waiting_since is not None and request.waiting_since <= since and request.can_retry()

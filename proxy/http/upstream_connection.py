@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One HTTP/1.1 connection to an agent, at the level of its bytes.
 
-This is the floor of what relaying costs, so that nothing here waits or allocates for a piece of an answer:
-pieces go to a sink within the callback that brings them. One timer serves all deadlines of a request.
+This is the minimum cost of relaying, so nothing here awaits or allocates per piece of a response body: pieces
+go to a sink within the callback that receives them. One timer serves all deadlines of a request.
 """
 
 from __future__ import annotations
@@ -14,183 +14,185 @@ from typing import cast
 
 import httptools
 
-Sink = Callable[[bytes], None]
-"""Takes one piece of a body. What it raises ends the connection, and is what the waiter gets."""
+from kvferry.proxy.state_machine import transition
 
-HELD_BYTES = 64 * 1024
-"""Of a body that nobody takes yet; then reading pauses."""
-FOREVER = float("inf")
+Sink = Callable[[bytes], None]
+"""Consumes one piece of a body. What it raises closes the connection and is re-raised to the reader."""
+
+MAX_BUFFERED_BYTES = 64 * 1024
+"""Of a body that is not read yet; then reading from the socket pauses."""
+NO_DEADLINE = float("inf")
 
 
 class ConnectionBroken(Exception):
-    """The connection ended, or spoke no HTTP, before the answer was whole."""
+    """The connection was lost, or the peer violated HTTP, before the response was complete."""
 
 
-class AgentSilent(ConnectionBroken):
-    """The connection was given up, since its agent works no more."""
+class AgentUnresponsive(ConnectionBroken):
+    """The connection was aborted because its agent no longer works."""
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     IDLE = "idle"
-    HEAD = "head"
-    """A request was sent; the answer's head has not come."""
+    HEADERS = "headers"
+    """A request was sent; the response's headers have not arrived."""
     BODY = "body"
-    WHOLE = "whole"
-    """The answer is here to its last byte."""
+    COMPLETE = "complete"
+    """The response has arrived to its last byte."""
     CLOSED = "closed"
 
 
-_NEXT: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.HEAD, State.CLOSED}),
-    State.HEAD: frozenset({State.BODY, State.CLOSED}),
-    State.BODY: frozenset({State.WHOLE, State.CLOSED}),
-    State.WHOLE: frozenset({State.IDLE, State.CLOSED}),
-    State.CLOSED: frozenset(),
+CONNECTION_TRANSITIONS: dict[ConnectionState, frozenset[ConnectionState]] = {
+    ConnectionState.IDLE: frozenset({ConnectionState.HEADERS, ConnectionState.CLOSED}),
+    ConnectionState.HEADERS: frozenset({ConnectionState.BODY, ConnectionState.CLOSED}),
+    ConnectionState.BODY: frozenset({ConnectionState.COMPLETE, ConnectionState.CLOSED}),
+    ConnectionState.COMPLETE: frozenset({ConnectionState.IDLE, ConnectionState.CLOSED}),
+    ConnectionState.CLOSED: frozenset(),
 }
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Carries one request at a time: `send`, `head`, `feed` and `end` (or `take`); then `reusable` tells.
+    """Carries one request at a time: `send`, `read_headers`, `stream_to` and `wait_complete` (or `read`).
 
-    `closed` is called once, with this connection, when it is of no more use to anybody.
+    It may be reused after `reset` if `reusable`. `on_closed` is called once, with this connection.
     """
 
-    def __init__(self, closed: Callable[[UpstreamConnection], None]) -> None:
-        self.state = State.IDLE
+    def __init__(self, on_closed: Callable[[UpstreamConnection], None]) -> None:
+        self.state = ConnectionState.IDLE
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        """Of the latest answer; names in lower case, the last of each."""
-        self._closed = closed
+        """Of the latest response; names in lower case, the last of each."""
+        self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._sink: Sink | None = None
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._buffer: list[bytes] = []
+        self._buffered_bytes = 0
         self._paused = False
         self._is_reading = True
-        self._is_kept = False
-        self._heard_at = 0.0
-        self._by = FOREVER
-        self._idle_s = FOREVER
+        self._is_keep_alive = False
+        self._progress_at = 0.0
+        self._deadline = NO_DEADLINE
+        self._idle_timeout_s = NO_DEADLINE
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def reusable(self) -> bool:
-        """Whether the answer has ended and the agent keeps the connection open."""
-        return self.state is State.WHOLE and self._is_kept
+        """Whether the response is complete and the agent keeps the connection open."""
+        return self.state is ConnectionState.COMPLETE and self._is_keep_alive
 
     @property
-    def quiet_since(self) -> float | None:
-        """Since when an answer, or more of it, is waited for in vain; None while nobody waits."""
-        if self.state not in (State.HEAD, State.BODY) or self._is_untaken:
+    def waiting_since(self) -> float | None:
+        """Since when a response, or more of it, has been awaited without progress; None while it is not."""
+        if self.state not in (ConnectionState.HEADERS, ConnectionState.BODY) or self._is_held_up:
             return None
-        return self._heard_at
+        return self._progress_at
 
-    def send(self, request: bytes, by: float) -> None:
+    def send(self, request: bytes, deadline: float) -> None:
         """Send a whole request, head and body.
 
-        `by` is the deadline, on the loop's clock, until `limit` sets another. When it passes, whoever waits
-        gets a `TimeoutError`.
+        `deadline` is on the loop's clock and holds until `set_deadline` is called. When it passes, the
+        pending wait raises `TimeoutError`.
         """
-        self._to(State.HEAD)
+        self._transition(ConnectionState.HEADERS)
         self.status, self.headers = 0, {}
         self._sink = None
         self._transport.write(request)
-        self.limit(by)
+        self.set_deadline(deadline)
 
-    async def head(self) -> None:
+    async def read_headers(self) -> None:
         """Wait for `status` and `headers`. Raises `ConnectionBroken` or `TimeoutError`."""
-        while self.state is State.HEAD:
-            await self._news()
+        while self.state is ConnectionState.HEADERS:
+            await self._wait()
         self._raise()
 
-    def feed(self, sink: Sink) -> None:
-        """Give the body to `sink`, piece by piece: what is here now, and the rest as it comes."""
+    def stream_to(self, sink: Sink) -> None:
+        """Pass the body to `sink`, piece by piece: what is buffered now, the rest as it arrives."""
         self._sink = sink
-        held, self._held, self._held_bytes = self._held, [], 0
-        for piece in held:
-            self._give(piece)
-        self._read(not self._paused)
+        buffer, self._buffer, self._buffered_bytes = self._buffer, [], 0
+        for piece in buffer:
+            self._deliver(piece)
+        self._set_reading(not self._paused)
 
-    async def take(self) -> bytes:
-        """What has come of the body, or the next to come; nothing at its end. Instead of `feed`.
+    async def read(self) -> bytes:
+        """The body's buffered bytes, or the next to arrive; empty at its end. Instead of `stream_to`.
 
-        Raises as `end` does. The agent's silence counts only while somebody waits here.
+        Raises as `wait_complete` does. The idle timeout runs only while a read is pending.
         """
-        self._heard_at = self._loop.time()
-        while not self._held and self.state is State.BODY:
-            await self._news()
-        if not self._held:
+        self._progress_at = self._loop.time()
+        while not self._buffer and self.state is ConnectionState.BODY:
+            await self._wait()
+        if not self._buffer:
             self._raise()
-        held, self._held, self._held_bytes = b"".join(self._held), [], 0
-        self._read(True)
-        return held
+        data, self._buffer, self._buffered_bytes = b"".join(self._buffer), [], 0
+        self._set_reading(True)
+        return data
 
-    async def end(self) -> None:
+    async def wait_complete(self) -> None:
         """Wait for the body's end. Raises `ConnectionBroken`, `TimeoutError`, or what the sink raised."""
-        while self.state is State.BODY:
-            await self._news()
+        while self.state is ConnectionState.BODY:
+            await self._wait()
         self._raise()
 
-    def limit(self, by: float, idle_s: float = FOREVER) -> None:
-        """Set the deadline of what is under way, and how long the agent may be silent in it."""
-        self._by, self._idle_s = by, idle_s
-        self._heard_at = now = self._loop.time()
-        due = min(by, now + idle_s)
-        # A timer that goes off too early looks, and sets the next: cheaper than one for every request.
+    def set_deadline(self, deadline: float, idle_timeout_s: float = NO_DEADLINE) -> None:
+        """Set the deadline of the response, and how long the agent may send nothing within it."""
+        self._deadline, self._idle_timeout_s = deadline, idle_timeout_s
+        self._progress_at = now = self._loop.time()
+        due = min(deadline, now + idle_timeout_s)
+        # A timer that fires too early checks and sets the next one: cheaper than one for every request.
         if self._timer is None or self._timer.when() > due:
             self._arm(due)
 
     def pause(self) -> None:
-        """Read no more: whoever takes the pieces is slow. The agent's silence does not count meanwhile."""
+        """Stop reading, because the client is slow. The idle timeout stops meanwhile."""
         self._paused = True
-        self._read(False)
+        self._set_reading(False)
 
     def resume(self) -> None:
-        """Read again."""
+        """Undo `pause`."""
         self._paused = False
-        self._heard_at = self._loop.time()
-        self._read(True)
+        self._progress_at = self._loop.time()
+        self._set_reading(True)
 
-    def rest(self) -> None:
-        """The request is over, and another may be sent."""
-        self._to(State.IDLE)
-        self._by = self._idle_s = FOREVER
+    def reset(self) -> None:
+        """Make the connection ready for another request. Legal only when the response is complete."""
+        self._transition(ConnectionState.IDLE)
+        self._deadline = self._idle_timeout_s = NO_DEADLINE
         self._sink = None
-        self._held, self._held_bytes = [], 0
+        self._buffer, self._buffered_bytes = [], 0
         self._paused = False
-        self._read(True)
+        self._set_reading(True)
 
     def close(self) -> None:
-        """Close at once; an agent that still answers learns that nobody waits any more. Idempotent."""
-        self._fail(ConnectionBroken("closed here"))
+        """Close at once, which also cancels a response that is still being sent. Idempotent."""
+        self._fail(ConnectionBroken("closed by the proxy"))
 
-    def give_up(self) -> None:
-        """The agent works no more: whoever waits for it gets `AgentSilent`."""
-        self._fail(AgentSilent("given up"))
+    def abort(self) -> None:
+        """Close at once: the pending wait raises `AgentUnresponsive`."""
+        self._fail(AgentUnresponsive("aborted"))
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
+        self._progress_at = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(ConnectionBroken(f"no HTTP/1.1: {error}"))
+            self._fail(ConnectionBroken(f"invalid HTTP/1.1: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.state is State.BODY and not self._is_framed:
-            self._to(State.WHOLE)
+        if self.state is ConnectionState.BODY and not self._is_framed:
+            self._transition(ConnectionState.COMPLETE)
             self._wake()
-        self._fail(ConnectionBroken("the connection ended"))
+        self._fail(ConnectionBroken("the connection was lost"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.lower()] = value
@@ -200,56 +202,56 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200:
             self.headers = {}
             return
-        if self.state is not State.HEAD:
-            self._fail(ConnectionBroken("an answer to nothing"))
+        if self.state is not ConnectionState.HEADERS:
+            self._fail(ConnectionBroken("a response without a request"))
             return
         self.status = status
-        self._is_kept = self._parser.should_keep_alive()  # the parser forgets it with the message's end
-        self._to(State.BODY)
+        self._is_keep_alive = self._parser.should_keep_alive()  # not available once the message has ended
+        self._transition(ConnectionState.BODY)
         self._wake()
 
     def on_body(self, body: bytes) -> None:
-        if self.state is not State.BODY:
+        if self.state is not ConnectionState.BODY:
             return
         if self._sink is not None:
-            self._give(body)
+            self._deliver(body)
             return
         self._wake()
-        self._held.append(body)
-        self._held_bytes += len(body)
-        if self._held_bytes > HELD_BYTES:
-            self._read(False)
+        self._buffer.append(body)
+        self._buffered_bytes += len(body)
+        if self._buffered_bytes > MAX_BUFFERED_BYTES:
+            self._set_reading(False)
 
     def on_message_complete(self) -> None:
-        if self.state is State.BODY:
-            self._to(State.WHOLE)
+        if self.state is ConnectionState.BODY:
+            self._transition(ConnectionState.COMPLETE)
             self._wake()
 
     @property
-    def _is_untaken(self) -> bool:
-        """Whether it is for the client that the answer does not go on."""
+    def _is_held_up(self) -> bool:
+        """Whether the response makes no progress because the proxy or its client does not read it."""
         return self._paused or (self._sink is None and self._waiter is None)
 
     @property
     def _is_framed(self) -> bool:
-        """Whether the answer says itself where it ends; else its end is the connection's."""
+        """Whether the response states its own length; else it ends with the connection."""
         return b"content-length" in self.headers or b"transfer-encoding" in self.headers
 
-    def _give(self, piece: bytes) -> None:
+    def _deliver(self, piece: bytes) -> None:
         if self._sink is None:
-            return  # it has raised
+            return  # an earlier call of it has raised
         try:
             self._sink(piece)
-        except Exception as error:  # noqa: BLE001 (it is raised again, in `end`)
+        except Exception as error:  # noqa: BLE001 (re-raised by `wait_complete`)
             self._error = error
             self._fail(error)
 
-    def _read(self, wanted: bool) -> None:
+    def _set_reading(self, wanted: bool) -> None:
         if wanted is not self._is_reading and not self._transport.is_closing():
             self._is_reading = wanted
             (self._transport.resume_reading if wanted else self._transport.pause_reading)()
 
-    async def _news(self) -> None:
+    async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -266,35 +268,34 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _arm(self, at: float) -> None:
         self._disarm()
-        if at < FOREVER:
-            self._timer = self._loop.call_at(at, self._look)
+        if at < NO_DEADLINE:
+            self._timer = self._loop.call_at(at, self._on_timer)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         now = self._loop.time()
-        if self._is_untaken:
-            self._heard_at = now
-        if now >= self._by or now - self._heard_at >= self._idle_s:
+        if self._is_held_up:
+            self._progress_at = now
+        if now >= self._deadline or now - self._progress_at >= self._idle_timeout_s:
             self._fail(TimeoutError())
         else:
-            self._arm(min(self._by, self._heard_at + self._idle_s))
+            self._arm(min(self._deadline, self._progress_at + self._idle_timeout_s))
 
     def _fail(self, error: BaseException) -> None:
-        if self.state is State.CLOSED:
+        if self.state is ConnectionState.CLOSED:
             return
-        if self.state is not State.WHOLE:
+        if self.state is not ConnectionState.COMPLETE:
             self._error = error
-        self._to(State.CLOSED)
+        self._transition(ConnectionState.CLOSED)
         self._disarm()
         self._sink = None
         self._transport.abort()
         self._wake()
-        self._closed(self)
+        self._on_closed(self)
 
-    def _to(self, state: State) -> None:
-        assert state in _NEXT[self.state], f"connection to an agent: {self.state} → {state}"
-        self.state = state
+    def _transition(self, state: ConnectionState) -> None:
+        self.state = transition(CONNECTION_TRANSITIONS, self.state, state, "connection to an agent")

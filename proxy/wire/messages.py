@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 2
 DEFAULT_DISCOVERY_PORT = 36367
 PING_INTERVAL_S = 1.0
 NODE_EXPIRY_S = 3.5
+NATIVE_DIALECT = "native"
+"""The dialect of our own agents."""
 MAX_FRAME_BYTES = 64 * 1024
 
 Incarnation = NewType("Incarnation", str)

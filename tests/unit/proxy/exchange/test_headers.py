@@ -8,8 +8,7 @@ import json
 
 import pytest
 
-from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage
 
@@ -66,7 +65,7 @@ async def test_an_agents_refusal_brings_no_headers_either(stage: Stage) -> None:
 async def test_the_clusters_token_goes_to_holders_of_the_key_alone() -> None:
     """A server of another engine could use it on the agents."""
     async with (
-        UpstreamPool(ProxyConfig(), bearer="of-the-cluster") as upstream,
+        UpstreamPool(PoolSettings(bearer="of-the-cluster")) as upstream,
         StandInAgent("both") as native,
         StandInAgent("both", overrides={"dialect": "vllm-nixl"}) as other,
     ):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict, count_in
-from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
 COUNTER = "vllm:nixl_num_kv_expired_reqs_total"
@@ -30,7 +29,7 @@ async def server() -> AsyncIterator[VllmNixlServer]:
 
 @pytest.fixture
 async def upstream() -> AsyncIterator[UpstreamPool]:
-    async with UpstreamPool(ProxyConfig()) as upstream:
+    async with UpstreamPool(PoolSettings()) as upstream:
         yield upstream
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.fleet import LocalFleet
 from kvferry.proxy.fleet.registry import STALL_S
-from kvferry.proxy.http.hang_detector import LOOK_INTERVAL_S, OpenLegs
+from kvferry.proxy.http.hang_detector import CHECK_INTERVAL_S, HangDetector
 from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Register
@@ -70,20 +70,20 @@ async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: St
 
 
 class Waiting:
-    """A leg at the busy agent that waits since then; notes how often it was given up."""
+    """A request at the busy agent that waits since then; counts its aborts."""
 
-    def __init__(self, since: float | None, movable: bool = True) -> None:
+    def __init__(self, since: float | None, can_retry: bool = True) -> None:
         self.agent = busy(steps=1)
-        self.quiet_since = since
-        self.given_up = 0
-        self._is_movable = movable
+        self.waiting_since = since
+        self.aborted = 0
+        self._can_retry = can_retry
 
-    def movable(self) -> bool:
-        return self._is_movable
+    def can_retry(self) -> bool:
+        return self._can_retry
 
-    def give_up(self) -> None:
-        self.given_up += 1
-        self.quiet_since = None
+    def abort(self) -> None:
+        self.aborted += 1
+        self.waiting_since = None
 
 
 class Stopwatch:
@@ -109,16 +109,16 @@ def fleet(clock: Stopwatch) -> LocalFleet:
     return made
 
 
-async def looked_at(fleet: LocalFleet, since: float | None, now: float, movable: bool = True) -> bool:
-    """Whether a wait for the busy agent is ended, once, when all legs are looked at twice."""
+async def is_aborted(fleet: LocalFleet, since: float | None, now: float, can_retry: bool = True) -> bool:
+    """Whether a wait for the busy agent is aborted, once, by two checks."""
     assert isinstance(fleet.clock, Stopwatch)
     fleet.clock.now = now
-    legs, leg = OpenLegs(), Waiting(since, movable)
-    legs.add(leg)
-    await legs.look(fleet, now)
-    await legs.look(fleet, now)
-    assert leg.given_up < 2
-    return leg.given_up == 1
+    detector, request = HangDetector(), Waiting(since, can_retry)
+    detector.add(request)
+    await detector.check(fleet.find_lost, now)
+    await detector.check(fleet.find_lost, now)
+    assert request.aborted < 2
+    return request.aborted == 1
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ async def looked_at(fleet: LocalFleet, since: float | None, now: float, movable:
         (None, NODE_EXPIRY_S, False),  # nobody waits: the client reads slowly
     ],
 )
-async def test_only_quiet_legs_of_lost_agents_are_given_up(
+async def test_only_quiet_legs_of_lost_agents_are_aborted(
     fleet: LocalFleet, since: float | None, now: float, ended: bool
 ) -> None:
     fleet.registry.register(registration("decode", PORT + 1), now)
-    assert await looked_at(fleet, since, now) == ended
+    assert await is_aborted(fleet, since, now) == ended
 
 
 @pytest.mark.parametrize(
@@ -155,39 +155,39 @@ async def test_where_nobody_else_serves_an_agent_is_waited_for(
     """It may only be slow, and the deadlines hold all the same."""
     if other is not None:
         fleet.registry.register(other, NODE_EXPIRY_S)
-    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S) == ended
+    assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S) == ended
 
 
 async def test_a_leg_that_may_not_go_elsewhere_waits(fleet: LocalFleet) -> None:
     """A request without another try would only fail sooner."""
     fleet.registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
-    assert not await looked_at(fleet, 0.0, NODE_EXPIRY_S, movable=False)
-    assert await looked_at(fleet, 0.0, NODE_EXPIRY_S)
+    assert not await is_aborted(fleet, 0.0, NODE_EXPIRY_S, can_retry=False)
+    assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S)
 
 
-async def test_an_engine_that_stands_still_for_long_is_given_up_too(fleet: LocalFleet) -> None:
+async def test_an_engine_that_stands_still_for_long_is_aborted_too(fleet: LocalFleet) -> None:
     for second in range(int(STALL_S)):
         fleet.registry.register(registration("decode", PORT + 1), second)
-        assert not await looked_at(fleet, 0.0, second)
+        assert not await is_aborted(fleet, 0.0, second)
         fleet.registry.register(busy(steps=1), second)
-    assert await looked_at(fleet, 0.0, STALL_S)
+    assert await is_aborted(fleet, 0.0, STALL_S)
     fleet.registry.register(busy(steps=2), STALL_S)
-    assert not await looked_at(fleet, 0.0, STALL_S)
+    assert not await is_aborted(fleet, 0.0, STALL_S)
 
 
 async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(
     fleet: LocalFleet, clock: Stopwatch
 ) -> None:
     """When it wakes, the pings of that time are still to be read."""
-    legs, leg = OpenLegs(), Waiting(0.0)
-    legs.add(leg)
-    watching = asyncio.ensure_future(legs.run(fleet, clock))
+    detector, request = HangDetector(), Waiting(0.0)
+    detector.add(request)
+    watching = asyncio.ensure_future(detector.run(fleet.find_lost, clock))
     await asyncio.sleep(0)  # it has noted the time
     clock.now = 60.0
     fleet.registry.register(registration("decode", PORT + 1), clock.now)
-    await asyncio.sleep(1.5 * LOOK_INTERVAL_S)
-    assert not leg.given_up
+    await asyncio.sleep(1.5 * CHECK_INTERVAL_S)
+    assert not request.aborted
     async with asyncio.timeout(5):
-        while not leg.given_up:
+        while not request.aborted:
             await asyncio.sleep(0.01)
     watching.cancel()

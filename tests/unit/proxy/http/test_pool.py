@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of connections to agents when it has fewer places than there are legs."""
+"""The pool of connections to agents: its limit, when there are more requests than connections."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import json
 
 import pytest
 
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import AgentLost
-from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.http.pool import ConnectionLimit, PoolSettings, UpstreamPool
 from tests.standins.agents import Fault, StandInAgent
 
 BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()
+FOREVER = float("inf")
 SOON_S = 5.0
 """Less than an unused connection is kept."""
 
@@ -22,30 +22,34 @@ async def ask(upstream: UpstreamPool, agent: StandInAgent) -> None:
     by = asyncio.get_running_loop().time() + SOON_S
     async with upstream.post(
         agent.registration(), "/v1/completions", BODY, {}, headers_by=by, by=by
-    ) as answer:
-        await answer.body()
+    ) as response:
+        await response.read()
 
 
-async def test_a_leg_that_waits_gets_the_connection_of_one_that_ends() -> None:
-    config = ProxyConfig(max_connections=2)
-    async with UpstreamPool(config) as upstream, StandInAgent("both") as agent:
+async def test_a_waiting_request_gets_the_connection_of_one_that_ends() -> None:
+    pool = UpstreamPool(PoolSettings(max_connections=2))
+    async with pool as upstream, StandInAgent("both") as agent:
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(ask(upstream, agent) for _ in range(8)))
         assert agent.peak <= 2
         assert len({asked.connection for asked in agent.asked}) == 2
 
 
-async def test_a_leg_that_waits_gets_the_place_of_one_at_another_agent() -> None:
-    config = ProxyConfig(max_connections=1)
-    async with UpstreamPool(config) as upstream, StandInAgent("both") as one, StandInAgent("both") as other:
+async def test_a_waiting_request_takes_over_from_one_at_another_agent() -> None:
+    pool = UpstreamPool(PoolSettings(max_connections=1))
+    async with pool as upstream, StandInAgent("both") as one, StandInAgent("both") as other:
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(ask(upstream, agent) for agent in (one, other, one, other)))
         assert len(one.asked) == len(other.asked) == 2
 
 
-async def test_a_leg_that_fails_gives_its_place_up() -> None:
-    config = ProxyConfig(max_connections=1)
-    async with UpstreamPool(config) as upstream, StandInAgent("both") as agent, StandInAgent("both") as gone:
+async def test_a_failed_request_releases_its_connection() -> None:
+    pool = UpstreamPool(PoolSettings(max_connections=1))
+    async with (
+        pool as upstream,
+        StandInAgent("both") as agent,
+        StandInAgent("both") as gone,
+    ):
         await gone.close_http()
         agent.faults += [Fault("alone", "reset"), Fault("alone", "status")]
         for failing in (gone, agent, agent):
@@ -53,3 +57,53 @@ async def test_a_leg_that_fails_gives_its_place_up() -> None:
                 await ask(upstream, failing)
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(ask(upstream, agent) for _ in range(2)))
+
+
+def waiting(limit: ConnectionLimit, count: int) -> list[asyncio.Task[None]]:
+    """So many tasks that acquire a connection."""
+    return [asyncio.get_running_loop().create_task(limit.acquire(FOREVER)) for _ in range(count)]
+
+
+async def turns() -> None:
+    """Let every task run that can."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_connections_are_acquired_in_order() -> None:
+    limit = ConnectionLimit(1)
+    tasks = waiting(limit, 3)
+    for index in range(3):
+        await turns()
+        assert [task.done() for task in tasks] == [True] * (index + 1) + [False] * (2 - index)
+        assert not limit.free
+        limit.release()
+    assert limit.free == 1
+
+
+async def test_acquiring_too_late_is_a_timeout() -> None:
+    limit = ConnectionLimit(1)
+    await limit.acquire(FOREVER)
+    with pytest.raises(TimeoutError):
+        await limit.acquire(asyncio.get_running_loop().time())
+    limit.release()
+    assert limit.free == 1
+
+
+@pytest.mark.parametrize("steps", ["cancel, end, release", "cancel, release, end", "release, cancel, end"])
+async def test_a_cancelled_waiter_keeps_no_connection(steps: str) -> None:
+    """Whether the connection is released after it has ended, as it is cancelled, or just before."""
+    limit = ConnectionLimit(1)
+    holder, cancelled, last = waiting(limit, 3)
+    await turns()
+    for step in steps.split(", "):
+        if step == "cancel":
+            cancelled.cancel()
+        elif step == "release":
+            limit.release()
+        else:
+            await asyncio.wait([cancelled])
+    await asyncio.wait_for(last, 5)
+    assert holder.done() and cancelled.cancelled() and not limit.free
+    limit.release()
+    assert limit.free == 1

@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.http.upstream_connection import HELD_BYTES, ConnectionBroken, State, UpstreamConnection
+from kvferry.proxy.http.upstream_connection import (
+    MAX_BUFFERED_BYTES,
+    ConnectionBroken,
+    ConnectionState,
+    UpstreamConnection,
+)
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
@@ -65,14 +70,14 @@ def test_an_answer_is_whole_however_it_is_cut(raw: bytes, cuts: list[int], early
         edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
         for start, end in itertools.pairwise(edges):
             connection.data_received(raw[start:end])
-            if early and connection.state is State.BODY:
-                connection.feed(taken.append)
+            if early and connection.state is ConnectionState.BODY:
+                connection.stream_to(taken.append)
         if raw is UNTIL_END:
             connection.connection_lost(None)
-        await connection.head()
+        await connection.read_headers()
         assert (connection.status, connection.headers[b"x-a"]) == (200, b"b")
-        connection.feed(taken.append)
-        await connection.end()
+        connection.stream_to(taken.append)
+        await connection.wait_complete()
         assert b"".join(taken) == b"hello"
         assert connection.reusable is (raw is not UNTIL_END)
         connection.close()
@@ -88,9 +93,9 @@ async def test_an_answer_that_is_cut_off_is_never_whole(upto: int) -> None:
     connection.data_received(CHUNKED[:upto])
     connection.connection_lost(None)
     with pytest.raises(ConnectionBroken):
-        await connection.head()
-        connection.feed(lambda piece: None)
-        await connection.end()
+        await connection.read_headers()
+        connection.stream_to(lambda piece: None)
+        await connection.wait_complete()
     assert closed == [connection]
 
 
@@ -102,7 +107,7 @@ async def test_what_is_no_http_ends_the_connection(noise: bytes) -> None:
     connection.send(b"request", soon(0.2))
     connection.data_received(noise)
     with pytest.raises((ConnectionBroken, TimeoutError)):
-        await connection.head()
+        await connection.read_headers()
     assert wire.is_aborted and closed == [connection]
 
 
@@ -112,29 +117,29 @@ async def test_deadlines_hold_also_after_earlier_ones_were_moved_back() -> None:
     for limit in (0.01, 0.05):
         connection.send(b"request", soon(limit))
         connection.data_received(LENGTH)
-        await connection.head()
-        connection.feed(lambda piece: None)
-        await connection.end()
-        connection.rest()
+        await connection.read_headers()
+        connection.stream_to(lambda piece: None)
+        await connection.wait_complete()
+        connection.reset()
         await asyncio.sleep(2 * limit)
         assert not wire.is_aborted, "a deadline outlived its request"
     connection.send(b"request", soon(0.05))
     with pytest.raises(TimeoutError):
-        await connection.head()
+        await connection.read_headers()
 
 
 async def test_silence_does_not_count_while_the_client_is_slow() -> None:
     connection, _, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(CHUNKED[:-10])
-    connection.feed(lambda piece: None)
-    connection.limit(soon(), idle_s=0.05)
+    connection.stream_to(lambda piece: None)
+    connection.set_deadline(soon(), idle_timeout_s=0.05)
     connection.pause()
     await asyncio.sleep(0.2)
-    assert connection.state is State.BODY
+    assert connection.state is ConnectionState.BODY
     connection.resume()
     with pytest.raises(TimeoutError):
-        await connection.end()
+        await connection.wait_complete()
 
 
 async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
@@ -142,7 +147,7 @@ async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
     connection, wire, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-    connection.data_received(b"x" * (HELD_BYTES + 1))
+    connection.data_received(b"x" * (MAX_BUFFERED_BYTES + 1))
     assert not wire.is_reading
     size = 0
 
@@ -150,8 +155,8 @@ async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
         nonlocal size
         size += len(piece)
 
-    connection.feed(take)
-    assert wire.is_reading and size == HELD_BYTES + 1
+    connection.stream_to(take)
+    assert wire.is_reading and size == MAX_BUFFERED_BYTES + 1
     connection.close()
 
 
@@ -163,7 +168,7 @@ async def test_what_the_sink_raises_ends_the_connection_and_reaches_the_waiter()
     def refuse(piece: bytes) -> None:
         raise KeyError("no")
 
-    connection.feed(refuse)
+    connection.stream_to(refuse)
     with pytest.raises(KeyError):
-        await connection.end()
+        await connection.wait_complete()
     assert wire.is_aborted
