@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, Usage
-from kvferry.agent.api.kv_params import FirstToken
 from kvferry.agent.engine.messages import Timing
+from kvferry.proxy.wire.kv_params import FirstToken
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _END_LINE = b": t end\n"

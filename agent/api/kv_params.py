@@ -16,20 +16,10 @@ from msgspec import Meta
 from kvferry.agent.engine.messages import Prior, RemoteKV
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
+from kvferry.proxy.wire.kv_params import FirstToken, TokenId
 
 _PARAM = "kv_transfer_params"
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice's first output token, as the prefill leg answered it."""
-
-    id: _Id
-    text: str = ""
-    logprobs: dict[str, Any] | None = None
-    margin: float | None = None
-    finish_reason: Literal["stop", "length"] | None = None
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +29,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     Only why a choice ended is not in them.
     """
 
-    output_ids: Annotated[list[_Id], Meta(min_length=1)]
+    output_ids: Annotated[list[TokenId], Meta(min_length=1)]
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -63,7 +53,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_dp_rank: Annotated[int, Meta(ge=0)] | None = None
     remote_cached_tokens: Annotated[int, Meta(ge=0)] | None = None
     first_tokens: list[FirstToken] | None = None
-    prompt_token_ids: list[_Id] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
     def check(self, num_choices: int, stream: bool) -> None:
         """Raise `ApiError` 400 where fields that belong together are not all there."""

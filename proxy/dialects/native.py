@@ -18,6 +18,7 @@ from kvferry.proxy.dialects.base import refuse
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.kv_params import FirstToken
 from kvferry.proxy.wire.messages import Register
 
 NULL = msgspec.Raw(b"null")
@@ -133,16 +134,6 @@ def _whole_body(request: ClientRequest, ids: Identity) -> dict[str, Any]:
 def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
     """Tells the prefill agent that nobody will read this transfer's KV."""
     return msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
-
-
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Token 1 of one choice. `text` is what may be shown so far; `margin` is None for an infinite one."""
-
-    id: int
-    text: str
-    logprobs: msgspec.Raw = NULL
-    finish_reason: Literal["stop", "length"] | None = None
-    margin: float | None = None
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,13 +268,17 @@ def _opening_choices(request: ClientRequest, answer: PrefillAnswer) -> Iterator[
         made = _choice(request, index, token.text, token.logprobs, token.finish_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]
-            if bytes(token.logprobs) != b"null":
+            if token.logprobs is not None:
                 made["margins"] = [token.margin]
         yield made
 
 
 def _choice(
-    request: ClientRequest, index: int, text: str, logprobs: msgspec.Raw, finish_reason: str | None
+    request: ClientRequest,
+    index: int,
+    text: str,
+    logprobs: msgspec.Raw | dict[str, Any] | None,
+    finish_reason: str | None,
 ) -> dict[str, Any]:
     shown = {"delta": {"role": "assistant", "content": text}} if request.chat else {"text": text}
     return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}

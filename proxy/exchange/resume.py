@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer
+from kvferry.proxy.dialects.native import PrefillAnswer
 from kvferry.proxy.errors import AnswerDiverged, BadResponse
+from kvferry.proxy.wire.kv_params import FirstToken
 
 MARK = b": t "
 _END_LINE = b": t end\n"

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.native import FirstToken, PrefillAnswer, read_prefill_answer
+from kvferry.proxy.dialects.native import PrefillAnswer, read_prefill_answer
 from kvferry.proxy.errors import AnswerDiverged, BadResponse
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.request import parse_request
+from kvferry.proxy.wire.kv_params import FirstToken
 
 EVENTS = [
     b": t 0 5,6\n" + sse.event({"text": ": t 0 9 \n: t 0 9\n"}),
