@@ -73,7 +73,7 @@ async def test_the_clusters_token_goes_to_holders_of_the_key_alone() -> None:
         for agent in (native, other):
             info, body = agent.registration(), json.dumps(BODY).encode()
             async with upstream.post(info, "/v1/completions", body, {}, headers_by=by, by=by) as answer:
-                await answer.body()
+                await answer.read()
         assert native.asked[0].headers["Authorization"] == "Bearer of-the-cluster"
         assert "Authorization" not in other.asked[0].headers
 
