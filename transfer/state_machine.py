@@ -5,8 +5,8 @@
 
     self.state = transition(self.transfer_id, LEASE_TRANSITIONS, self.state, LeaseState.READY)
 
-Every table is a public constant of its module, `*_TRANSITIONS`, and stands next to its enum. This module
-imports nothing of ours, so that every package may use it.
+Every table is a public constant of its module, `*_TRANSITIONS`, and stands next to its enum. Used by transfer
+and agent; the proxy, which imports nothing of theirs, has its own (`proxy/state_machine.py`).
 """
 
 from __future__ import annotations
