@@ -7,31 +7,23 @@ import asyncio
 import logging
 
 from kvferry.proxy.wire.messages import NodeState
+from kvferry.transfer.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
 
-_NEXT: dict[NodeState, tuple[NodeState, ...]] = {
-    "starting": ("ready", "draining"),
-    "ready": ("draining",),
-    "draining": (),
-}
-
-
-class IllegalTransition(RuntimeError):
-    """The agent was asked to go where its state machine has no edge."""
+_EDGES: dict[NodeState, tuple[NodeState, ...]] = {"starting": ("ready", "draining"), "ready": ("draining",)}
+LIFECYCLE_TRANSITIONS = transitions(_EDGES)
 
 
 class Lifecycle:
-    """The agent's state. Whoever must act on a change waits for `changed` and clears it."""
+    """The agent's state. `changed` is set by every transition; its only waiter clears it."""
 
     def __init__(self) -> None:
         self.state: NodeState = "starting"
         self.changed = asyncio.Event()
 
     def transition(self, to: NodeState) -> None:
-        """Move on. Raises `IllegalTransition` where the table has no such edge."""
-        if to not in _NEXT[self.state]:
-            raise IllegalTransition(f"{self.state} cannot become {to}")
-        log.info("%s -> %s", self.state, to)
-        self.state = to
+        """Move to another state. Raises `IllegalTransition`."""
+        origin, self.state = self.state, transition("agent", LIFECYCLE_TRANSITIONS, self.state, to)
+        log.info("%s -> %s", origin, to)
         self.changed.set()

@@ -60,6 +60,7 @@ class _EngineCollector(Collector):
         stats = self._stats()
         if stats is None:
             return
+        plane = stats.plane
         yield GaugeMetricFamily("kvferry_running", "Sequences in the running batch.", stats.running)
         yield GaugeMetricFamily("kvferry_waiting", "Requests waiting for room.", stats.waiting)
         blocks = GaugeMetricFamily("kvferry_kv_blocks", "KV blocks by state.", labels=["state"])
@@ -75,28 +76,28 @@ class _EngineCollector(Collector):
             ("steps", "Engine steps.", stats.steps),
             ("preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
             ("recomputes", "Prompts computed here because their KV could not be pulled.", stats.recomputes),
-            ("transfers", "KV pulls that were proven valid.", stats.pulls),
+            ("transfers", "KV pulls that were proven valid.", plane.pulls),
             (
                 "streamed_transfers",
                 "KV pulls that had blocks before the prefill had ended.",
-                stats.streamed_pulls,
+                plane.streamed_pulls,
             ),
-            ("transfer_bytes", "Bytes of KV pulled.", stats.pull_bytes),
-            ("transfer_descriptors", "Descriptors posted for pulls.", stats.pull_descriptors),
-            ("transfer_seconds", "Seconds spent pulling.", stats.pull_seconds),
-            ("verify_seconds", "Seconds spent on checking pulled KV, part of pulling.", stats.verify_seconds),
-            ("rebuilds", "Transfer engines destroyed and opened anew.", stats.rebuilds),
-            ("handshakes", "Handshakes with other agents.", stats.handshakes),
+            ("transfer_bytes", "Bytes of KV pulled.", plane.pull_bytes),
+            ("transfer_descriptors", "Descriptors posted for pulls.", plane.pull_descriptors),
+            ("transfer_seconds", "Seconds spent pulling.", plane.pull_seconds),
+            ("verify_seconds", "Seconds spent on checking pulled KV, part of pulling.", plane.verify_seconds),
+            ("rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
+            ("handshakes", "Handshakes with other agents.", plane.handshakes),
             ("integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
         ):
             yield CounterMetricFamily(f"kvferry_{name}", text, value)
         for name, text, label, counts in (
-            ("transfer_failures", "Failed KV pulls by reason.", "reason", stats.pull_failures),
+            ("transfer_failures", "Failed KV pulls by reason.", "reason", plane.pull_failures),
             (
                 "leases_ended",
                 "Leases that ended, by cause.",
                 "cause",
-                dict.fromkeys(_LEASE_CAUSES, 0) | stats.leases_ended,
+                dict.fromkeys(_LEASE_CAUSES, 0) | plane.leases_ended,
             ),
         ):
             family = CounterMetricFamily(f"kvferry_{name}", text, labels=[label])

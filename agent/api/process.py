@@ -223,7 +223,7 @@ class _Agent:
             transfer_mode="read",
             version=version("kvferry"),
             state=self._lifecycle.state,
-            refusals=stats.refusals if stats else {},
+            refusals=stats.plane.refusals if stats else {},
             steps=stats.steps if stats else 0,
             load=Load(
                 running=stats.running if stats else 0,

@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.transfer.events import PlaneStats
+from kvferry.transfer.plane import Remote
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -49,19 +52,13 @@ class Prior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's KV lies: the prefill agent's control channel and what it pinned.
+    """A prompt's KV to pull: under which transfer, and from where.
 
     `streamed`: its prefill may still run, or not have begun; token 1 of every choice comes with the KV.
     """
 
     transfer_id: str
-    engine_id: str
-    """The producer's incarnation."""
-    host: str
-    port: int
-    num_tokens: int
-    tp_size: int
-    dp_rank: int = 0
+    source: Remote
     streamed: bool = False
 
 
@@ -212,8 +209,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """A snapshot for pings and metrics, sent on change and at least every second while anything runs.
 
-    Counters only grow. `leases_ended`, `pull_failures` are by cause. `refusals`: why we can never pull from
-    some producers, by incarnation.
+    Counters only grow.
     """
 
     steps: int
@@ -225,19 +221,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     blocks_quarantined: int
     blocks_total: int
     preemptions: int
-    pulls: int
-    streamed_pulls: int
-    pull_bytes: int
-    pull_descriptors: int
-    pull_seconds: float
-    pull_failures: dict[str, int]
-    verify_seconds: float
-    rebuilds: int
     recomputes: int
-    leases_ended: dict[str, int]
-    handshakes: int
-    refusals: dict[str, str]
     integrity_errors: int
+    plane: PlaneStats
 
 
 FromEngine = EngineReady | Outputs | Failed | Stats

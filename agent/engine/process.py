@@ -211,7 +211,7 @@ class Engine:
             self._last_stats, self._stats_sent_at = stats, now
 
     def _stats(self) -> Stats:
-        counters, blocks, plane = self._scheduler.counters, self._allocator.counts(), self._connector.stats()
+        counters, blocks = self._scheduler.counters, self._allocator.counts()
         return Stats(
             steps=counters.steps,
             running=self._scheduler.num_running,
@@ -222,19 +222,9 @@ class Engine:
             blocks_quarantined=blocks.quarantined,
             blocks_total=self._allocator.num_blocks,
             preemptions=counters.preemptions,
-            pulls=plane.pulls,
-            streamed_pulls=plane.streamed_pulls,
-            pull_bytes=plane.pull_bytes,
-            pull_descriptors=plane.pull_descriptors,
-            pull_seconds=plane.pull_seconds,
-            pull_failures=plane.pull_failures,
-            verify_seconds=plane.verify_seconds,
-            rebuilds=plane.rebuilds,
             recomputes=counters.recomputes,
-            leases_ended=plane.leases_ended,
-            handshakes=plane.handshakes,
-            refusals=plane.refusals,
             integrity_errors=self._integrity_errors,
+            plane=self._connector.stats(),
         )
 
 

@@ -675,7 +675,7 @@ def _can_go_on(submit: Submit) -> bool:
     """
     assert submit.remote is not None
     return (
-        submit.remote.num_tokens == len(submit.prompt_ids)
+        submit.remote.source.num_tokens == len(submit.prompt_ids)
         and all(prior.finished or prior.token_ids for prior in submit.prior)
         and bool(submit.prior) != submit.remote.streamed
     )

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
 from kvferry.agent.engine.messages import Prior, Submit, Timing, Token
 from kvferry.agent.worker.messages import Sample, uses_earlier_ids
+from kvferry.transfer.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
 
@@ -23,26 +24,23 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-_NEXT = {
-    SequenceState.WAITING: {
-        SequenceState.WAITING_FOR_REMOTE_KV,
-        SequenceState.RUNNING,
-        SequenceState.FINISHED,
-    },
-    # Back to waiting: the pull failed and the prompt is computed here.
-    SequenceState.WAITING_FOR_REMOTE_KV: {
-        SequenceState.WAITING,
-        SequenceState.RUNNING,
-        SequenceState.FINISHED,
-    },
-    # Back to waiting: preempted.
-    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
-    SequenceState.FINISHED: set(),
-}
-
-
-class IllegalTransition(RuntimeError):
-    """A sequence was asked to go where its state machine has no edge."""
+SEQUENCE_TRANSITIONS = transitions(
+    {
+        SequenceState.WAITING: {
+            SequenceState.WAITING_FOR_REMOTE_KV,
+            SequenceState.RUNNING,
+            SequenceState.FINISHED,
+        },
+        # Back to waiting: the pull failed and the prompt is computed here.
+        SequenceState.WAITING_FOR_REMOTE_KV: {
+            SequenceState.WAITING,
+            SequenceState.RUNNING,
+            SequenceState.FINISHED,
+        },
+        # Back to waiting: preempted.
+        SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.FINISHED},
+    }
+)
 
 
 class Sequence:
@@ -70,11 +68,9 @@ class Sequence:
         )
 
     def transition(self, to: SequenceState) -> None:
-        """Move to another state. Raises `IllegalTransition` where the table has no such edge."""
-        if to not in _NEXT[self.state]:
-            raise IllegalTransition(f"{self!r} cannot become {to.value}")
-        log.debug("%s/%d %s -> %s", self.request.request_id, self.index, self.state.value, to.value)
-        self.state = to
+        """Move to another state. Raises `IllegalTransition`."""
+        origin, self.state = self.state, transition(self, SEQUENCE_TRANSITIONS, self.state, to)
+        log.debug("%s/%d %s -> %s", self.request.request_id, self.index, origin.value, to.value)
 
     @property
     def num_outputs(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
-from kvferry.agent.engine.messages import SamplingParams, Token, TokenLogprob
+from kvferry.agent.engine.messages import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.plane import Remote
@@ -130,8 +130,9 @@ class TransferLedger:
         Raises:
             DuplicateTransfer: the id is in use; nothing changed.
         """
-        self._connector.hold(_pulled(request), _remote(request), timeout_s)
-        self._held.add(_pulled(request))
+        kv = _pulled(request)
+        self._connector.hold(kv.transfer_id, kv.source, timeout_s)
+        self._held.add(kv.transfer_id)
 
     def start_pull(self, sequence: Sequence, num_shared: int, timeout_s: float, fill_s: float = 0.0) -> None:
         """Pull the prompt's KV into a sequence's blocks, all but the first `num_shared`.
@@ -139,14 +140,14 @@ class TransferLedger:
         The blocks are the ledger's until the pull has ended: `timeout_s` at most after the prefill has, which
         may itself go on for `fill_s`.
         """
-        transfer_id = _pulled(sequence.request)
-        blocks = sequence.blocks
+        kv = _pulled(sequence.request)
+        transfer_id, blocks = kv.transfer_id, sequence.blocks
         self._held.remove(transfer_id)
         self._pulls[transfer_id] = _Pull(blocks[:num_shared], blocks[num_shared:], sequence)
         sequence.blocks = []
         self._connector.pull(
             transfer_id,
-            _remote(sequence.request),
+            kv.source,
             blocks,
             num_shared,
             timeout_s,
@@ -156,7 +157,7 @@ class TransferLedger:
 
     def abandon_pull(self, request: Request) -> None:
         """Nobody waits for the KV any more, held or pulling; blocks come back when the plane says so."""
-        transfer_id = _pulled(request)
+        transfer_id = _pulled(request).transfer_id
         self._held.discard(transfer_id)
         if transfer_id in self._pulls:
             self._pulls[transfer_id].sequence = None
@@ -241,20 +242,6 @@ def _produced(request: Request) -> str:
     return request.submit.produce
 
 
-def _pulled(request: Request) -> str:
+def _pulled(request: Request) -> RemoteKV:
     assert request.submit.remote is not None
-    return request.submit.remote.transfer_id
-
-
-def _remote(request: Request) -> Remote:
-    """Where the transfer plane finds the request's KV."""
-    remote = request.submit.remote
-    assert remote is not None
-    return Remote(
-        engine_id=remote.engine_id,
-        host=remote.host,
-        port=remote.port,
-        num_tokens=remote.num_tokens,
-        tp_size=remote.tp_size,
-        dp_rank=remote.dp_rank,
-    )
+    return request.submit.remote

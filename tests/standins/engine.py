@@ -42,6 +42,7 @@ from kvferry.agent.engine.messages import (
     TokenLogprob,
 )
 from kvferry.agent.process.children import die_with_parent
+from kvferry.transfer.events import PlaneStats
 
 CACHED_TOKENS = 2
 CONTROL_PORT = 6399
@@ -192,19 +193,23 @@ class StandInEngine:
                 blocks_quarantined=0,
                 blocks_total=64,
                 preemptions=0,
-                pulls=5,
-                streamed_pulls=2,
-                pull_bytes=4096,
-                pull_descriptors=7,
-                pull_seconds=0.5,
-                pull_failures=dict(self._told),
-                verify_seconds=0.25,
-                rebuilds=0,
                 recomputes=2,
-                leases_ended={"released": 4},
-                handshakes=1,
-                refusals={"0123456789abcdef": "weights: theirs a, ours b"},
                 integrity_errors=0,
+                plane=PlaneStats(
+                    leased=1,
+                    quarantined=0,
+                    leases_ended={"released": 4},
+                    pulls=5,
+                    pull_bytes=4096,
+                    pull_descriptors=7,
+                    pull_seconds=0.5,
+                    pull_failures=dict(self._told),
+                    verify_seconds=0.25,
+                    handshakes=1,
+                    bad_frames=0,
+                    streamed_pulls=2,
+                    refusals={"0123456789abcdef": "weights: theirs a, ours b"},
+                ),
             )
         )
 

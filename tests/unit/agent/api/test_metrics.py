@@ -13,12 +13,16 @@ from kvferry.agent.api.metrics import Metrics
 from kvferry.agent.api.request_log import CLIENT_GONE, Journal
 from kvferry.agent.engine.messages import Stats, Timing
 from kvferry.agent.errors import bad_request
+from kvferry.transfer.events import PlaneStats
 
 STATS = Stats(
     steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,
-    blocks_total=22, preemptions=8, pulls=9, streamed_pulls=15, pull_bytes=10, pull_descriptors=12,
-    pull_seconds=0.5, pull_failures={"timeout": 2}, verify_seconds=0.25, rebuilds=14, recomputes=1,
-    leases_ended={"expired": 3, "released": 4}, handshakes=13, refusals={}, integrity_errors=0,
+    blocks_total=22, preemptions=8, recomputes=1, integrity_errors=0,
+    plane=PlaneStats(
+        leased=1, quarantined=0, leases_ended={"expired": 3, "released": 4}, pulls=9, streamed_pulls=15,
+        pull_bytes=10, pull_descriptors=12, pull_seconds=0.5, pull_failures={"timeout": 2},
+        verify_seconds=0.25, rebuilds=14, handshakes=13, bad_frames=0, refusals={},
+    ),
 )  # fmt: skip
 
 

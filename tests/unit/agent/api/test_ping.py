@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.api.lifecycle import IllegalTransition, Lifecycle
+from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.ids import host_id
 from kvferry.proxy.wire.messages import (
@@ -28,6 +28,7 @@ from kvferry.proxy.wire.messages import (
     decode_agent_message,
     encode,
 )
+from kvferry.transfer.state_machine import IllegalTransition
 
 DEADLINE_S = 5.0
 

@@ -25,6 +25,7 @@ from kvferry.agent.engine.messages import (
 )
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
+from kvferry.transfer.plane import Remote
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.worker.tiny_models import reference_tokens, save_checkpoint
@@ -79,11 +80,13 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
         assert first.leased
         source = RemoteKV(
             transfer_id="t",
-            engine_id=prefill.ready.incarnation,
-            host="127.0.0.1",
-            port=prefill.ready.control_port,
-            num_tokens=len(PROMPT),
-            tp_size=1,
+            source=Remote(
+                engine_id=prefill.ready.incarnation,
+                host="127.0.0.1",
+                port=prefill.ready.control_port,
+                num_tokens=len(PROMPT),
+                tp_size=1,
+            ),
         )
         known = Prior(index=0, token_ids=(first.tokens[0].token_id,), finished=False)
         await decode.send(submit("rest", remote=source, prior=(known,)))
@@ -98,7 +101,7 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
             assert api.stats is not None
             assert api.stats.integrity_errors == 0
         assert prefill.stats is not None
-        assert prefill.stats.leases_ended == {"released": 1}
+        assert prefill.stats.plane.leases_ended == {"released": 1}
 
 
 async def test_a_reader_has_the_last_blocks_before_the_first_token_is_drawn(
