@@ -82,5 +82,28 @@ def unpack_sums(packed: bytes, num_blocks: int) -> SumTable:
     return flat.astype(np.uint32).reshape(num_blocks, -1)
 
 
+def split_rows(packed: bytes, columns: int) -> tuple[bytes, ...]:
+    """Cut a producer's checksums into one row of so many columns per block; no rows if that leaves a rest."""
+    width = columns * SUM_BYTES
+    if len(packed) % width:
+        return ()
+    return tuple(packed[start : start + width] for start in range(0, len(packed), width))
+
+
+def first_mismatch(
+    ours: SumTable, theirs: Sequence[bytes], local_blocks: Sequence[int], columns: Sequence[int]
+) -> str:
+    """Describe where the blocks read differ from the producer's checksums; empty if nowhere.
+
+    Our column i must equal the producer's `columns[i]` (`layout.source_columns`).
+    """
+    table = unpack_sums(b"".join(theirs), len(theirs))
+    differing = np.argwhere(ours != table[:, list(columns)])
+    if not len(differing):
+        return ""
+    row, column = differing[0]
+    return f"{len(differing)} of {ours.size} slices differ, first block {local_blocks[row]}, head {column}"
+
+
 def _folded(totals: npt.NDArray[np.int64]) -> SumTable:
     return (totals.view(np.uint64) >> np.uint64(32)).astype(np.uint32)

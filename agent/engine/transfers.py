@@ -20,7 +20,7 @@ from kvferry.transfer.plane import Remote
 
 
 class Connector(Protocol):
-    """What the scheduler asks of `transfer.faces.SchedulerConnector`; nothing here waits."""
+    """What the scheduler asks of `transfer.connector.SchedulerConnector`; nothing here waits."""
 
     def register(
         self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float

@@ -31,9 +31,9 @@ from kvferry.agent.worker.model import Model, ModelSpec, eos_ids
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group
-from kvferry.transfer.faces import WorkerConnector
-from kvferry.transfer.pool import allocate_pool
+from kvferry.transfer.memory import allocate_pool
 from kvferry.transfer.ranks.channel import connect_at_once
+from kvferry.transfer.ranks.worker import WorkerConnector
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16

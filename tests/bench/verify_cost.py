@@ -16,7 +16,7 @@ import torch
 
 from kvferry.transfer.checksum import PoolSums
 from kvferry.transfer.engine import usable
-from kvferry.transfer.faces import PullDone
+from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
 

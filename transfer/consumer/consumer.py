@@ -14,9 +14,8 @@ from functools import partial
 
 import zmq
 
-from kvferry.transfer.checksum import SumTable
+from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.consumer.link import Link, LinkState, Source, source_of
-from kvferry.transfer.consumer.mending import Mending
 from kvferry.transfer.consumer.pull import CancelRead as CancelReadEffect
 from kvferry.transfer.consumer.pull import (
     Connect,
@@ -30,8 +29,7 @@ from kvferry.transfer.consumer.pull import (
     SendRelease,
     Verify,
 )
-from kvferry.transfer.consumer.quarantine import Quarantine
-from kvferry.transfer.consumer.verification import flaw, rows
+from kvferry.transfer.consumer.quarantine import Quarantine, RebuildScheduler
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.fault import ControlFaults
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
@@ -49,8 +47,8 @@ MAX_REFUSALS = 64
 """Producers remembered that we do not fit."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0
 """Before asking a producer again that did not let us wait: its map of early readers is full."""
-_MEND_S = 0.25
-"""How often to look whether a backend that is to be opened anew has fallen idle."""
+_REBUILD_CHECK_S = 0.25
+"""How often to check whether a backend that is to be rebuilt has become idle."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +104,8 @@ class Consumer:
         self._renewal: asyncio.TimerHandle | None = None
         self._quarantine = Quarantine(config.quarantine_s, config.num_blocks)
         self._quarantine_timer: asyncio.TimerHandle | None = None
-        self._mending = Mending(config.quarantine_s)
-        self._mending_timer: asyncio.TimerHandle | None = None
+        self._rebuild_requests = RebuildScheduler(config.quarantine_s)
+        self._rebuild_timer: asyncio.TimerHandle | None = None
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
         self.rebuilds = 0
@@ -127,7 +125,7 @@ class Consumer:
         for entry in self._entries.values():
             entry.stop_timers()
         self._entries.clear()
-        for timer in (self._renewal, self._quarantine_timer, self._mending_timer):
+        for timer in (self._renewal, self._quarantine_timer, self._rebuild_timer):
             if timer is not None:
                 timer.cancel()
         for link in list(self._by_number.values()):
@@ -202,9 +200,11 @@ class Consumer:
             link.connected(outcome)
 
     def engine_broken(self, transfer: str) -> None:
-        self._mending.ask(time.monotonic(), transfer)
-        if self._mending_timer is None:
-            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
+        self._rebuild_requests.request(time.monotonic(), transfer)
+        if self._rebuild_timer is None:
+            self._rebuild_timer = asyncio.get_running_loop().call_later(
+                _REBUILD_CHECK_S, self._rebuild_requested
+            )
 
     def read_ended(self, transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
         entry = self._entries.get(transfer_id)
@@ -399,7 +399,7 @@ class Consumer:
             return entry.pull.fail("mismatch", f"block {max(answer.block_ids)} of {link.num_blocks}")
         checksums: tuple[bytes, ...] = ()
         if self._config.verify_kv:
-            checksums = rows(answer.checksums, num_columns(self._config.geometry, link.tp_size))
+            checksums = split_rows(answer.checksums, num_columns(self._config.geometry, link.tp_size))
         grant = Grant(
             ready=answer.state == "ready",
             first_block=answer.first_block,
@@ -449,7 +449,7 @@ class Consumer:
     ) -> None:
         self.verify_seconds += time.monotonic() - begun
         config = self._config
-        found = flaw(
+        found = first_mismatch(
             sums,
             effect.checksums,
             effect.local_blocks,
@@ -490,9 +490,9 @@ class Consumer:
     def _watch_quarantine(self, entry: _Entry, event: PullDone | PullFailed | PullQuiescent) -> None:
         pull = entry.pull
         if isinstance(event, PullFailed) and not event.quiescent:
-            self._quarantine.enter(time.monotonic(), pull.transfer_id, pull.backend, pull.num_written)
+            self._quarantine.add(time.monotonic(), pull.transfer_id, pull.backend, pull.num_written)
         elif isinstance(event, PullQuiescent):
-            self._quarantine.leave(pull.transfer_id)
+            self._quarantine.remove(pull.transfer_id)
         else:
             return
         self._arm_quarantine()
@@ -509,17 +509,19 @@ class Consumer:
 
     def _rebuild_due(self) -> None:
         self._quarantine_timer = None
-        for transfer in self._quarantine.take_due(time.monotonic()):
+        for transfer in self._quarantine.pop_due(time.monotonic()):
             self._rebuild(transfer, "a quarantine is too old or too large")
         self._arm_quarantine()
 
-    def _mend(self) -> None:
-        self._mending_timer = None
+    def _rebuild_requested(self) -> None:
+        self._rebuild_timer = None
         reading = {entry.pull.backend for entry in self._entries.values() if entry.pull.reading}
-        for transfer in self._mending.take_due(time.monotonic(), reading):
+        for transfer in self._rebuild_requests.pop_due(time.monotonic(), reading):
             self._rebuild(transfer, "it can reach some peer no more")
-        if self._mending:
-            self._mending_timer = asyncio.get_running_loop().call_later(_MEND_S, self._mend)
+        if self._rebuild_requests:
+            self._rebuild_timer = asyncio.get_running_loop().call_later(
+                _REBUILD_CHECK_S, self._rebuild_requested
+            )
 
     def _rebuild(self, transfer: str, why: str) -> None:
         _log.warning("rebuilding the %s engines: %s", transfer, why)

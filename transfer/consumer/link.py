@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvferry.transfer.consumer.resolve import resolve
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.fault import ControlFaults
+from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, Remote
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup

@@ -13,7 +13,7 @@ from typing import cast
 
 import zmq
 
-from kvferry.transfer import keepalive
+from kvferry.transfer import net
 
 _BURST = 256
 """Frames taken before other work of the loop gets its turn."""
@@ -100,7 +100,7 @@ def limit_socket(socket: zmq.Socket[bytes], *, queue: int, max_frame: int) -> No
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, keepalive.INTERVAL_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, keepalive.INTERVAL_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, keepalive.PROBES)
-    socket.setsockopt(zmq.TCP_MAXRT, keepalive.LIMIT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, net.KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, net.KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, net.KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, net.KEEPALIVE_LIMIT_MS)

@@ -15,8 +15,9 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from kvferry.transfer.faces import PullDone, Remote
+from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import Remote
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
 from tests.bench.transfer.reader import ROOT

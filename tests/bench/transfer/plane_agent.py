@@ -22,11 +22,13 @@ from typing import Self
 import msgspec
 import torch
 
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent
-from kvferry.transfer.faces import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import PlaneConfig, Remote
 from kvferry.transfer.ranks.group import RankEvent, ReadEnded
+from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.bench.transfer.pools import poisoned_pool, random_pool
 
 LEASE_S = 30.0

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvferry.transfer.layout import SpanTable
-from kvferry.transfer.pool import allocate_pool
+from kvferry.transfer.memory import allocate_pool
 
 POISON = 0xA5
 

@@ -14,9 +14,11 @@ from typing import Any, Self
 
 import torch
 
-from kvferry.transfer.faces import PlaneConfig, Remote, SchedulerConnector, WorkerConnector
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.ranks.worker import WorkerConnector
 
 GEOMETRY = KVGeometry(
     num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", block_size=4, rope="default:10000"

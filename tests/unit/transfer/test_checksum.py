@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.transfer.checksum import PoolSums, pack_sums, totals, unpack_sums, word_keys
-from kvferry.transfer.consumer.verification import flaw, rows
+from kvferry.transfer.checksum import (
+    PoolSums,
+    first_mismatch,
+    pack_sums,
+    split_rows,
+    totals,
+    unpack_sums,
+    word_keys,
+)
 from kvferry.transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
 from tests.gpu import needs_gpus
 from tests.unit.transfer.rig import GEOMETRY
@@ -104,17 +111,17 @@ def test_columns_come_from_where_the_bytes_do(tp_size: int, remote_tp_size: int,
     assert columns == named
 
 
-def test_a_flaw_is_told_by_block_and_head() -> None:
+def test_a_mismatch_is_named_by_block_and_head() -> None:
     theirs = np.arange(6, dtype=np.uint32).reshape(3, 2)
-    packed = rows(pack_sums(theirs), 2)
-    assert flaw(theirs[:, ::-1], packed, [7, 8, 9], [1, 0]) == ""
+    packed = split_rows(pack_sums(theirs), 2)
+    assert first_mismatch(theirs[:, ::-1], packed, [7, 8, 9], [1, 0]) == ""
     ours = theirs.copy()
     ours[1, 1] += 1
-    assert flaw(ours, packed, [7, 8, 9], [0, 1]) == "1 of 6 slices differ, first block 8, head 1"
+    assert first_mismatch(ours, packed, [7, 8, 9], [0, 1]) == "1 of 6 slices differ, first block 8, head 1"
 
 
 def test_checksums_that_are_no_whole_rows_are_no_checksums() -> None:
-    assert rows(b"\0" * 24, 2) == (b"\0" * 8,) * 3
-    assert rows(b"\0" * 23, 2) == ()
+    assert split_rows(b"\0" * 24, 2) == (b"\0" * 8,) * 3
+    assert split_rows(b"\0" * 23, 2) == ()
     with pytest.raises(ValueError, match="reshape"):
         unpack_sums(b"\0" * 12, 2)

@@ -13,19 +13,13 @@ import pytest
 import torch
 
 from kvferry.transfer.backends.tcp.client import TcpPeer
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.engine import PeerUnreachable, usable
-from kvferry.transfer.faces import (
-    DuplicateTransfer,
-    LeaseEnded,
-    PullDone,
-    PullFailed,
-    PullQuiescent,
-    SchedulerConnector,
-)
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.producer.lease import LeaseTable
+from kvferry.transfer.producer.lease import DuplicateTransfer, LeaseTable
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]

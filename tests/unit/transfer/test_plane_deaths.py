@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.transfer.faces import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from tests.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, consume, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv

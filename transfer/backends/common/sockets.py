@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 
-from kvferry.transfer import keepalive
+from kvferry.transfer import net
 from kvferry.transfer.engine import PeerUnreachable
 
 _BACKLOG = 128
@@ -48,7 +48,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 def _prepare(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive.INTERVAL_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive.INTERVAL_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, keepalive.PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, keepalive.LIMIT_MS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, net.KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, net.KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, net.KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, net.KEEPALIVE_LIMIT_MS)

@@ -10,7 +10,7 @@ import pytest
 
 import kvferry.transfer.backends.cuda_ipc.engine as backend
 from kvferry.transfer.engine import EngineOptions
-from kvferry.transfer.faces import PullDone
+from kvferry.transfer.events import PullDone
 from tests.standins.cuda_device import HostDevice
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
 from tests.unit.transfer.rig import Agent, assert_same_kv

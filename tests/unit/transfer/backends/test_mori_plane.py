@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvferry.transfer.faces import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from tests.standins import mori_io
 from tests.unit.transfer.backends.mori_rig import fault
 from tests.unit.transfer.rig import Agent, assert_same_kv, idle_cost, thread_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 import select
 import socket
 
-from kvferry.transfer import keepalive
+from kvferry.transfer import net
 from kvferry.transfer.backends.common import sockets
 
 
@@ -17,5 +17,5 @@ def test_both_ends_give_up_a_peer_that_vanished() -> None:
         for end in (dialled, accepted):
             with end:
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == keepalive.LIMIT_MS
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == net.KEEPALIVE_LIMIT_MS
                 assert not end.getblocking()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvferry.transfer.backends.nixl.engine import NixlEngine, NixlTransfer
-from kvferry.transfer.consumer.quarantine import GRACE_S, Quarantine
-from kvferry.transfer.faces import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.consumer.quarantine import GRACE_S, Quarantine, RebuildScheduler
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks.messages import CancelRead, Command, Read
 from kvferry.transfer.ranks.reads import RankLinks
@@ -30,43 +30,68 @@ A, B, C = (TransferId(name) for name in "abc")
 
 def test_a_stay_that_lasts_too_long_asks_for_a_rebuild_once() -> None:
     quarantine = Quarantine(30.0, 100)
-    quarantine.enter(0.0, A, "nixl", 5)
-    quarantine.enter(10.0, B, "mori", 5)
+    quarantine.add(0.0, A, "nixl", 5)
+    quarantine.add(10.0, B, "mori", 5)
     assert quarantine.delay(5.0) == 25.0
-    assert quarantine.take_due(29.9) == []
-    assert quarantine.take_due(30.0) == ["nixl"]
-    assert quarantine.take_due(31.0) == []
+    assert quarantine.pop_due(29.9) == []
+    assert quarantine.pop_due(30.0) == ["nixl"]
+    assert quarantine.pop_due(31.0) == []
     assert quarantine.delay(31.0) == 9.0
 
 
 def test_a_quarter_of_the_pool_is_the_most_that_may_stay() -> None:
     quarantine = Quarantine(30.0, 100)
-    quarantine.enter(0.0, A, "nixl", 20)
-    quarantine.enter(0.0, B, "nixl", 5)
-    assert quarantine.take_due(1.0) == []
-    quarantine.enter(1.0, C, "nixl", 1)
+    quarantine.add(0.0, A, "nixl", 20)
+    quarantine.add(0.0, B, "nixl", 5)
+    assert quarantine.pop_due(1.0) == []
+    quarantine.add(1.0, C, "nixl", 1)
     assert quarantine.delay(1.0) == GRACE_S
-    assert quarantine.take_due(1.0 + GRACE_S) == ["nixl"]
+    assert quarantine.pop_due(1.0 + GRACE_S) == ["nixl"]
     assert quarantine.delay(1.0 + GRACE_S) is None
 
 
 def test_what_is_quiescent_within_the_grace_costs_nobody_an_engine() -> None:
     quarantine = Quarantine(30.0, 100)
-    quarantine.enter(0.0, A, "tcp", 50)
-    quarantine.enter(0.1, B, "nixl", 50)
-    assert quarantine.take_due(GRACE_S - 0.1) == []
-    assert quarantine.take_due(GRACE_S) == ["tcp"]  # the other has not stayed for so long
-    quarantine.leave(B)
+    quarantine.add(0.0, A, "tcp", 50)
+    quarantine.add(0.1, B, "nixl", 50)
+    assert quarantine.pop_due(GRACE_S - 0.1) == []
+    assert quarantine.pop_due(GRACE_S) == ["tcp"]  # the other has not stayed for so long
+    quarantine.remove(B)
     assert quarantine.delay(GRACE_S) is None
+
+
+def test_an_idle_backend_is_rebuilt_at_once_and_once() -> None:
+    rebuilds = RebuildScheduler(30.0)
+    rebuilds.request(1.0, "mori")
+    rebuilds.request(1.5, "mori")
+    assert rebuilds.pop_due(2.0, ()) == ["mori"]
+    assert not rebuilds
+    assert rebuilds.pop_due(99.0, ()) == []
+
+
+def test_reads_under_way_may_end_first_within_a_limit() -> None:
+    rebuilds = RebuildScheduler(30.0)
+    rebuilds.request(1.0, "mori")
+    assert rebuilds.pop_due(30.9, {"mori", "tcp"}) == []
+    assert rebuilds.pop_due(31.0, {"mori"}) == ["mori"]
+
+
+def test_what_breaks_again_at_once_does_not_end_everybody_elses_reads_each_time() -> None:
+    rebuilds = RebuildScheduler(30.0)
+    rebuilds.request(1.0, "mori")
+    rebuilds.pop_due(1.0, ())
+    rebuilds.request(2.0, "mori")
+    assert rebuilds.pop_due(30.9, ()) == []
+    assert rebuilds.pop_due(31.0, ()) == ["mori"]
 
 
 def test_what_became_quiescent_asks_for_nothing() -> None:
     quarantine = Quarantine(30.0, 100)
-    quarantine.enter(0.0, A, "nixl", 50)
-    quarantine.leave(A)
-    quarantine.leave(A)
+    quarantine.add(0.0, A, "nixl", 50)
+    quarantine.remove(A)
+    quarantine.remove(A)
     assert len(quarantine) == 0
-    assert quarantine.take_due(99.0) == []
+    assert quarantine.pop_due(99.0) == []
 
 
 async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(

@@ -14,7 +14,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import Caller, ControlClient, ControlServer
-from kvferry.transfer.faces import PullDone, PullFailed
+from kvferry.transfer.events import PullDone, PullFailed
 from tests.standins.wiretap import Wiretap
 from tests.unit.transfer.rig import Agent, assert_same_kv
 

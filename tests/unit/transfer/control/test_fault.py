@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.fault import ControlFault, ControlFaults, parse_control_fault
-from kvferry.transfer.faces import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from tests.unit.transfer.rig import Agent
 
 DROP = wire.Drop(seq=1, incarnation="i", transfer_id="t")

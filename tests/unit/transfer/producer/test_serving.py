@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.transfer.consumer.link import Link
 from kvferry.transfer.engine import EngineOptions, open_engine
-from kvferry.transfer.faces import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.ranks.messages import Command, Read, Serve
 from kvferry.transfer.ranks.reads import RankLinks

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvferry.transfer.engine import BackendUnavailable, candidates, open_engine, usable
-from kvferry.transfer.faces import PullDone, WorkerConnector
+from kvferry.transfer.events import PullDone
+from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
 
@@ -106,7 +107,8 @@ def test_auto_prefers_the_best() -> None:
 
 def test_the_engine_process_needs_no_torch() -> None:
     """Only ranks import torch; the scheduler's face comes from the same package."""
-    code = "import sys, kvferry.transfer.faces; sys.exit('torch' in sys.modules)"
+    modules = "kvferry.transfer.connector, kvferry.transfer.ranks.worker"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

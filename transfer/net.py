@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names, looked up where nobody waits for it."""
+"""What every TCP connection between agents needs: keepalive limits, and host names looked up off the loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import ipaddress
 import socket
 import threading
 from contextlib import suppress
+
+# Left to itself, TCP drops the connection to a host that vanished after a quarter of an hour if there is
+# something to send, and never if there is not.
+KEEPALIVE_INTERVAL_S = 10
+"""Idle time before the first probe, and the time between two probes."""
+KEEPALIVE_PROBES = 3
+KEEPALIVE_LIMIT_MS = (KEEPALIVE_PROBES + 1) * KEEPALIVE_INTERVAL_S * 1000
+"""When a connection without a reply is dropped."""
 
 
 async def resolve(host: str) -> str:

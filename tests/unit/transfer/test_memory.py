@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.transfer.pool import allocate_pool
+from kvferry.transfer.memory import allocate_pool
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

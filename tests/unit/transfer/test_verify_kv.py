@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.transfer.checksum import SUM_BYTES, SumTable
 from kvferry.transfer.control.messages import MAX_FRAME_BYTES, Opened, decode_answer, encode, max_blocks
-from kvferry.transfer.faces import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import TransferId, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.producer.checksum_publisher import Sealer
