@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvferry.transfer.control.fault import parse_control_fault
-
 Role = Literal["prefill", "decode", "both"]
 
 _DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
@@ -53,8 +51,6 @@ class AgentConfig:
         tls_key: PEM file with the key that belongs to it, without a password.
         log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
-        tcp_fault: Fault injected by the tcp backend (tests only), for example flip:start=4096,end=8192.
-        control_fault: Loss of control messages sent (tests only), for example drop=0.05,dup=0.05,seed=1.
     """
 
     model: str
@@ -89,8 +85,6 @@ class AgentConfig:
     tls_key: str | None = None
     log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    tcp_fault: str | None = None
-    control_fault: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("tp", "block_size", "max_num_seqs", "prefill_chunk", "max_batch_tokens", "max_body_bytes")
@@ -113,8 +107,6 @@ class AgentConfig:
             raise ValueError("tls_cert and tls_key go together")
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, got {self.threads}")
-        if self.control_fault is not None:
-            parse_control_fault(self.control_fault)
         if self.prefill_chunk % self.block_size:
             raise ValueError(
                 f"prefill_chunk ({self.prefill_chunk}) must be a multiple of block_size ({self.block_size})"

@@ -37,11 +37,15 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
-    """One agent to start. `args` are further flags of `kvferry agent`, as given on its command line."""
+    """One agent to start.
+
+    `args` are further flags of `kvferry agent`, as given on its command line. `module` is run as the agent.
+    """
 
     name: str
     role: Role
     args: tuple[str, ...] = ()
+    module: str = "kvferry.agent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +184,7 @@ class Cluster:
         """Start one agent; also used to bring one back after its death."""
         process = await self._start(
             agent.name,
-            "-m", "kvferry.agent", "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
+            "-m", agent.module, "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
             "--port", "0", "--control-port", "0",
             "--proxy", f"{self.spec.host}:{self.proxy.listening['discovery_port']}", *agent.args,
         )  # fmt: skip

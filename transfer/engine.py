@@ -136,7 +136,7 @@ class TransferEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a backend is opened with. `name` is unique per rank and life; `fault` is for tests (tcp only).
+    """What a backend is opened with. `name` is unique per rank and life.
 
     `explicit`: the user named this backend rather than leave the choice to auto. `backend_options` are the
     backend's own, which only it can read. `computing` is set while the model computes, for backends that take
@@ -146,9 +146,7 @@ class EngineOptions:
     name: str
     bind_host: str
     advertise_host: str
-    item_bytes: int
     explicit: bool = True
-    fault: str | None = None
     backend_options: Mapping[str, str] = field(default_factory=dict)
     computing: threading.Event = field(default_factory=threading.Event)
 

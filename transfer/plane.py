@@ -40,7 +40,6 @@ class PlaneConfig:
         rank_address: Where this agent's ranks report, as the path of a Unix socket.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         max_staged: Readers that may wait for prefills which have not begun.
-        control_fault: Loss and repetition of control messages that we send (tests).
         key: Locks the control channel: only agents with the same key speak to each other.
     """
 
@@ -60,7 +59,6 @@ class PlaneConfig:
     rank_address: Path
     verify_kv: bool = False
     max_staged: int = MAX_STAGED
-    control_fault: str | None = None
     key: CurveKey | None = None
 
     @property

@@ -24,6 +24,8 @@ from kvferry.agent.worker.messages import (
 )
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
 
+RANK_MODULE = "kvferry.agent.worker.process"
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,8 +40,10 @@ class Executor:
     rank and is over when each has answered; the engine's event loop only waits.
     """
 
-    def __init__(self, boot: Boot, run_dir: Path) -> None:
+    def __init__(self, boot: Boot, run_dir: Path, rank_module: str = RANK_MODULE) -> None:
+        """`rank_module` is run as each rank process."""
         self._boot = boot
+        self._rank_module = rank_module
         self._run_dir = run_dir
         self._size = boot.config.tp
         self._children: list[ChildProcess] = []
@@ -62,7 +66,7 @@ class Executor:
         for rank in range(self._size):
             argv = [
                 "-m",
-                "kvferry.agent.worker.process",
+                self._rank_module,
                 "--run-dir",
                 str(self._run_dir),
                 "--rank",

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from kvferry.agent.config import AgentConfig, configure_logging
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
-from kvferry.agent.engine.executor import BrokenRank, Executor
+from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
 from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
@@ -261,7 +261,6 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         host_id=host_id(),
         rank_address=transfer_address(run_dir),
         verify_kv=config.verify_kv,
-        control_fault=config.control_fault,
         key=None if boot.curve_secret is None else CurveKey.of(boot.curve_secret),
     )
 
@@ -270,7 +269,7 @@ class _Stopped(Exception):
     """SIGTERM arrived."""
 
 
-async def run_engine(boot: Boot, run_dir: Path) -> None:
+async def run_engine(boot: Boot, run_dir: Path, rank_module: str) -> None:
     """Start the ranks and the transfer plane, serve until SIGTERM, and take everything down again.
 
     Raises:
@@ -282,7 +281,7 @@ async def run_engine(boot: Boot, run_dir: Path) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_raise_stopped(stop))
-            tasks.create_task(_live(boot, run_dir, stop))
+            tasks.create_task(_live(boot, run_dir, rank_module, stop))
     except* _Stopped:
         log.info("stopped")
 
@@ -292,9 +291,9 @@ async def _raise_stopped(stop: asyncio.Event) -> None:
     raise _Stopped
 
 
-async def _live(boot: Boot, run_dir: Path, stop: asyncio.Event) -> None:
+async def _live(boot: Boot, run_dir: Path, rank_module: str, stop: asyncio.Event) -> None:
     """The engine's whole life, until cancelled."""
-    executor, channel = Executor(boot, run_dir), ApiChannel(run_dir)
+    executor, channel = Executor(boot, run_dir, rank_module), ApiChannel(run_dir)
     try:
         ready = await executor.start(_START_TIMEOUT_S)
         plane, wake = make_plane_config(boot, ready, run_dir), asyncio.Event()
@@ -331,7 +330,8 @@ def make_announcement(plane: PlaneConfig, connector: SchedulerConnector, limits:
     )
 
 
-def main() -> int:
+def main(*, rank_module: str = RANK_MODULE) -> int:
+    """Run the engine process; `rank_module` is run as each of its ranks."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(description="The engine process of an agent.")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -341,7 +341,7 @@ def main() -> int:
     configure_logging("engine", boot.config.log_level)
     status = 0
     try:
-        asyncio.run(run_engine(boot, run_dir))
+        asyncio.run(run_engine(boot, run_dir, rank_module))
     except* (BrokenRank, ApiGone) as errors:
         log.error("%s", " and ".join(map(str, _leaves(errors))))
         status = 1

@@ -72,7 +72,6 @@ class Rank:
             incarnation=boot.incarnation,
             bind_host=config.host,
             advertise_host=config.advertised_host,
-            tcp_fault=config.tcp_fault,
             transfer_options=config.transfer_options,
             computing=self._computing,
         )

@@ -19,6 +19,7 @@ from kvferry.deploy.launcher import Cluster, Process
 from kvferry.transfer.ids import new_transfer_id
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.victims import BACKENDS, library, processes, stopped
+from tests.standins import faults
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, wait_idle
@@ -123,6 +124,7 @@ async def cluster(request: pytest.FixtureRequest, start_cluster: StartCluster) -
             args=("--transfer", request.param, "--lease-s", str(LEASE_S)),
             prefill_args=("--kv-blocks", str(POOL_BLOCKS)),
             decode_args=("--control-fault", "drop=1,only=renew"),
+            module=faults.AGENT,
         ) as running:
             yield running
 

@@ -15,7 +15,7 @@ import psutil
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process
 from tests.chaos.plan import ROLES, Part, Strike
-from tests.standins import mori_io
+from tests.standins import faults, mori_io
 from tests.system.conftest import wait_ready
 
 MODEL = "ferry-tiny"
@@ -25,7 +25,7 @@ MAX_DEATH_S = 5.0
 MORI_FAULT = f"stall:seconds={1.5 * LEASE_S},after=40"
 BACKENDS = ("tcp", "nixl", "mori", "mooncake", "nccl")
 _FIRST_PORT = 10_240
-_MODULES = {"engine": "kvferry.agent.engine.process", "rank": "kvferry.agent.worker.process"}
+_MODULES = {"engine": faults.ENGINE, "rank": faults.RANK}
 
 
 class OutlivedItself(AssertionError):
@@ -62,6 +62,7 @@ def make_spec(seed: int, backend: str, decode_tp: int, log_dir: Path) -> Cluster
         AgentSpec(
             name=name,
             role=role,
+            module=faults.AGENT,
             args=(
                 *("--port", str(next(ports)), "--control-port", str(next(ports))),
                 *("--transfer", backend, "--lease-s", str(LEASE_S), "--threads", "1"),

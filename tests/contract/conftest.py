@@ -50,9 +50,7 @@ class Reader:
     def __init__(self, backend: str, device: str = "cpu", *, computing: bool = False) -> None:
         """`computing`: as if a model ran on the device all the time."""
         self._tensor = torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device)
-        options = EngineOptions(
-            name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4
-        )
+        options = EngineOptions(name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1")
         if computing:
             options.computing.set()
         self.engine: TransferEngine = open_engine(backend, options)

@@ -10,6 +10,7 @@ import torch
 
 from kvferry.transfer.engine import EngineOptions, open_engine
 from tests.contract.pools import pattern
+from tests.standins.faults import tcp
 
 MAX_KNOWN_BYTES = 64 << 20
 """What follows in a larger pool is zero."""
@@ -19,16 +20,11 @@ def serve(
     connection: Connection, backend: str, pool_bytes: int, secret: bytes, device: str, fault: str | None
 ) -> None:
     """Say how the engine and the pool are described, then serve until the connection ends."""
-    engine = open_engine(
-        backend,
-        EngineOptions(
-            name=f"serving-{backend}-{os.getpid()}",
-            bind_host="127.0.0.1",
-            advertise_host="127.0.0.1",
-            item_bytes=4,
-            fault=fault,
-        ),
+    options = EngineOptions(
+        name=f"serving-{backend}-{os.getpid()}", bind_host="127.0.0.1", advertise_host="127.0.0.1"
     )
+    with tcp.injected(fault):
+        engine = open_engine(backend, options)
     engine.admit(secret)
     pool = torch.zeros(pool_bytes, dtype=torch.uint8, device=device)
     known = torch.from_numpy(pattern(min(len(pool), MAX_KNOWN_BYTES)))

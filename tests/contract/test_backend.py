@@ -200,7 +200,7 @@ def test_a_closed_peer_can_be_met_again(
 
 def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: str) -> None:
     """R7: opening and closing again and again leaks nothing."""
-    options = EngineOptions(name="leak", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
+    options = EngineOptions(name="leak", bind_host="127.0.0.1", advertise_host="127.0.0.1")
     open_engine(backend, options).close()  # libraries keep what they open on first use
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(5):

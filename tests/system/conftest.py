@@ -39,16 +39,15 @@ def start_cluster(log_dir: Path) -> StartCluster:
         args: tuple[str, ...] = (),
         prefill_args: tuple[str, ...] = (),
         decode_args: tuple[str, ...] = (),
+        module: str = "kvferry.agent",
         proxy_args: tuple[str, ...] = (),
         model: str = MODEL,
         trust: ssl.SSLContext | None = None,
     ) -> AsyncIterator[Cluster]:
         agents = [
-            AgentSpec(name=f"prefill-{index}", role="prefill", args=(*COMMON_ARGS, *args, *prefill_args))
-            for index in range(prefill)
-        ] + [
-            AgentSpec(name=f"decode-{index}", role="decode", args=(*COMMON_ARGS, *args, *decode_args))
-            for index in range(decode)
+            AgentSpec(name=f"{role}-{index}", role=role, args=(*COMMON_ARGS, *args, *own_args), module=module)
+            for role, count, own_args in (("prefill", prefill, prefill_args), ("decode", decode, decode_args))
+            for index in range(count)
         ]
         number = len(list(log_dir.iterdir()))
         spec = ClusterSpec(

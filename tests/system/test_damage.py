@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from tests.standins import faults
 from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import StartCluster
 from tests.system.metrics import settled, total
 from tests.system.test_equality import BLOCK_BYTES, BLOCK_TOKENS
 
 DAMAGED_BLOCK = 4
+TCP = ("--transfer", "tcp")
 
 
 def asked_in_damaged_block() -> list[Prompt]:
@@ -28,7 +30,7 @@ async def test_a_damaged_block_changes_the_answers(start_cluster: StartCluster) 
     prompts = asked_in_damaged_block()
     assert len(prompts) >= 5, "the held-out file must hold prompts that ask for a pair in this block"
     fault = f"flip:start={DAMAGED_BLOCK * BLOCK_BYTES},end={(DAMAGED_BLOCK + 1) * BLOCK_BYTES}"
-    async with start_cluster(args=("--transfer", "tcp"), prefill_args=("--tcp-fault", fault)) as cluster:
+    async with start_cluster(module=faults.AGENT, args=TCP, prefill_args=("--tcp-fault", fault)) as cluster:
         answers = await complete_all(cluster.url, [body(prompt) for prompt in prompts], concurrency=4)
     wrong = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -40,7 +42,7 @@ async def test_a_damaged_block_changes_the_answers(start_cluster: StartCluster) 
 async def test_a_failed_pull_is_recomputed_and_counted(start_cluster: StartCluster) -> None:
     """Every read is cut: the decode agent computes each prompt itself, says so, and answers right."""
     prompts = heldout(8)
-    async with start_cluster(args=("--transfer", "tcp"), prefill_args=("--tcp-fault", "drop")) as cluster:
+    async with start_cluster(module=faults.AGENT, args=TCP, prefill_args=("--tcp-fault", "drop")) as cluster:
         answers = await complete_all(cluster.url, [body(prompt) for prompt in prompts], concurrency=4)
         legs = 0
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from tests.standins import faults
 from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL
 from tests.system.metrics import Samples, scrape, settled, total
@@ -45,7 +46,12 @@ def cluster(log_dir: Path) -> ClusterSpec:
     fault = f"flip:start={start},end={start + BLOCK_BYTES},count={DAMAGED_PULLS}"
     args = (*COMMON_ARGS, "--transfer", "tcp")
     agents = (
-        AgentSpec(name="prefill-0", role="prefill", args=(*args, "--verify-kv", "--tcp-fault", fault)),
+        AgentSpec(
+            name="prefill-0",
+            role="prefill",
+            args=(*args, "--verify-kv", "--tcp-fault", fault),
+            module=faults.AGENT,
+        ),
         AgentSpec(name="prefill-1", role="prefill", args=args),
         AgentSpec(name="decode-0", role="decode", args=(*args, "--verify-kv")),
     )

@@ -31,7 +31,6 @@ from kvferry.transfer.consumer.pull import (
 )
 from kvferry.transfer.consumer.quarantine import Quarantine, RebuildScheduler
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.fault import ControlFaults
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import num_columns, plan_spans, source_columns
@@ -96,7 +95,6 @@ class Consumer:
         """Usable links. A retired link lives on in its entries only."""
         self._refusals: OrderedDict[Source, str] = OrderedDict()
         """Why some producers are never to be asked again."""
-        self._faults = ControlFaults(config.control_fault)
         self._numbers = itertools.count(1)
         self._by_number: dict[int, Link] = {}
         self._next_seq = 0
@@ -236,7 +234,6 @@ class Consumer:
             source,
             self._config,
             self._ranks,
-            self._faults,
             on_ready=self._link_ready,
             on_lost=self._link_lost,
         )

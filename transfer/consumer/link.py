@@ -17,7 +17,6 @@ import zmq
 
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
-from kvferry.transfer.control.fault import ControlFaults
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, Remote
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -88,7 +87,6 @@ class Link:
         source: Source,
         config: PlaneConfig,
         ranks: RankGroup,
-        faults: ControlFaults,
         *,
         on_ready: Callable[[Link], None],
         on_lost: Callable[[Link, str, str], None],
@@ -105,7 +103,7 @@ class Link:
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(self._broken, faults, config.key)
+        self._client = ControlClient(self._broken, config.key)
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None

@@ -20,7 +20,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.transfer.control.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
 from kvferry.transfer.control.curve import CurveKey, Gate
-from kvferry.transfer.control.fault import ControlFaults
 from kvferry.transfer.control.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -56,11 +55,9 @@ class ControlServer:
     def __init__(
         self,
         on_request: Callable[[Caller, Request], None],
-        faults: ControlFaults | None = None,
         key: CurveKey | None = None,
     ) -> None:
         self._on_request = on_request
-        self._faults = faults or ControlFaults()
         self._key = key
         self._gate: Gate | None = None
         self._channel: Channel | None = None
@@ -88,8 +85,7 @@ class ControlServer:
         if self._channel is None:
             return
         try:
-            for _ in range(self._faults.copies(answer)):
-                self._channel.send([caller.identity, encode(answer)])
+            self._channel.send([caller.identity, encode(answer)])
         except ChannelFull as error:
             _log.debug("answer %d was not taken: %s", caller.seq, error)
 
@@ -119,12 +115,10 @@ class ControlClient:
     def __init__(
         self,
         on_broken: Callable[[], None],
-        faults: ControlFaults | None = None,
         key: CurveKey | None = None,
     ) -> None:
         self._endpoint = ""
         self._on_broken = on_broken
-        self._faults = faults or ControlFaults()
         self._key = key
         self._seq = itertools.count(1)
         self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
@@ -174,8 +168,7 @@ class ControlClient:
         timer = loop.call_later(timeout_s, self._settle, request.seq, None)
         self._waiting[request.seq] = (on_answer, timer)
         try:
-            for _ in range(self._faults.copies(request)):
-                self._send(encode(request))
+            self._send(encode(request))
         except ChannelFull:
             timer.cancel()
             del self._waiting[request.seq]

@@ -13,7 +13,6 @@ import zmq
 from kvferry.transfer.checksum import SUM_BYTES
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import Caller, ControlServer
-from kvferry.transfer.control.fault import ControlFaults
 from kvferry.transfer.events import LeaseEnded
 from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import Incarnation, TransferId
@@ -46,7 +45,7 @@ class Producer:
             max_staged=config.max_staged,
         )
         self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
-        self._server = ControlServer(self._requested, ControlFaults(config.control_fault), config.key)
+        self._server = ControlServer(self._requested, config.key)
         self._timer: asyncio.TimerHandle | None = None
         self._greeted: dict[bytes, float] = {}
         """Control connections of peers whose ranks are on their way, and until when they may be, in order."""

@@ -55,7 +55,6 @@ class WorkerConnector:
         address: Where the engine process's SchedulerConnector listens for its ranks.
         pool: This rank's contiguous KV pool, `geometry.pool_shape`, allocated and touched.
         transfer: A backend's name, or auto for every one that works here.
-        tcp_fault: Damage that the tcp backend does to what it sends (tests).
         transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
         computing: Set by the rank while its model computes, so that a pull may then take less of the device.
     """
@@ -72,7 +71,6 @@ class WorkerConnector:
         incarnation: str,
         bind_host: str,
         advertise_host: str,
-        tcp_fault: str | None = None,
         transfer_options: str = "",
         computing: threading.Event | None = None,
     ) -> None:
@@ -89,9 +87,7 @@ class WorkerConnector:
             name=f"{incarnation}-{rank}-{secrets.token_hex(4)}",
             bind_host=bind_host,
             advertise_host=advertise_host,
-            item_bytes=geometry.item_bytes,
             explicit=transfer != "auto",
-            fault=tcp_fault,
             computing=computing or threading.Event(),
         )
         self._backend_options = parse_backend_options(transfer_options)
@@ -103,7 +99,7 @@ class WorkerConnector:
 
     def start(self) -> None:
         """Open the backends and report to the engine process. Raises `BackendUnavailable` with the reason, or
-        ValueError for a fault that makes no sense.
+        ValueError for a backend option that makes no sense.
         """
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._thread.start()

@@ -18,7 +18,7 @@ from tests.bench.transfer.pools import random_pool
 
 def main(backend: str, device: str, pool_bytes: str, seed: str, secret: str) -> None:
     options = EngineOptions(
-        name=f"bench-peer-{secret[:8]}", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=2
+        name=f"bench-peer-{secret[:8]}", bind_host="127.0.0.1", advertise_host="127.0.0.1"
     )
     engine = open_engine(backend, options)
     engine.admit(bytes.fromhex(secret))

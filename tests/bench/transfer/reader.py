@@ -85,7 +85,6 @@ class Reader:
             name=f"bench-reader-{peer.secret.hex()[:8]}",
             bind_host="127.0.0.1",
             advertise_host="127.0.0.1",
-            item_bytes=2,
             backend_options=backend_options or {},
         )
         if computing:

@@ -129,8 +129,14 @@ def test_no_new_options() -> None:
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
         "--on-pull-failure", "--threads", "--max-body-bytes", "--log-prompts", "--log-level", "--cluster-key",
-        "--tls-cert", "--tls-key", "--tcp-fault", "--control-fault",
+        "--tls-cert", "--tls-key",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--tcp-fault", "--control-fault"])
+def test_faults_of_tests_are_unknown(flag: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are injected by `tests.standins.faults`."""
+    assert flag in refused(["--model", model, flag, "drop=1"], capsys)
 
 
 def test_help_describes_every_option_in_a_sentence() -> None:

@@ -19,6 +19,7 @@ from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.plane import PlaneConfig, Remote
 from kvferry.transfer.ranks.worker import WorkerConnector
+from tests.standins.faults import control, tcp
 
 GEOMETRY = KVGeometry(
     num_layers=3, num_kv_heads=4, head_dim=8, dtype="float32", block_size=4, rope="default:10000"
@@ -35,6 +36,7 @@ class Agent:
         tp_size: int = 1,
         transfer: str = "tcp",
         tcp_fault: str | None = None,
+        control_fault: str | None = None,
         transfer_options: str = "",
         seed: int = 0,
         geometry: KVGeometry = GEOMETRY,
@@ -42,6 +44,7 @@ class Agent:
         **settings: Any,
     ) -> None:
         self.geometry = geometry
+        self._tcp_fault, self._control_fault = tcp_fault, control_fault
         self.directory = tempfile.TemporaryDirectory()
         config = PlaneConfig(
             incarnation=new_incarnation(),
@@ -70,7 +73,6 @@ class Agent:
                 incarnation=self.config.incarnation,
                 bind_host="127.0.0.1",
                 advertise_host="127.0.0.1",
-                tcp_fault=tcp_fault,
                 transfer_options=transfer_options,
             )
             for rank, pool in enumerate(self.pools)
@@ -80,9 +82,11 @@ class Agent:
         self.events: list[Any] = []
 
     async def __aenter__(self) -> Self:
-        for worker in self.workers:
-            worker.start()
-        await self.plane.start(20.0)
+        with tcp.injected(self._tcp_fault):
+            for worker in self.workers:
+                worker.start()
+        with control.injected(self._control_fault):
+            await self.plane.start(20.0)
         return self
 
     async def __aexit__(

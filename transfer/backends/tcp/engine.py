@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tcp backend: KV over plain sockets, for hosts without anything better and for fault injection.
+"""The tcp backend: KV over plain sockets, for hosts without anything better.
 
 No copy beyond the socket's own: the server sends straight from its pool, the reader receives straight
 into its own. A peer must hold a token from the control channel; whoever holds one may read the whole
@@ -21,7 +21,6 @@ import msgspec
 from kvferry.transfer import tokens
 from kvferry.transfer.backends.common import sockets
 from kvferry.transfer.backends.tcp.client import TcpPeer, TcpTransfer
-from kvferry.transfer.backends.tcp.fault import FaultInjector, parse_fault
 from kvferry.transfer.backends.tcp.server import ServedConnection
 from kvferry.transfer.backends.tcp.wire import NONCE_BYTES, TcpAddress
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
@@ -52,7 +51,6 @@ class TcpEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._faults = FaultInjector(parse_fault(options.fault) if options.fault else None)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._secret: bytes | None = None
         self._memory: PoolMemory | None = None
@@ -119,11 +117,10 @@ class TcpEngine:
             connection.close()
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._served.append(
-            ServedConnection(
-                connection, self._selector, self._pool(), self._check, self._faults, self._options.item_bytes
-            )
-        )
+        self._served.append(self._serve(connection))
+
+    def _serve(self, connection: socket.socket) -> ServedConnection:
+        return ServedConnection(connection, self._selector, self._pool(), self._check)
 
     def _check(self, nonce: bytes, token: bytes) -> bool:
         """Whether a reader means this engine and was admitted by our engine process."""

@@ -76,9 +76,7 @@ class Pair:
 def open_quickly(name: str, options: dict[str, str]) -> MoriEngine:
     """An engine without the child process that tries first."""
     library = Library(name, "127.0.0.1", parse_settings(options))
-    return MoriEngine(
-        EngineOptions(name=name, bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4), library
-    )
+    return MoriEngine(EngineOptions(name=name, bind_host="127.0.0.1", advertise_host="127.0.0.1"), library)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from kvferry.transfer.tokens import mint, new_secret
 from tests.standins.cuda_device import HostDevice
 
 POOL_BYTES = 1 << 20
-OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=2)
+OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
 
 
 class Side:

@@ -19,7 +19,7 @@ from kvferry.transfer.backends.mooncake.library import PROOF_BYTES, MooncakeAddr
 from kvferry.transfer.backends.mooncake.peer import PIECE_BYTES, WINDOW, cut
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
 
-OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
+OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
 PROOF = bytes(range(PROOF_BYTES))
 
 

@@ -45,7 +45,7 @@ def test_whatever_ends_the_child_is_the_reason_and_we_live_on(standin: None, tol
     with fault(told):
         verdict = usable("mori")
         assert verdict.reason.startswith(reason)
-        options = EngineOptions(name="n", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
+        options = EngineOptions(name="n", bind_host="127.0.0.1", advertise_host="127.0.0.1")
         with pytest.raises(BackendUnavailable, match="mori: "):
             open_engine("mori", options)
 
@@ -70,8 +70,6 @@ def test_a_library_that_does_not_load_gives_its_own_reason(
 
 
 def test_a_host_that_does_not_resolve_is_named(standin: None) -> None:
-    options = EngineOptions(
-        name="n", bind_host="127.0.0.1", advertise_host="no-such-host.invalid", item_bytes=4
-    )
+    options = EngineOptions(name="n", bind_host="127.0.0.1", advertise_host="no-such-host.invalid")
     with pytest.raises(BackendUnavailable, match=r"no-such-host\.invalid"):
         open_engine("mori", options)

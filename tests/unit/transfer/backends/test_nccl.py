@@ -26,7 +26,7 @@ from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, Pee
 from kvferry.transfer.tokens import mint, new_secret
 
 POOL_BYTES = 1 << 20
-OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4)
+OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
 PAIR = b"\7" * 16
 
 
@@ -381,9 +381,7 @@ def test_a_request_beyond_the_pool_ends_the_pair(rig: Rig) -> None:
 
 
 def test_auto_does_not_choose_gloo() -> None:
-    options = EngineOptions(
-        name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=4, explicit=False
-    )
+    options = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", explicit=False)
     engine = open_backend(options)
     with pytest.raises(BackendUnavailable, match="gloo"):
         engine.register(torch.zeros(16, dtype=torch.uint8))

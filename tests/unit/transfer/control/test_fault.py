@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.fault import ControlFault, ControlFaults, parse_control_fault
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
+from tests.standins.faults.control import ControlFault, ControlFaults, parse_control_fault
 from tests.unit.transfer.rig import Agent
 
-DROP = wire.Drop(seq=1, incarnation="i", transfer_id="t")
-RENEW = wire.Renew(seq=1, incarnation="i", consumer="c", transfer_ids=("t",))
+DROP = wire.encode(wire.Drop(seq=1, incarnation="i", transfer_id="t"))
+RENEW = wire.encode(wire.Renew(seq=1, incarnation="i", consumer="c", transfer_ids=("t",)))
 
 
 def test_a_fault_is_read() -> None:
@@ -26,17 +26,17 @@ def test_a_fault_that_makes_no_sense_is_named(spec: str) -> None:
 
 
 def test_the_same_seed_loses_and_repeats_the_same_messages() -> None:
-    spec = "drop=0.3,dup=0.3,seed=5"
-    first, second = ControlFaults(spec), ControlFaults(spec)
+    fault = parse_control_fault("drop=0.3,dup=0.3,seed=5")
+    first, second = ControlFaults(fault), ControlFaults(fault)
     copies = [first.copies(DROP) for _ in range(300)]
     assert copies == [second.copies(DROP) for _ in range(300)]
     assert all(60 < copies.count(each) < 150 for each in (0, 1, 2))
 
 
 def test_only_the_named_message_is_touched() -> None:
-    faults = ControlFaults("drop=1,only=renew")
+    faults = ControlFaults(parse_control_fault("drop=1,only=renew"))
     assert (faults.copies(RENEW), faults.copies(DROP)) == (0, 1)
-    assert ControlFaults().copies(RENEW) == 1
+    assert faults.copies(b"no control message") == 1
 
 
 @pytest.mark.parametrize("message", ["open", "opened", "release", "released", "hello", "hello_ok"])

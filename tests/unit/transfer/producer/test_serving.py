@@ -81,7 +81,7 @@ async def test_a_producer_takes_part_until_a_read_that_was_given_up_can_have_end
 @pytest.mark.parametrize("transfer", BACKENDS)
 def test_how_often_a_backend_is_polled(transfer: str) -> None:
     """Often while a peer waits for it, seldom while one might; not at all otherwise, or where it tells."""
-    options = EngineOptions(name="polled", bind_host="127.0.0.1", advertise_host="127.0.0.1", item_bytes=1)
+    options = EngineOptions(name="polled", bind_host="127.0.0.1", advertise_host="127.0.0.1")
     engine = open_engine(transfer, options)
     try:
         links = RankLinks(0, {transfer: engine}, lambda report: None)

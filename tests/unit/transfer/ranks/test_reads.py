@@ -33,7 +33,6 @@ class Rank:
             name=f"test-{time.monotonic_ns()}",
             bind_host="127.0.0.1",
             advertise_host="127.0.0.1",
-            item_bytes=1,
         )
         self.engine: TransferEngine = open_engine(backend, options)
         self.region = self.engine.register(self.pool)

@@ -33,7 +33,6 @@ def worker(**changes: Any) -> WorkerConnector:
         "incarnation": "i",
         "bind_host": "127.0.0.1",
         "advertise_host": "127.0.0.1",
-        "tcp_fault": None,
     }
     return WorkerConnector(**{**settings, **changes})
 
@@ -72,10 +71,10 @@ def test_a_pool_of_another_shape_is_an_error() -> None:
         worker(pool=torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 2)))
 
 
-def test_an_unknown_backend_or_fault_is_named() -> None:
+def test_an_unknown_backend_or_option_is_named() -> None:
     with pytest.raises(ValueError, match="telepathy"):
         worker(transfer="telepathy")
-    broken = worker(tcp_fault="melt")
+    broken = worker(transfer="mori", transfer_options="mori.melt=1")
     with pytest.raises(ValueError, match="melt"):
         broken.start()
     broken.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control messages lost and repeated on purpose, by the agent that sends them, for tests.
+"""Control messages that the agent which sends them loses and repeats.
 
 A fault is written `drop=0.05,dup=0.05,seed=1`: the shares of messages that are never sent and that are sent
 twice. `only=renew` limits it to one type of message.
@@ -8,8 +8,14 @@ twice. `only=renew` limits it to one type of message.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
+from unittest import mock
+
+import msgspec
+import zmq
 
 from kvferry.transfer.control.messages import Answer, Request
 
@@ -26,22 +32,55 @@ class ControlFault:
     only: str | None = None
 
 
+class _Tagged(msgspec.Struct):
+    """What all control messages have in common."""
+
+    type: str
+
+
 class ControlFaults:
-    """Deals a fault out to what one side of an agent sends. Raises ValueError for a bad `spec`."""
+    """Deals a fault out to what an agent sends."""
 
-    def __init__(self, spec: str | None = None) -> None:
-        self._fault = None if spec is None else parse_control_fault(spec)
-        self._random = random.Random(self._fault.seed if self._fault else 0)
+    def __init__(self, fault: ControlFault) -> None:
+        self._fault = fault
+        self._random = random.Random(fault.seed)
 
-    def copies(self, message: Request | Answer) -> int:
+    def copies(self, frame: bytes) -> int:
         """How many times this message is to be sent."""
         fault = self._fault
-        if fault is None or fault.only not in (None, message.__struct_config__.tag):
+        try:
+            kind = msgspec.msgpack.decode(frame, type=_Tagged).type
+        except msgspec.MsgspecError:
+            return 1  # no control message
+        if fault.only not in (None, kind):
             return 1
         drawn = self._random.random()
         if drawn < fault.drop:
             return 0
         return 2 if drawn < fault.drop + fault.dup else 1
+
+
+@contextmanager
+def injected(spec: str | None) -> Iterator[None]:
+    """Make control channels faulty whose ZMQ context is made meanwhile.
+
+    Raises ValueError for a spec that makes no sense.
+    """
+    if spec is None:
+        yield
+        return
+    faults = ControlFaults(parse_control_fault(spec))
+
+    class FaultySocket(zmq.Socket[bytes]):
+        def send_multipart(self, frames: Any, *args: Any, **settings: Any) -> None:
+            for _ in range(faults.copies(frames[-1])):
+                super().send_multipart(frames, *args, **settings)
+
+    class FaultyContext(zmq.Context[FaultySocket]):
+        _socket_class = FaultySocket
+
+    with mock.patch.object(zmq, "Context", FaultyContext):
+        yield
 
 
 def parse_control_fault(spec: str) -> ControlFault:

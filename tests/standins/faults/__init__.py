@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent with faults of its own: damaged KV over tcp, control messages lost and repeated.
+
+`AGENT` is run in place of `kvferry.agent` and takes two more flags, `--tcp-fault` and `--control-fault`; it
+passes them to its engine process and its ranks, `ENGINE` and `RANK`, through the environment.
+"""
+
+from __future__ import annotations
+
+AGENT = "tests.standins.faults.agent"
+ENGINE = "tests.standins.faults.engine"
+RANK = "tests.standins.faults.rank"
+TCP_FAULT = "KVFERRY_TESTS_TCP_FAULT"
+CONTROL_FAULT = "KVFERRY_TESTS_CONTROL_FAULT"
