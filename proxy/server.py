@@ -14,16 +14,18 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
+from quart import Quart
 
 from kvferry.proxy.api.app import create_app
 from kvferry.proxy.api.auth import ApiKeys
+from kvferry.proxy.api.completions import Completions
 from kvferry.proxy.api.dashboard_feed import DashboardFeed
 from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.peer_cache import PeerCache
 from kvferry.proxy.discovery.discovery import all_servers, membership
-from kvferry.proxy.exchange.exchange import Services
+from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.retry_budget import RESERVE, RetryBudget
 from kvferry.proxy.fleet.fleet import LocalFleet
@@ -65,6 +67,61 @@ class Keys:
             else None,
             cluster=ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None,
             clients=ApiKeys.read(config.api_keys) if config.api_keys is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What serves the clients of one process."""
+
+    config: ProxyConfig
+    fleet: Fleet
+    retry_budget: RetryBudget
+    upstream: UpstreamPool
+    drops: KvDrops
+    open_requests: RequestTasks
+    metrics: Metrics
+    history: History
+    live: DashboardFeed
+    api_keys: ApiKeys | None
+
+    def create_app(self) -> Quart:
+        """Wire the HTTP application; it must not outlive `upstream`."""
+        config = self.config
+        context = ExchangeContext(
+            settings=ExchangeSettings(
+                queue_timeout_s=config.queue_timeout_s,
+                first_byte_timeout_s=config.first_byte_timeout_s,
+                total_timeout_s=config.total_timeout_s,
+                retries=config.retries,
+                migrations=config.migrations,
+            ),
+            fleet=self.fleet,
+            retry_budget=self.retry_budget,
+            upstream=self.upstream,
+            drops=self.drops,
+            dialects=other_dialects(config),
+            peers=PeerCache(),
+            metrics=self.metrics,
+        )
+        completions = partial(
+            Completions,
+            new_exchange=partial(Exchange, context),
+            open_requests=self.open_requests,
+            api_keys=self.api_keys,
+            metrics=self.metrics,
+            history=self.history,
+            max_body_bytes=config.max_body_bytes,
+            body_timeout_s=config.body_timeout_s,
+            log_prompts=config.log_prompts,
+        )
+        return create_app(
+            fleet=self.fleet,
+            live=self.live,
+            api_keys=self.api_keys,
+            completions=completions,
+            max_body_bytes=config.max_body_bytes,
+            body_timeout_s=config.body_timeout_s,
         )
 
 
@@ -123,8 +180,6 @@ async def serving(
             retry_budget=RetryBudget(RESERVE / config.workers),
             upstream=upstream,
             drops=drops,
-            dialects=other_dialects(config),
-            peers=PeerCache(),
             open_requests=RequestTasks(),
             metrics=metrics,
             history=history,
@@ -182,7 +237,7 @@ def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolS
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
-        cast(Any, create_app(services)),
+        cast(Any, services.create_app()),
         http=cast(
             Any,
             partial(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,30 +12,38 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from kvferry.proxy.api import openapi
-from kvferry.proxy.api.auth import guard
-from kvferry.proxy.api.completions import Completions
+from kvferry.proxy.api.auth import ApiKeys, guard
+from kvferry.proxy.api.completions import App
 from kvferry.proxy.api.dashboard import add_operator_page
+from kvferry.proxy.api.dashboard_feed import DashboardFeed
 from kvferry.proxy.errors import NotFound, ProxyError
-from kvferry.proxy.exchange.exchange import Services
-from kvferry.proxy.fleet.interface import JSON, Page, PageName
+from kvferry.proxy.fleet.interface import JSON, Fleet, Page, PageName
 from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.wire.messages import Incarnation
 
 FOLDER = str(Path(__file__).parent)
 
 
-def create_app(services: Services) -> Quart:
-    """The application; `services` must stay open for as long as it serves."""
+def create_app(
+    *,
+    fleet: Fleet,
+    live: DashboardFeed,
+    api_keys: ApiKeys | None,
+    completions: Callable[[App], App],
+    max_body_bytes: int,
+    body_timeout_s: float,
+) -> Quart:
+    """The application; `completions` wraps it to serve the completion endpoints."""
     # Named paths: Quart cannot look them up in a package that is installed in parts.
     app = Quart(__name__, root_path=FOLDER, instance_path=FOLDER, static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = services.config.max_body_bytes
-    app.config["BODY_TIMEOUT"] = services.config.body_timeout_s
+    app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
+    app.config["BODY_TIMEOUT"] = body_timeout_s
     # Quart would cut the operator's page off after 60 s.
     app.config["RESPONSE_TIMEOUT"] = None
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return await _page("models", services)
+        return await _page(fleet, "models")
 
     @app.get("/health")
     async def health() -> Response:
@@ -42,28 +51,28 @@ def create_app(services: Services) -> Quart:
 
     @app.get("/ready")
     async def ready() -> Response:
-        return await _page("ready", services)
+        return await _page(fleet, "ready")
 
     @app.get("/nodes")
     async def nodes() -> Response:
-        return await _page("nodes", services)
+        return await _page(fleet, "nodes")
 
     @app.get("/nodes/targets")
     async def targets() -> Response:
-        return await _page("targets", services)
+        return await _page(fleet, "targets")
 
     # Agents of other engines have addresses in their incarnations.
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
-        return await _drain(services, Incarnation(incarnation), True)
+        return await _drain(fleet, Incarnation(incarnation), True)
 
     @app.post("/nodes/<path:incarnation>/undrain")
     async def undrain(incarnation: str) -> Response:
-        return await _drain(services, Incarnation(incarnation), False)
+        return await _drain(fleet, Incarnation(incarnation), False)
 
     @app.get("/metrics")
     async def exposition() -> Response:
-        return await _page("metrics", services)
+        return await _page(fleet, "metrics")
 
     description = msgspec.json.encode(openapi.document(version("kvferry")))
 
@@ -71,10 +80,10 @@ def create_app(services: Services) -> Quart:
     async def described() -> Response:
         return Response(description, content_type="application/json")
 
-    add_operator_page(app, services.live)
-    if services.api_keys is not None:
-        guard(app, services.api_keys)
-    app.asgi_app = Completions(services, app.asgi_app)  # type: ignore[method-assign]
+    add_operator_page(app, live)
+    if api_keys is not None:
+        guard(app, api_keys)
+    app.asgi_app = completions(app.asgi_app)  # type: ignore[assignment, method-assign]
 
     @app.errorhandler(HTTPException)
     async def refuse(error: HTTPException) -> Response:
@@ -86,18 +95,18 @@ def create_app(services: Services) -> Quart:
     return app
 
 
-async def _page(name: PageName, services: Services) -> Response:
+async def _page(fleet: Fleet, name: PageName) -> Response:
     """A page about the fleet."""
     try:
-        return _shown(await services.fleet.page(name))
+        return _shown(await fleet.page(name))
     except ProxyError as error:
         return _failure(error, _request_id())
 
 
-async def _drain(services: Services, incarnation: Incarnation, drained: bool) -> Response:
+async def _drain(fleet: Fleet, incarnation: Incarnation, drained: bool) -> Response:
     """Take an agent out of rotation, or put it back; the answer is how it now stands."""
     try:
-        return _shown(await services.fleet.drain(incarnation, drained))
+        return _shown(await fleet.drain(incarnation, drained))
     except ProxyError as error:
         return _failure(error, _request_id())
 

@@ -11,15 +11,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.auth import NOBODY, admitted
+from kvferry.proxy.api.auth import NOBODY, ApiKeys, admitted
 from kvferry.proxy.api.client_stream import ClientStream
 from kvferry.proxy.api.rate_limit import RateLimit
+from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
-from kvferry.proxy.exchange.exchange import Exchange, Services
+from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import EXTENSION, ClientReply, Header
-from kvferry.proxy.ids import Endpoint, RequestId, new_identity, request_id_from
-from kvferry.proxy.request import parse_request
+from kvferry.proxy.ids import Endpoint, Identity, RequestId, new_identity, request_id_from
+from kvferry.proxy.request import ClientRequest, parse_request
+from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ Scope = Any
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+NewExchange = Callable[[ClientRequest, Identity, RequestLog], Exchange]
 
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/completions": "completions",
@@ -40,14 +44,30 @@ STREAM_HEADERS: tuple[Header, ...] = (
 
 
 class Completions:
-    """An ASGI application around another one. It needs `ClientConnection` under it.
+    """An ASGI application around another one. It needs `ClientConnection` under it."""
 
-    `services` must stay open for as long as it serves.
-    """
-
-    def __init__(self, services: Services, otherwise: App) -> None:
-        self._services = services
+    def __init__(
+        self,
+        otherwise: App,
+        *,
+        new_exchange: NewExchange,
+        open_requests: RequestTasks,
+        api_keys: ApiKeys | None,
+        metrics: Metrics,
+        history: History,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        log_prompts: bool,
+    ) -> None:
         self._otherwise = otherwise
+        self._new_exchange = new_exchange
+        self._open_requests = open_requests
+        self._api_keys = api_keys
+        self._metrics = metrics
+        self._history = history
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._log_prompts = log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
@@ -65,7 +85,7 @@ class Completions:
 
     def _allowance(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """What the client may still ask for, or why the request is not even looked at."""
-        keys, method, client = self._services.api_keys, scope["method"], NOBODY
+        keys, method, client = self._api_keys, scope["method"], NOBODY
         if keys is not None:
             authorization = _text(headers.get(b"authorization"))
             admission = admitted(keys, scope["path"], method, authorization)
@@ -86,15 +106,14 @@ class Completions:
         allowance: RateLimit,
     ) -> None:
         """One request. A client that leaves cancels this task; so does a proxy that stops."""
-        services = self._services
-        reply.lost = services.open_requests.join()
-        record = RequestLog(endpoint, request_id, services.metrics, services.history)
+        reply.lost = self._open_requests.join()
+        record = RequestLog(endpoint, request_id, self._metrics, self._history)
         out = ClientStream(reply, record, (*STREAM_HEADERS, _named(request_id)))
         try:
             record.draw_on(allowance)
             raw = await self._body(headers, reply, receive)
             asked = parse_request(endpoint, raw)
-            record.tell_request(asked, show_prompt=services.config.log_prompts)
+            record.tell_request(asked, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
                 request_id,
@@ -102,7 +121,7 @@ class Completions:
                 _text(headers.get(b"traceparent")),
                 _text(headers.get(b"x-session-id")),
             )
-            exchange = Exchange(services, asked, ids, record)
+            exchange = self._new_exchange(asked, ids, record)
             if asked.stream:
                 out.wants_timing = asked.wants_timing
                 await exchange.stream(out)
@@ -128,11 +147,10 @@ class Completions:
 
     async def _body(self, headers: dict[bytes, bytes], reply: ClientReply, receive: Receive) -> bytes:
         """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
-        config = self._services.config
-        limit, body = config.max_body_bytes, reply.body
+        limit, body = self._max_body_bytes, reply.body
         if body is None and int(headers.get(b"content-length", b"0")) <= limit:
             try:
-                async with asyncio.timeout(config.body_timeout_s):
+                async with asyncio.timeout(self._body_timeout_s):
                     body = await _received(receive, limit)
             except TimeoutError as error:
                 raise BodyTooSlow("the body did not arrive in time") from error

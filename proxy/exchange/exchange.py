@@ -31,11 +31,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.client_stream import ClientStream
-from kvferry.proxy.api.dashboard_feed import DashboardFeed
-from kvferry.proxy.api.request_tasks import RequestTasks
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect, Leg, SubRequest
 from kvferry.proxy.dialects.peer_cache import PeerCache
@@ -65,27 +61,33 @@ from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest, check_context
-from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What every exchange of one proxy works with."""
+class ExchangeSettings:
+    """Deadlines and tries of one request; `ProxyConfig` describes the fields of the same names."""
 
-    config: ProxyConfig
+    queue_timeout_s: float
+    first_byte_timeout_s: float
+    total_timeout_s: float
+    retries: int
+    migrations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeContext:
+    """What all exchanges of one proxy share."""
+
+    settings: ExchangeSettings
     fleet: Fleet
     retry_budget: RetryBudget
     upstream: UpstreamPool
     drops: KvDrops
     dialects: Mapping[str, Dialect]
     peers: PeerCache
-    open_requests: RequestTasks
     metrics: Metrics
-    history: History
-    live: DashboardFeed
-    api_keys: ApiKeys | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +114,18 @@ class Attempt:
 class Exchange:
     """Serves one client request. Call either `answer` or `stream`, once."""
 
-    def __init__(self, services: Services, request: ClientRequest, ids: Identity, record: RequestLog) -> None:
-        self._services = services
+    def __init__(
+        self, context: ExchangeContext, request: ClientRequest, ids: Identity, record: RequestLog
+    ) -> None:
+        self._context = context
         self._request = request
         self._ids = ids
         self._ask = routing_request(request, ids.session)
         self._record = record
-        self._retries_left = services.config.retries
-        self._migrations_left = services.config.migrations
+        self._retries_left = context.settings.retries
+        self._migrations_left = context.settings.migrations
         self._avoid = NOBODY
-        self._deadline = _now() + services.config.total_timeout_s
+        self._deadline = _now() + context.settings.total_timeout_s
 
     async def answer(self) -> Answer:
         """The answer of a request that does not stream. Raises `ProxyError`."""
@@ -185,11 +189,11 @@ class Exchange:
         `must_match` is an agent from which the client has tokens: others must go on with that very answer.
         Raises `NoAgent`, `ModelNotFound`, `InvalidRequest` or `Overloaded`.
         """
-        services, model = self._services, self._request.model
+        context, model = self._context, self._request.model
         if not self._avoid:
-            services.retry_budget.request()
-        by = min(_now() + services.config.queue_timeout_s, self._deadline)
-        hold = await services.fleet.enter(
+            context.retry_budget.request()
+        by = min(_now() + context.settings.queue_timeout_s, self._deadline)
+        hold = await context.fleet.enter(
             AcquireRequest(ask=self._ask, by=by, exclude=self._avoid, must_match=must_match)
         )
         if hold is NoPair.UNKNOWN_MODEL:
@@ -210,24 +214,24 @@ class Exchange:
         """Give back what the attempt holds. Never waits, so that it also runs to its end when cancelled."""
         attempt.hold.release()
         if attempt.pinned:
-            self._services.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
+            self._context.drops.drop(attempt.pair.prefill.info, attempt.transfer_id)
 
     def _plan_retry(self, attempt: Attempt, lost: AgentLost) -> None:
         """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
-        services = self._services
+        context = self._context
         if lost.connection_refused:
-            services.fleet.connection_refused(lost.agent)
+            context.fleet.connection_refused(lost.agent)
         if self._record.phase is Phase.DECODE:
             if not self._may_repeat(lost):
                 raise StreamBroken(lost.message) from lost
             self._migrations_left -= 1
-            services.metrics.migrations.inc()
+            context.metrics.migrations.inc()
         else:
             if not self._may_repeat(lost):
                 raise lost
             self._retries_left -= 1
             leg = "prefill" if lost.agent == attempt.pair.prefill.incarnation else "decode"
-            services.metrics.retries.labels(leg).inc()
+            context.metrics.retries.labels(leg).inc()
         self._avoid |= {lost.agent}
         self._record.enter(Phase.ROUTE)
 
@@ -242,25 +246,25 @@ class Exchange:
             return False
         if lost.is_down:
             return True
-        if not self._services.retry_budget.take():
-            self._services.metrics.retries_denied.inc()
+        if not self._context.retry_budget.take():
+            self._context.metrics.retries_denied.inc()
             return False
         return True
 
     def _spread(self, attempt: Attempt) -> Spread | None:
         """What takes the attempt through another engine's servers; None for our own agents."""
-        services = self._services
+        context = self._context
         dialect = self._dialect(attempt.pair)
         if dialect is None:
             return None
         tools = Tools(
             dialect=dialect,
             post=self._post,
-            upstream=services.upstream,
-            peers=services.peers,
-            drops=services.drops,
-            metrics=services.metrics,
-            first_byte_s=services.config.first_byte_timeout_s,
+            upstream=context.upstream,
+            peers=context.peers,
+            drops=context.drops,
+            metrics=context.metrics,
+            first_byte_s=context.settings.first_byte_timeout_s,
             by=self._deadline,
         )
         return Spread(tools, attempt.hold, self._record, self._parts(attempt))
@@ -273,7 +277,7 @@ class Exchange:
         return cut(self._request, self._ids, [attempt.transfer_id, *others])
 
     def _dialect(self, pair: Pair) -> Dialect | None:
-        return self._services.dialects.get(pair.prefill.info.dialect)
+        return self._context.dialects.get(pair.prefill.info.dialect)
 
     async def _answer_from(self, attempt: Attempt) -> Answer:
         """One attempt at an answer that is not streamed."""
@@ -303,13 +307,13 @@ class Exchange:
         and so, of all early legs that have a place, at most one waits for its prefill leg to get the next.
         """
         pair = attempt.pair
-        may_be_early = pair.streamed and not self._avoid and self._services.upstream.has_spare_connections
+        may_be_early = pair.streamed and not self._avoid and self._context.upstream.has_spare_connections
         where = may_be_early and native.control_address(pair.prefill.info)
         if not where:
             return nullcontext()
         agent = pair.decode.info
         body = native.streamed_body(self._request, self._ids, pair.prefill.info, where, attempt.transfer_id)
-        self._services.metrics.streamed_pulls.inc()
+        self._context.metrics.streamed_pulls.inc()
         # Its first byte can come only after the prefill's last.
         return EarlyLeg(self._last_leg(agent, body, patience=2), Incarnation(agent.incarnation))
 
@@ -398,9 +402,9 @@ class Exchange:
         self, server: Register, leg: Leg, *, headers_by: float, by: float
     ) -> AsyncIterator[UpstreamResponse]:
         """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
-        services, incarnation = self._services, Incarnation(server.incarnation)
+        context, incarnation = self._context, Incarnation(server.incarnation)
         try:
-            async with services.upstream.post(
+            async with context.upstream.post(
                 server,
                 leg.path,
                 leg.body,
@@ -411,12 +415,12 @@ class Exchange:
             ) as answer:
                 yield answer
         except (AgentLost, AgentTimeout, BadResponse):
-            services.fleet.leg_failed(incarnation)
+            context.fleet.leg_failed(incarnation)
             raise
-        services.fleet.leg_succeeded(incarnation)
+        context.fleet.leg_succeeded(incarnation)
 
     def _first_byte_deadline(self, patience: int = 1) -> float:
-        return min(_now() + patience * self._services.config.first_byte_timeout_s, self._deadline)
+        return min(_now() + patience * self._context.settings.first_byte_timeout_s, self._deadline)
 
 
 def _context_of(pair: Pair) -> int | None:

@@ -269,9 +269,7 @@ async def test_metrics_tell_what_happened(stage: Stage) -> None:
 
 async def test_a_stream_may_outlast_what_quart_would_allow(stage: Stage) -> None:
     """Quart's own response timeout (60 s) is off; ours is the exchange's."""
-    from kvferry.proxy.api.app import create_app
-
-    app = create_app(stage.proxy.services)
+    app = stage.proxy.services.create_app()
     assert app.config["RESPONSE_TIMEOUT"] is None
     assert app.config["MAX_CONTENT_LENGTH"] == stage.proxy.services.config.max_body_bytes
     assert app.config["BODY_TIMEOUT"] == stage.proxy.services.config.body_timeout_s
