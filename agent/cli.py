@@ -8,20 +8,26 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 import uvloop
-from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
 from kvferry.agent.api.process import run_agent
 from kvferry.agent.config import AgentConfig, configure_logging
-from kvferry.agent.tls import BadCertificate
-from kvferry.proxy.wire.messages import BadClusterKey
+from kvferry.proxy.wire.addresses import check_host_port
+from kvferry.proxy.wire.cluster_key import BadClusterKey
+from kvferry.proxy.wire.flags import flag_parser, parse_flags
+from kvferry.proxy.wire.tls import BadCertificate
 
 log = logging.getLogger(__name__)
 
 BUNDLED_MODELS = Path(__file__).parents[1] / "deploy" / "models"
+_PROG = "kvferry agent"
+_DESCRIPTION = (
+    "Run a model, serve it over HTTP, and announce it to proxies. "
+    "With --attach URL, announce a running server of another engine instead: "
+    "kvferry agent --attach URL --help lists the options of that."
+)
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -42,42 +48,18 @@ def parse_config(argv: Sequence[str]) -> AgentConfig:
 
     Prints a message that names the flag, key or value at fault and exits with status 2 when one is wrong.
     """
-    parser = build_parser()
-    values = parser.parse_args(list(argv)).as_dict()
-    del values["config"]
-    try:
-        config = AgentConfig(**{**values, "proxy": tuple(values["proxy"])})
-        return with_model_directory(_checked(config))
-    except ValueError as error:
-        parser.error(str(error))
+    return parse_flags(
+        AgentConfig,
+        argv,
+        prog=_PROG,
+        description=_DESCRIPTION,
+        check=lambda config: with_model_directory(_checked(config)),
+    )
 
 
 def build_parser() -> ArgumentParser:
     """One flag per field of `AgentConfig`, spelled with dashes and described by the class's docstring."""
-    parser = ArgumentParser(
-        prog="kvferry agent",
-        description="Run a model, serve it over HTTP, and announce it to proxies. "
-        "With --attach URL, announce a running server of another engine instead: "
-        "kvferry agent --attach URL --help lists the options of that.",
-        default_env=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with these options.")
-    hints = get_type_hints(AgentConfig)
-    described = parse_docstring(AgentConfig.__doc__ or "").params
-    helps = {param.arg_name: param.description or "" for param in described}
-    for field in dataclasses.fields(AgentConfig):
-        flag = "--" + field.name.replace("_", "-")
-        if field.name == "proxy":
-            parser.add_argument(
-                flag, nargs="+", action="extend", type=str, default=[], help=helps[field.name]
-            )
-        elif field.default is dataclasses.MISSING:
-            parser.add_argument(flag, type=hints[field.name], required=True, help=helps[field.name])
-        elif field.default is False:
-            parser.add_argument(flag, type=bool, nargs="?", const=True, default=False, help=helps[field.name])
-        else:
-            parser.add_argument(flag, type=hints[field.name], default=field.default, help=helps[field.name])
-    return parser
+    return flag_parser(AgentConfig, prog=_PROG, description=_DESCRIPTION)
 
 
 def with_model_directory(config: AgentConfig) -> AgentConfig:
@@ -100,9 +82,7 @@ def with_model_directory(config: AgentConfig) -> AgentConfig:
 
 def _checked(config: AgentConfig) -> AgentConfig:
     for address in config.proxy:
-        host, separator, port = address.rpartition(":")
-        if not (host and separator and port.isdecimal() and 0 < int(port) <= 65535):
-            raise ValueError(f"proxy must be HOST:PORT, got {address!r}")
+        check_host_port("proxy", address)
     if config.proxy and config.advertised_host in _WILDCARDS:
         raise ValueError(f"advertise_host is needed when host is {config.host!r}: nobody can dial that")
     return config

@@ -25,8 +25,10 @@ from kvferry.agent.api.ping import Announcer
 from kvferry.agent.config import configure_logging
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode, TransferMode
+from kvferry.proxy.wire.addresses import check_host_port
+from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import parse_flags
-from kvferry.proxy.wire.messages import BadClusterKey, Bye, ClusterKey, Incarnation, Register, Role
+from kvferry.proxy.wire.messages import Bye, Incarnation, Register, Role
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +78,7 @@ class SidecarConfig:
             if not getattr(self, name):
                 raise ValueError(f"--{name} must be given")
         for address in self.proxy:
-            host, _, port = address.rpartition(":")
-            if not (host and port.isdecimal() and 0 < int(port) <= 65535):
-                raise ValueError(f"proxy must be HOST:PORT, got {address!r}")
+            check_host_port("proxy", address)
         self.server()
 
     def server(self) -> StaticNode:

@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import uvloop
@@ -17,7 +17,8 @@ from kvferry.proxy.api.auth import BadKeyFile
 from kvferry.proxy.config import ProxyConfig, parse_config
 from kvferry.proxy.discovery.static_nodes import BadEngineServer
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.messages import BadClusterKey
+from kvferry.proxy.wire.cluster_key import BadClusterKey
+from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.tls import BadCertificate
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
@@ -38,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         uvloop.run(_serve(config))
     except* (OSError, *BAD_FILES, WorkersFailed) as failed:
         status = 1
-        for error in _leaves(failed):
+        for error in leaves(failed):
             print(f"kvferry proxy: {error}", file=sys.stderr)
     return status
 
@@ -54,11 +55,3 @@ async def _serve(config: ProxyConfig) -> None:
         where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
         print(json.dumps({"listening": where}), flush=True)
         await stop.wait()
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -34,20 +34,13 @@ from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import ClusterKey
+from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.http_server import HttpServer
 from kvferry.proxy.wire.tls import server_context
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without hands on the process's signals: those belong to `main`."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signal handlers as they are."""
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +213,7 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[
 def base_url(config: ProxyConfig, port: int) -> str:
     """The URL of the proxy that listens on `port`."""
     scheme = "http" if config.tls_cert is None else "https"
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_port(config.host, port)}"
 
 
 def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolSettings:

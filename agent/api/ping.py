@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
     Ack,
     BadFrame,
     Bye,
-    ClusterKey,
     Incarnation,
     Refused,
     Register,

@@ -25,7 +25,7 @@ from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import Metrics
 from kvferry.agent.api.ping import Announcer
-from kvferry.agent.api.server import HttpServer, create_app, create_server, listen_http
+from kvferry.agent.api.server import create_app, create_server, listen_http
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.engine.messages import EngineReady
@@ -33,8 +33,11 @@ from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.tls import server_context
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, ClusterKey, Incarnation, Load, Register
+from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.http_server import HttpServer
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, Incarnation, Load, Register
+from kvferry.proxy.wire.tls import server_context
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +263,7 @@ async def _cut_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
 
 async def _hang_up(server: HttpServer) -> None:
     """Close every connection, and let the handlers behind them notice."""
-    server.hang_up()
+    server.close_connections()
     if server.server_state.tasks:
         await asyncio.wait(server.server_state.tasks, timeout=_HANG_UP_TIMEOUT_S)
 
@@ -274,7 +277,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_port(host, port)}"
 
 
 def _not_ready(incarnation: Incarnation) -> EngineReady:

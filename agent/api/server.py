@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from kvferry.agent.api.request_log import Journal
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
+from kvferry.proxy.wire.http_server import HttpServer
 from kvferry.proxy.wire.messages import Incarnation
 
 log = logging.getLogger(__name__)
@@ -170,24 +170,6 @@ def create_app(
         return await on_api_error(ApiError(error.code or 500, code, error.description or error.name))
 
     return app
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn with its signal handling left out: the process that owns it decides when to end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def hang_up(self) -> None:
-        """Accept nothing more, and close every connection once what was written to it has left.
-
-        Requests that are cut off by other means get uvicorn's own 500, in plain text.
-        """
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.transport.close()
 
 
 def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -41,6 +41,7 @@ from kvferry.agent.engine.scheduler import Limits, Scheduler
 from kvferry.agent.ids import host_id
 from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
+from kvferry.proxy.wire.exceptions import leaves
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.layout import KVGeometry
@@ -343,17 +344,9 @@ def main(*, rank_module: str = RANK_MODULE) -> int:
     try:
         asyncio.run(run_engine(boot, run_dir, rank_module))
     except* (BrokenRank, ApiGone) as errors:
-        log.error("%s", " and ".join(map(str, _leaves(errors))))
+        log.error("%s", " and ".join(map(str, leaves(errors))))
         status = 1
     return status
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 if __name__ == "__main__":

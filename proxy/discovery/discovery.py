@@ -18,7 +18,8 @@ from kvferry.proxy.discovery.ping_listener import Discovery
 from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.fleet.fleet import LocalFleet
 from kvferry.proxy.fleet.refusals import Refusal
-from kvferry.proxy.wire.messages import Bye, ClusterKey, Incarnation, Register
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.messages import Bye, Incarnation, Register
 from kvferry.proxy.wire.tls import client_context
 
 logger = logging.getLogger(__name__)

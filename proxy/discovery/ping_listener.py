@@ -15,7 +15,8 @@ from kvferry.proxy.dialects import atom, vllm_moriio
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
-from kvferry.proxy.wire.gate import Gate
+from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.cluster_key import ClusterKey, ClusterKeyAuthenticator
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Discovery:
         metrics: Metrics,
         proxy_id: str,
         clock: Callable[[], float],
-        key: wire.ClusterKey | None = None,
+        key: ClusterKey | None = None,
         heard: Callable[[], None] = lambda: None,
         complete: Callable[[wire.Register], wire.Register] = lambda info: info,
     ) -> None:
@@ -54,20 +55,23 @@ class Discovery:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-        self._gate = None if key is None else Gate(self._context, self._socket, key)
+        self._authenticator = (
+            None if key is None else ClusterKeyAuthenticator(self._context, self._socket, key)
+        )
 
     def bind(self, host: str, port: int) -> int:
         """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken.
 
-        With a key, needs a running event loop: whoever is to judge the peers is there before any can come.
+        With a key, needs a running event loop: the authenticator runs before any peer can connect.
         """
-        shown = f"[{host}]" if ":" in host else host
-        if self._gate is not None:
-            self._gate.open()
+        if self._authenticator is not None:
+            self._authenticator.start()
         try:
-            self._socket.bind(f"tcp://{shown}:{port or '*'}")
+            self._socket.bind(f"tcp://{host_port(host, port or '*')}")
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot bind discovery to {shown}:{port}: {error}") from error
+            raise OSError(
+                error.errno, f"cannot bind discovery to {host_port(host, port)}: {error}"
+            ) from error
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     async def run(self) -> None:
@@ -89,8 +93,8 @@ class Discovery:
     def close(self) -> None:
         """Close the socket and its context. Idempotent."""
         self._socket.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     def handle(self, frames: list[bytes]) -> bytes | None:
@@ -99,7 +103,7 @@ class Discovery:
             if len(frames) != 2:
                 raise wire.BadFrame(f"{len(frames)} frames where 2 were expected")
             # Other engines cannot hold the key, so behind the gate their maps are nobody's.
-            foreign = _foreign(wire.unpack_map(frames[1])) if self._gate is None else None
+            foreign = _foreign(wire.unpack_map(frames[1])) if self._authenticator is None else None
             message = foreign or wire.decode_agent_message(frames[1])
             if isinstance(message, wire.Register):
                 _check_addresses(message)

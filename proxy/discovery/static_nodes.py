@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.proxy.wire.addresses import bracketed, host_port
 from kvferry.proxy.wire.messages import Role
 
 EngineDialect = Literal["vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
@@ -105,16 +106,15 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def control(self) -> str:
         """Where the engine's peers reach it for KV, spelled as its dialect reads it (`Register.control`)."""
         host = self.kv_host or urlsplit(self.url).hostname or ""
-        shown = f"[{host}]" if ":" in host else host
         match self.dialect:
             case "vllm-nixl":
                 return ""
             case "vllm-moriio":
                 return f"host:{host},handshake:{self.handshake_port},notify:{self.notify_port}"
             case "vllm-mooncake" | "sglang":
-                return f"http://{shown}:{self.bootstrap_port or BOOTSTRAP_PORT}"
+                return f"http://{host_port(host, self.bootstrap_port or BOOTSTRAP_PORT)}"
             case "atom":
-                return f"tcp://{shown}:{self.handshake_port}"
+                return f"tcp://{bracketed(host)}:{self.handshake_port}"
 
     @property
     def mode(self) -> TransferMode:

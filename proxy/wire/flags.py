@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, TypeVar, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import docstring_parser
 from jsonargparse import ArgumentParser
@@ -16,31 +16,48 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="DataclassInstance")
 
 
-def parse_flags(settings: type[C], argv: Sequence[str], *, prog: str, description: str) -> C:
-    """Read a frozen dataclass whose fields all have defaults and whose docstring describes them.
+def parse_flags(
+    settings: type[C],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    check: Callable[[C], C] | None = None,
+) -> C:
+    """Read `argv` into a frozen dataclass, whose docstring describes its fields.
 
-    A field of type `tuple[str, ...]` becomes a flag that may be repeated.
+    `check` returns the settings, perhaps completed; it raises `ValueError` for a wrong value, as the
+    dataclass itself may.
 
     Raises:
         SystemExit: with status 2 and a message that names the unknown flag or key, or the wrong value;
             with status 0 after `--help`.
     """
+    parser = flag_parser(settings, prog=prog, description=description)
+    values = parser.parse_args(list(argv)).as_dict()
+    values.pop("config")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        made = settings(**values)
+        return made if check is None else check(made)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def flag_parser(settings: type[DataclassInstance], *, prog: str, description: str) -> ArgumentParser:
+    """One flag per field. It may be repeated for `tuple[str, ...]`, and needs no value for a bool."""
     parser = ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
     types = get_type_hints(settings)
     described = docstring_parser.parse(settings.__doc__ or "").params
     helps = {param.arg_name: param.description for param in described}
     for field in fields(settings):
-        flag, explained = f"--{field.name.replace('_', '-')}", helps.get(field.name)
+        options: dict[str, Any] = {"type": types[field.name], "default": field.default}
         if types[field.name] == tuple[str, ...]:
-            parser.add_argument(flag, nargs="+", action="extend", type=str, default=[], help=explained)
-        else:
-            parser.add_argument(flag, type=types[field.name], default=field.default, help=explained)
-    values = parser.parse_args(list(argv)).as_dict()
-    values.pop("config")
-    # A list of words is how a flag may be repeated; settings do not change.
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    try:
-        return settings(**values)
-    except ValueError as error:
-        parser.error(str(error))
+            options = {"nargs": "+", "action": "extend", "type": str, "default": []}
+        elif field.default is MISSING:
+            options = {"type": types[field.name], "required": True}
+        elif field.default is False:
+            options |= {"nargs": "?", "const": True}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", help=helps.get(field.name), **options)
+    return parser

@@ -2,21 +2,15 @@
 """The registration messages that agents and proxies exchange over ZMQ (design §4).
 
 Agents send maps over DEALER; the proxy's ROUTER answers. Frames are packed by `msgpack` with strict limits
-and typed here with msgspec; nothing downstream of this module sees an untyped map. This is the one module of
-`proxy` that `agent` imports, so it must stay free of every other import of ours.
+and typed here with msgspec; nothing downstream of this module sees an untyped map.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NewType, TypeVar
 
 import msgpack
 import msgspec
-import zmq
 
 PROTOCOL_VERSION = 2
 DEFAULT_DISCOVERY_PORT = 36367
@@ -35,42 +29,10 @@ class BadFrame(ValueError):
     """A discovery frame that is not one of the messages below."""
 
 
-class BadClusterKey(ValueError):
-    """A file that holds no cluster key; the message names the file alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterKey:
-    """What the proxies and agents of one cluster share: a CURVE key pair (Z85), and what follows from it."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    @classmethod
-    def read(cls, path: Path) -> ClusterKey:
-        """Read a file made by `kvferry keygen`: a secret key. Raises `OSError` or `BadClusterKey`."""
-        secret = path.read_bytes().strip()
-        try:
-            return cls(public=zmq.curve_public(secret), secret=secret)
-        except (zmq.ZMQError, ValueError) as error:
-            raise BadClusterKey(f"{path} does not hold a cluster key") from error
-
-    @property
-    def bearer(self) -> str:
-        """The token that agents ask for over HTTP. The key does not follow from it."""
-        return hmac.new(self.secret, b"kvferry http", hashlib.sha256).hexdigest()
-
-    def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """Before `connect`: talk only to a server that has this key, and prove that we have it."""
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
-
-
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How busy an agent is, in sequences and KV blocks. Cached blocks that can be evicted count as free.
 
-    `max_running` is how many sequences it runs at once; None when it does not say.
+    `max_running` is how many sequences it runs at once; None when unknown.
     """
 
     running: int
@@ -82,11 +44,11 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One agent's ping. `address` and `control` are what peers must dial, apart from what is bound.
+    """One agent's ping. `address` and `control` are what peers connect to, whatever is bound.
 
-    `geometry`: what `layout` is the fingerprint of, for people to read. `refusals`: prefill agents, by
-    incarnation, whose KV it found at first contact that it can never read, and why; at most 64.
-    `prefill_chunk`: tokens of a prompt that it computes per step; None when it does not say.
+    `geometry`: what `layout` is the fingerprint of, in readable form. `refusals`: prefill agents, by
+    incarnation, whose KV it can never read, as found at the first handshake, and why; at most 64.
+    `prefill_chunk`: prompt tokens computed per step; None when unknown.
     """
 
     v: Literal[2] = 2
@@ -117,7 +79,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The agent leaves now; no need to wait for its pings to stop."""
+    """The agent stops now; no need to wait for its pings to expire."""
 
     v: Literal[2] = 2
     type: Literal["bye"] = "bye"

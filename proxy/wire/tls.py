@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS contexts: for those who connect to the proxy, and for the agents that it connects to."""
+"""TLS contexts for the servers of proxies and agents, and for the proxy as their client."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class BadCertificate(ValueError):
-    """Files that cannot be read, hold no certificate or not its key; the message names them."""
+    """Files that cannot be read, or hold no certificate or not its key; the message names them."""
 
 
-def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """For a server: a PEM certificate with its chain, and its key, which has no password.
+def server_context(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
+    """For a server: a PEM file with the certificate and its chain, and one with its key, without a password.
 
     Raises `BadCertificate`.
     """
@@ -26,7 +26,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_context(authority: Path) -> ssl.SSLContext:
-    """For a client that trusts only what the authorities in this PEM file signed. Raises `BadCertificate`."""
+    """For a client that trusts only the authorities in this PEM file. Raises `BadCertificate`."""
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:

@@ -10,7 +10,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-import kvferry.agent.tls
 from kvferry.proxy.fleet.refusals import Refusal
 from kvferry.proxy.wire.tls import BadCertificate, client_context, server_context
 from tests.standins.agents import StandInAgent
@@ -83,8 +82,6 @@ def test_files_that_are_no_certificate_and_its_key_are_named(
     cert = junk.get(flaw, others.cert)
     with pytest.raises(BadCertificate, match=str(cert)):
         server_context(cert, ours.key)
-    with pytest.raises(kvferry.agent.tls.BadCertificate, match=str(cert)):
-        kvferry.agent.tls.server_context(str(cert), str(ours.key))
     if flaw in junk:
         with pytest.raises(BadCertificate, match=str(cert)):
             client_context(cert)

@@ -19,6 +19,7 @@ from kvferry.proxy.fleet.refusals import Refusal
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from tests.standins.wiretap import Wiretap
 from tests.unit.proxy.builders import load, registration
 
@@ -29,13 +30,13 @@ REFUSAL_S = 0.5
 Secure = Callable[[zmq.Socket[Any]], None]
 
 
-def new_key() -> wire.ClusterKey:
+def new_key() -> ClusterKey:
     public, secret = zmq.curve_keypair()
-    return wire.ClusterKey(public=public, secret=secret)
+    return ClusterKey(public=public, secret=secret)
 
 
 @asynccontextmanager
-async def discovery(key: wire.ClusterKey | None) -> AsyncIterator[tuple[Registry, str]]:
+async def discovery(key: ClusterKey | None) -> AsyncIterator[tuple[Registry, str]]:
     """A listening discovery socket; yields its registry and address."""
     registry, clock = Registry(), asyncio.get_running_loop().time
     metrics = Metrics()
@@ -109,7 +110,7 @@ async def test_an_agent_does_not_speak_to_a_proxy_without_the_key() -> None:
 class Agent:
     """A holder of the key that pings by way of a port."""
 
-    def __init__(self, key: wire.ClusterKey, port: int) -> None:
+    def __init__(self, key: ClusterKey, port: int) -> None:
         self._context = zmq.asyncio.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 0)
@@ -234,10 +235,10 @@ def test_a_key_file_is_read_or_refused_by_name(tmp_path: Path) -> None:
     public, secret = zmq.curve_keypair()
     path = tmp_path / "cluster.key"
     path.write_bytes(secret + b"\n")
-    key = wire.ClusterKey.read(path)
+    key = ClusterKey.read(path)
     assert (key.public, key.secret) == (public, secret)
     assert secret.decode() not in f"{key} {key.bearer}", "neither logs nor tokens give it away"
     for wrong in (b"", b"x" * 39, b"x" * 41, b"\xff" * 40, public + secret):
         path.write_bytes(wrong)
-        with pytest.raises(wire.BadClusterKey, match=r"cluster\.key"):
-            wire.ClusterKey.read(path)
+        with pytest.raises(BadClusterKey, match=r"cluster\.key"):
+            ClusterKey.read(path)
