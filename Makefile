@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@# pip would compile on one core, and thousands of models and tools that nobody loads. What does not compile
+	@# pip would compile on one core, and thousands of models and tools that are never loaded. What does not compile
 	@# (some packages carry templates) is no matter.
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & \
 		$(PIP_INSTALL) --editable '.[dev,nixl,mooncake]'; status=$$?; wait; exit $$status
@@ -84,7 +84,7 @@ check: $(STAMP) $(TYPING) ## lint, format and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## format the code and mend what the linter can
+format: $(STAMP) ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

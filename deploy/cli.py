@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvferry` command: finds the part that a subcommand names, and hands it the rest of the line."""
+"""The `kvferry` command: each subcommand runs the `main` of one module with the rest of the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "proxy": ("kvferry.proxy.__main__", "start the proxy that clients talk to"),
     "agent": ("kvferry.agent.__main__", "start one prefill or decode agent"),
     "keygen": ("kvferry.deploy.keygen", "make the key that proxies and agents of one cluster share"),
-    "doctor": ("kvferry.deploy.doctor", "say which KV transfer backends work here, and why others do not"),
+    "doctor": ("kvferry.deploy.doctor", "report which KV transfer backends work here, and why others do not"),
 }
 SIDECAR = "kvferry.deploy.sidecar"
-"""What `kvferry agent --attach` runs: an agent in front of a server of another engine."""
+"""`kvferry agent --attach`: announces a server of another engine."""
 
 
-def usage() -> str:
-    """The text of `kvferry --help`."""
+def help_text() -> str:
     commands = "\n".join(f"  {name:8} {what}" for name, (_, what) in COMMANDS.items())
     return (
         "kvferry serves a language model with prefill and decode apart.\n\n"
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     match words:
         case [] | ["-h" | "--help", *_]:
-            print(usage())
+            print(help_text())
             return 0
         case ["--version", *_]:
             print(f"kvferry {version('kvferry')}")

@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class DemoFailed(RuntimeError):
-    """The cluster ran, but did not do what the demo promises."""
+    """The cluster ran, but an answer was wrong, or the KV was not transferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one request did, as the client saw it (seconds) and as the decode agent reports it."""
+    """The result of one request: times in seconds as seen by the client, and by the decode agent."""
 
     text: str
     ttft: float
@@ -51,22 +51,22 @@ class Run:
 
 
 def questions(seed: int = 7) -> list[Question]:
-    """A sum, a short recall and a long recall; the last is about 800 tokens of prompt."""
+    """Return a sum, a short recall and a long recall; the last prompt has about 800 tokens."""
     rng = random.Random(seed)
     left, right = rng.randint(100, 899), rng.randint(10, 99)
     made = [Question(prompt=f"{left}+{right}=", shown=f"{left}+{right}=", answer=str(left + right))]
     for pairs in (12, 130):
         keys = rng.sample([a + b for a in LETTERS for b in LETTERS], pairs)
         values = [f"{rng.randrange(1000):03d}" for _ in keys]
-        asked = rng.randrange(pairs)
+        wanted = rng.randrange(pairs)
         listing = "".join(f"{key}={value};" for key, value in zip(keys, values, strict=True))
-        shown = f"{listing[:24]}… ({pairs} pairs) ?{keys[asked]}="
-        made.append(Question(prompt=f"{listing}?{keys[asked]}=", shown=shown, answer=values[asked]))
+        shown = f"{listing[:24]}… ({pairs} pairs) ?{keys[wanted]}="
+        made.append(Question(prompt=f"{listing}?{keys[wanted]}=", shown=shown, answer=values[wanted]))
     return made
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of an OpenAI stream up to `[DONE]`. Raises `DemoFailed` on an error or a cut."""
+    """Yield the JSON events of an OpenAI stream up to `[DONE]`. Raises `DemoFailed` on an error or a cut."""
     async for line in response.content:
         if not line.startswith(b"data: "):
             continue
@@ -80,7 +80,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     raise DemoFailed("the stream ended without [DONE]")
 
 
-async def ask(session: aiohttp.ClientSession, url: str, question: Question, console: Console) -> Run:
+async def stream(session: aiohttp.ClientSession, url: str, question: Question, console: Console) -> Run:
     """Stream one question, printing the answer as it arrives."""
     body = {
         "model": "ferry-tiny",
@@ -116,7 +116,7 @@ async def ask(session: aiohttp.ClientSession, url: str, question: Question, cons
 
 
 def table(runs: list[Run]) -> Table:
-    """The figures of each request."""
+    """Return a table with one row per request."""
     made = Table(title="what each request cost")
     for column in ("answer", "TTFT ms", "TPOT ms", "KV bytes pulled", "backend", "pull ms"):
         made.add_column(column, justify="left" if column in ("answer", "backend") else "right")
@@ -140,7 +140,7 @@ async def demo(console: Console) -> None:
         await cluster.wait_ready(progress=lambda words: console.print(words, highlight=False))
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            runs = [await ask(session, cluster.url, question, console) for question in questions()]
+            runs = [await stream(session, cluster.url, question, console) for question in questions()]
         console.print(table(runs))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a proxy and its agents as local processes, watches them, and ends them.
+"""Start a proxy and its agents as local processes, watch them, and stop them.
 
 Used by `kvferry up`, by `make demo` and by the system tests, so that all three start the product alike.
 """
@@ -67,7 +67,7 @@ class ClusterSpec:
 
 @dataclass(slots=True)
 class Process:
-    """One started process, and what it said about where it listens."""
+    """One started process. `listening`: the addresses that it printed when it was ready to accept."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -82,18 +82,18 @@ class Process:
     def url(self) -> str:
         return str(self.listening["url"])
 
-    def last_words(self, lines: int = 8) -> str:
-        """The end of its log, for an error message."""
+    def log_tail(self, lines: int = 8) -> str:
+        """Return the last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         """Send it SIGTERM, if it has not ended; `stop` waits for it."""
         if self.process.returncode is None:
             self.process.terminate()
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End it by SIGTERM, then by SIGKILL after `grace_s`. Returns once it is reaped."""
-        self.ask_to_end()
+        """Send SIGTERM, and SIGKILL after `grace_s`. Returns once it is reaped."""
+        self.terminate()
         if self.process.returncode is None:
             try:
                 await asyncio.wait_for(self.process.wait(), grace_s)
@@ -105,9 +105,9 @@ class Process:
 
 
 async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Process:
-    """Start `python argv…` and wait for the line on stdout that says where it listens.
+    """Start `python argv…` and wait for the line on stdout with the addresses that it listens at.
 
-    Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or stays silent.
+    Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or prints nothing in time.
     """
     log = log_dir / f"{name}.log"
     parent = os.getpid()
@@ -130,7 +130,7 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
         process.listening = json.loads(line)["listening"]
     except (TimeoutError, ValueError, KeyError) as error:
         await process.stop()
-        raise LaunchError(f"{name} did not start:\n{process.last_words()}") from error
+        raise LaunchError(f"{name} did not start:\n{process.log_tail()}") from error
     except asyncio.CancelledError:
         await process.stop()
         raise
@@ -168,7 +168,7 @@ class Cluster:
 
     async def __aexit__(self, *_: object) -> None:
         for agent in self.agents.values():
-            agent.ask_to_end()  # all at once; the proxy goes when they have gone
+            agent.terminate()  # all at once; the proxy goes when they have gone
         await self._stack.aclose()
 
     @property
@@ -196,9 +196,9 @@ class Cluster:
     ) -> None:
         """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline.
 
-        `progress` is told, on every change, how many agents are ready.
+        `progress` is called with the number of ready agents whenever it changes.
         """
-        said = ""
+        last = ""
         try:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
                 while True:
@@ -210,24 +210,24 @@ class Cluster:
                     words = f"{len(self.agents) - len(waiting)} of {len(self.agents)} agents ready"
                     if waiting:
                         words += f", waiting for {', '.join(sorted(waiting))}"
-                    if words != said:
-                        progress(said := words)
+                    if words != last:
+                        progress(last := words)
                     if not waiting:
                         return
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError as error:
-            raise LaunchError(f"not ready after {timeout_s:.0f} s: {said}") from error
+            raise LaunchError(f"not ready after {timeout_s:.0f} s: {last}") from error
 
     def check_alive(self) -> None:
         """Raise `LaunchError`, with the end of its log, if any process has ended."""
         for process in self.processes:
             if process.process.returncode is not None:
                 raise LaunchError(
-                    f"{process.name} ended with {process.process.returncode}:\n{process.last_words()}"
+                    f"{process.name} ended with {process.process.returncode}:\n{process.log_tail()}"
                 )
 
     async def wait_for_death(self) -> None:
-        """Return never while all processes live; raise `LaunchError` once one has ended."""
+        """Wait until a process ends, then raise `LaunchError`."""
         waits = [asyncio.ensure_future(process.process.wait()) for process in self.processes]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry agent --attach URL`: speaks for a running vLLM, SGLang or ATOM server, which does not ping itself.
+"""`kvferry agent --attach URL`: announces a running vLLM, SGLang or ATOM server, which does not ping itself.
 
 It watches the server's health, load and restarts, announces it to proxies every second like any agent, and
-says goodbye for it when it goes down, under the same cluster key as all agents. It serves nothing itself:
+deregisters it when it goes down, with the same cluster key as all agents. It serves nothing itself:
 requests go to the server directly.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarConfig:
-    """What a sidecar is told.
+    """The options of `kvferry agent --attach`.
 
     Args:
         attach: Base URL of the server's OpenAI API, as this process reaches it.
@@ -82,41 +82,44 @@ class SidecarConfig:
         self.server()
 
     def server(self) -> StaticNode:
-        """The server as proxies must know it. Raises `ValueError` that names what is wrong."""
+        """Return the server as it is announced. Raises `ValueError` that names the wrong option."""
         fields = {name: getattr(self, name) for name in StaticNode.__struct_fields__ if name != "url"}
         return msgspec.convert({**fields, "url": self.advertise_url or self.attach}, StaticNode)
 
 
 class Sidecar:
-    """What the watch has said and proxies have not heard yet. A server that is not seen is not pinged for."""
+    """Passes what the health monitor finds on to proxies. While the server is down nothing is sent."""
 
     def __init__(self, config: SidecarConfig, key: ClusterKey | None) -> None:
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._latest: Register | None = None
-        self._announcer = Announcer(config.proxy, self._news, self._take, key=key)
-        self._watch = HealthMonitor(config.server(), self._say, at=config.attach)
+        self._announcer = Announcer(config.proxy, self._changed, self._take_latest, key=key)
+        self._monitor = HealthMonitor(config.server(), self._publish, at=config.attach)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch and announce until `stop` is set, then say goodbye."""
+        """Watch and announce until `stop` is set, then deregister the server."""
         try:
             async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._watch.run(http)), tasks.create_task(self._announcer.run())]
+                running = [
+                    tasks.create_task(self._monitor.run(http)),
+                    tasks.create_task(self._announcer.run()),
+                ]
                 await stop.wait()
                 for task in running:
                     task.cancel()
-            self._watch.leave("is not spoken for any more")
+            self._monitor.leave("is no longer announced")
         finally:
             self._announcer.close()
 
-    def _say(self, message: Register | Bye) -> None:
+    def _publish(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
             self._latest = None
             self._announcer.say_bye(Incarnation(message.incarnation))
         else:
             self._latest = message
-            self._news.set()
+            self._changed.set()
 
-    def _take(self, _: int) -> Register | None:
+    def _take_latest(self, _: int) -> Register | None:
         latest, self._latest = self._latest, None
         return latest
 

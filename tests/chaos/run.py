@@ -180,7 +180,7 @@ class _Run:
         """Those killed on purpose live again by now; any other death is a defect."""
         for name, agent in list(self.cluster.agents.items()):
             if (status := agent.process.returncode) is not None:
-                self.tally.wrongs.append(f"{name} died by itself, status {status}: {agent.last_words()}")
+                self.tally.wrongs.append(f"{name} died by itself, status {status}: {agent.log_tail()}")
                 await revive(self.cluster, name)
 
     async def _check_nothing_left(self) -> None:

@@ -96,7 +96,7 @@ def start_agent(log_dir: Path) -> StartAgent:
 async def wait_ready(process: Process, timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
         while True:
-            assert process.process.returncode is None, process.last_words()
+            assert process.process.returncode is None, process.log_tail()
             async with http.get(f"{process.url}/ready") as response:
                 if response.status == 200:
                     return

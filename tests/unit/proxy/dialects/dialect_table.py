@@ -23,6 +23,7 @@ from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import cut
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
+from kvferry.proxy.wire.messages import NATIVE_DIALECT
 from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"
@@ -56,13 +57,13 @@ ROWS: tuple[Row, ...] = (
     ("`max_completion_tokens: 9`", {"max_completion_tokens": 9}, CHAT),
     ("`seed`", {"seed": 3}, "completions"),
     ("`stream_options`", {"stream": True, "stream_options": {"include_usage": True}}, "completions"),
-    ("a field that nobody knows", {"of_the_future": 1}, "completions"),
+    ("an unknown field", {"of_the_future": 1}, "completions"),
 )
 
 
 def table() -> str:
     """The table in Markdown."""
-    names = [native.NAME, *sorted(DIALECTS)]
+    names = [NATIVE_DIALECT, *sorted(DIALECTS)]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for label, fields, endpoint in ROWS:
         request = _ask(fields, endpoint)
@@ -84,7 +85,7 @@ def _ask(fields: dict[str, Any], endpoint: Endpoint) -> ClientRequest:
 
 
 def _native(request: ClientRequest) -> str:
-    """What our own agents do. Which legs a field goes to is not asked: they draw all choices at once."""
+    """What our own agents do. Which legs a field goes to is not asked: they sample all choices at once."""
     try:
         native.check(request)
         decode_body(json.dumps(request.body).encode(), ChatBody if request.chat else CompletionBody)
@@ -141,7 +142,7 @@ def _ended(dialect: Dialect) -> str:
     request = _ask({}, "completions")
     (part,) = cut(request, IDS, [TRANSFER])
     if _bodies(dialect, request)[0].get("min_tokens") == 1:
-        return "decode draws it; prefill cannot end"
+        return "decode samples it; prefill cannot end"
     raw = b'{"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"transfer_id": 1}}'
     whole = dialect.read_prefill(part, raw).whole is not None
     return "prefill's answer is the whole" if whole else "decode's answer"

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and prose use the field's words, and each of them with one meaning.
+
+`python -m tests.unit.test_words [PATH…]` lists what is against that, with file and line.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What is free of the words below. It grows until it is `PRODUCT`.
+CLEAN = [
+    *("README.md", "CONTRIBUTING.md", "Makefile", "deploy", "docs/dialects"),
+    *(
+        f"docs/{page}.md"
+        for page in ("api", "cuda-ipc", "engines", "security", "streamed-pull", "two-proxies", "verify-kv")
+    ),
+    *("proxy/__main__.py", "proxy/cli.py", "proxy/state_machine.py"),
+    *("agent/__main__.py", "agent/errors.py", "agent/ids.py", "agent/tls.py"),
+    *(
+        "transfer/checksum.py",
+        "transfer/ids.py",
+        "transfer/layout.py",
+        "transfer/memory.py",
+        "transfer/net.py",
+    ),
+]
+PRODUCT = ["agent", "deploy", "proxy", "transfer", "docs", "README.md", "CONTRIBUTING.md", "Makefile"]
+SUFFIXES = {".py", ".md", ".html", ".css", ".js", ".yml", ".json", ""}
+GENERATED = ("deploy/models/",)
+
+# Classes, functions, attributes and variables. Words that are good English elsewhere stand here alone.
+NAMES = set(
+    """
+    Allowance Ask Call Crew Doorkeeper Doubt Drawn Durations Ends Funnel Gauges Hold Hub Introductions
+    Journal Landing Live Lost Mending Part Places Prior Remote Say Sealer Sighting Silence Spent Spread Stay
+    Tally Teller TurnedAway Visit Visitor Wish
+    ask avoid begun_by borrow draw draws drawn find_lost flaw give_back handed_over hear heard keep_one knock
+    overview quiet_since said say silence tell tells to_hand_over told told_timing take_unsaid unkeep unsaid
+    wants_timing
+    """.split()  # noqa: SIM905
+)
+PROSE = re.compile(
+    r"""\b(
+    tell | tells | telling | told | nobody | somebody | whoever | in\ vain | knock(s|ed)? | for\ ever
+    | of\ ours | g(ive|ives|iving|iven|ave)\ (back|up) | doorkeeper | visitors? | funnel | tally
+    | mend(s|ed|ing)? | sightings? | introductions? | unkeep | hub | crew | sealer | draw(s|n|ing)? | drew
+    | let\ in | turn(s|ed)\ away | pass(es|ed)\ by | silence | comes?\ to\ nothing | its\ log\ says\ why
+    )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# Since Python 3.12 the text of an f-string is a token of its own.
+PROSE_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+# A chart is drawn, and this is the name of a library.
+NOT_MEANT = re.compile(r"huggingface[_ ]hub")
+DRAWS_CHARTS = ("proxy/api/ui/",)
+
+# Each has one meaning, so one definition: of a class or a function, private ones included.
+ONE_MEANING = {"leg", "link", "take", "answer", "reply", "choice", "usage", "first_token", "peer"}
+# What is still to be mended: this list only gets shorter.
+KNOWN_TWICE = {"answer", "choice", "first_token", "leg", "link", "peer", "reply", "take", "usage"}
+
+
+def files(paths: list[str]) -> Iterator[Path]:
+    for name in paths:
+        found = [ROOT / name] if (ROOT / name).is_file() else sorted((ROOT / name).rglob("*"))
+        for path in found:
+            where = path.relative_to(ROOT).as_posix()
+            if path.is_file() and path.suffix in SUFFIXES and not where.startswith(GENERATED):
+                yield path
+
+
+def prose(text: str, *, charts: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield line and word of what `PROSE` matches."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in PROSE.finditer(NOT_MEANT.sub("", line)):
+            if not (charts and match[0].lower().startswith("dr")):
+                yield number, match[0]
+
+
+def wrong_words(path: Path) -> list[str]:
+    """Return what is against the rule in a file, each with file and line."""
+    where = path.relative_to(ROOT).as_posix()
+    text = path.read_text()
+    if path.suffix != ".py":
+        return [f"{where}:{n} “{word}”" for n, word in prose(text, charts=where.startswith(DRAWS_CHARTS))]
+    return [f"{where}:{number} {word}" for number, word in wrong_in_python(text)]
+
+
+def wrong_in_python(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and word: names of `NAMES`, and `PROSE` in comments and in strings."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME and token.string.lstrip("_") in NAMES:
+            yield token.start[0], token.string
+        elif token.type in PROSE_TOKENS:
+            for line, word in prose(token.string):
+                yield token.start[0] + line - 1, f"“{word}”"
+
+
+def definitions() -> dict[str, list[str]]:
+    """Return where classes and functions called by each word of `ONE_MEANING` are defined."""
+    found: dict[str, list[str]] = {}
+    for path in files(["agent", "deploy", "proxy", "transfer"]):
+        if path.suffix == ".py":
+            for name, line in defined_in(path.read_text()):
+                found.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{line}")
+    return found
+
+
+def defined_in(text: str) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            word = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name).lower().strip("_")
+            if word in ONE_MEANING:
+                yield word, node.lineno
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_the_words_are_those_of_the_field(name: str) -> None:
+    assert not [word for path in files([name]) for word in wrong_words(path)]
+
+
+def test_a_word_has_one_meaning() -> None:
+    twice = {name: places for name, places in definitions().items() if len(places) > 1}
+    assert not {name: places for name, places in twice.items() if name not in KNOWN_TWICE}
+
+
+def test_words_are_found() -> None:
+    text = (
+        'class _Tally:\n    """Nobody\n    knocks."""\n    told = f"{1} in vain"  # huggingface_hub of ours\n'
+    )
+    assert list(wrong_in_python(text)) == [
+        (1, "_Tally"),
+        (2, "“Nobody”"),
+        (3, "“knocks”"),
+        (4, "told"),
+        (4, "“in vain”"),
+        (4, "“of ours”"),
+    ]
+    assert not list(wrong_in_python('class Sampler:\n    """Sample a token. Raises `AgentSilent`."""\n'))
+    assert list(defined_in("class _FirstToken: pass\ndef take(): pass\ndef intake(): pass")) == [
+        ("first_token", 1),
+        ("take", 2),
+    ]
+
+
+if __name__ == "__main__":
+    for path in files(sys.argv[1:] or PRODUCT):
+        print(*wrong_words(path), sep="\n", end="\n" if wrong_words(path) else "")
+    print({name: places for name, places in definitions().items() if len(places) > 1})
