@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.config import AgentConfig, configure_logging
+from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
 from kvferry.agent.engine.messages import (
@@ -37,7 +38,7 @@ from kvferry.agent.engine.messages import (
     Submit,
     ToEngine,
 )
-from kvferry.agent.engine.scheduler import Limits, Scheduler
+from kvferry.agent.engine.scheduler import Scheduler
 from kvferry.agent.ids import host_id
 from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot, RankReady, transfer_address

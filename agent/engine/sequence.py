@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
-from kvferry.agent.engine.messages import Prior, Submit, Timing, Token
-from kvferry.agent.worker.messages import Sample, uses_earlier_ids
+from kvferry.agent.engine.messages import FinishReason, Output, Prior, Submit, Timing, Token
+from kvferry.agent.worker.messages import Chunk, Drawn, Sample, uses_earlier_ids
 from kvferry.transfer.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,16 @@ class Sequence:
         return len(self.tokens) - self.request.prompt_len
 
     @property
+    def is_decoding(self) -> bool:
+        return self.num_computed >= self.request.prompt_len
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences this one will be once it has forked."""
+        request = self.request
+        return 1 if request.forked or request.produces else len(request.unfinished_choices())
+
+    @property
     def knows_first_token(self) -> bool:
         """Whether this is the trunk of a request that arrived with tokens: the prompt's logits are moot."""
         return self.num_outputs > 0 and not self.request.forked
@@ -109,8 +120,32 @@ class Sequence:
             self.hashes = hash_blocks(self.tokens[:num_tokens], block_size, self.hashes)
         return self.hashes[: num_tokens // block_size]
 
+    def chunk(self, end: int, block_size: int) -> Chunk:
+        """The tokens up to `end` that are not computed yet, and what to sample from the last one's logits."""
+        choices: Iterable[int] = ()
+        if end == len(self.tokens):
+            choices = (self.index,) if self.request.forked else self.request.unfinished_choices()
+        return Chunk(
+            token_ids=tuple(self.tokens[self.num_computed : end]),
+            start=self.num_computed,
+            blocks=tuple(self.blocks[: -(-end // block_size)]),
+            samples=tuple(self.sample(choice) for choice in choices),
+        )
+
+    def append(self, drawn: Drawn, eos_ids: Collection[int]) -> Token:
+        """Record the next token; `finish` says why the choice ends with it, if it does."""
+        self.tokens.append(drawn.token_id)
+        finish = self._finish_reason(drawn.token_id, eos_ids)
+        return Token(index=self.index, token_id=drawn.token_id, logprob=drawn.logprob, finish=finish)
+
+    def _finish_reason(self, token_id: int, eos_ids: Collection[int]) -> FinishReason | None:
+        sampling = self.request.submit.sampling
+        if token_id in sampling.stop_token_ids or (token_id in eos_ids and not sampling.ignore_eos):
+            return "stop"
+        return "length" if self.num_outputs >= sampling.max_tokens else None
+
     def fork(self, index: int, tokens: list[int]) -> Sequence:
-        """A running sibling with the same KV in the same blocks; the caller counts the references."""
+        """Return a running sibling with the same KV in the same blocks, whose references it does not add."""
         sibling = Sequence(self.request, index, tokens)
         sibling.num_computed = self.num_computed
         sibling.num_remembered = self.num_remembered
@@ -163,6 +198,16 @@ class Request:
         return len(self.submit.prompt_ids)
 
     @property
+    def produces(self) -> bool:
+        """Whether the prompt's KV is to be leased to a reader after one token."""
+        return self.submit.produce is not None
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether no choice wants more tokens. Before the fork the trunk stands for all of them."""
+        return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences.values())
+
+    @property
     def pulls(self) -> bool:
         """Whether the prompt's KV is still to come from elsewhere."""
         return self.submit.remote is not None and not self.recomputed
@@ -192,6 +237,21 @@ class Request:
         tokens, self.unsaid = self.unsaid, ()
         return list(tokens)
 
+    def fork(self) -> list[Sequence]:
+        """Make every other unfinished choice a sibling of the trunk. Returns the siblings.
+
+        They are in the trunk's blocks, for which the caller counts the references.
+        """
+        (trunk,) = self.sequences.values()
+        self.forked = True
+        siblings = [
+            trunk.fork(index, [*self.submit.prompt_ids, *outputs])
+            for index, outputs in self.unfinished_choices().items()
+            if index != trunk.index
+        ]
+        self.sequences |= {sibling.index: sibling for sibling in siblings}
+        return siblings
+
     def unfinished_choices(self) -> dict[int, tuple[int, ...]]:
         """Choices that want tokens, with the output tokens that they had on arrival."""
         if not self.prior:
@@ -203,7 +263,18 @@ class Request:
             if not prior.finished and len(prior.token_ids) < limit
         }
 
-    def measured(self) -> Timing:
+    def output(self, tokens: list[Token], *, done: bool = False) -> Output:
+        """New tokens, as the API process gets them."""
+        return Output(
+            request_id=self.request_id,
+            tokens=tuple(tokens),
+            done=done,
+            leased=done and self.produces and any(token.finish is None for token in tokens),
+            cached_tokens=self.cached_tokens or 0,
+            timing=self._measured() if done else None,
+        )
+
+    def _measured(self) -> Timing:
         """Where the time went; a stage that did not happen took none."""
         clock = self.clock
         pulled = self.submit.remote is not None and not self.recomputed

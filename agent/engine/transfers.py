@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in the hands of the transfer plane: leased to a reader, being pulled into, or in quarantine.
+"""Leases and pulls of the scheduler: blocks leased to a reader, being pulled into, or in quarantine.
 
 The ledger outlives the requests it serves: an aborted request's blocks come back by the plane's event, never
 before (design I3), and a lease's blocks are freed only after its end is committed (design I1).
@@ -12,15 +12,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.messages import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.plane import Remote
 
 
 class Connector(Protocol):
-    """What the scheduler asks of `transfer.connector.SchedulerConnector`; nothing here waits."""
+    """The part of the transfer plane's `SchedulerConnector` that the ledger calls; nothing here waits."""
 
     def register(
         self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float
@@ -44,35 +48,40 @@ class Connector(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Lease:
+class _LeasedPrompt:
     blocks: list[int]
     request: Request | None
-    """The request that still fills the blocks; None once its answer is out."""
+    """The request that still fills the blocks; None once its output is out."""
 
 
 @dataclass(eq=False, slots=True)
-class _Pull:
+class _PulledPrompt:
     shared: list[int]
     """Blocks of a cached prefix, in front."""
     destination: list[int]
     sequence: Sequence | None
-    """Who waits for the KV; None once nobody does."""
+    """The sequence that waits for the KV; None once it is abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullOutcome:
+    """How the pull ended that a sequence waits for. Without `failure` its KV is complete and proven."""
+
+    sequence: Sequence
+    failure: str | None = None
 
 
 class TransferLedger:
-    """Books of leases, pulls and quarantines, by transfer id; tells the connector about each change."""
+    """Books of leases, pulls and quarantines, by transfer id. Every change goes to the connector."""
 
-    def __init__(self, allocator: BlockAllocator, connector: Connector) -> None:
+    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: Connector) -> None:
+        self._limits = limits
         self._allocator = allocator
         self._connector = connector
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _LeasedPrompt] = {}
         self._held: set[str] = set()
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, _PulledPrompt] = {}
         self._quarantine: dict[str, list[int]] = {}
-
-    @property
-    def num_pulls(self) -> int:
-        return len(self._pulls)
 
     def is_known(self, transfer_id: str) -> bool:
         """Whether a request, or some block, is bound to this id; another request must not use it then."""
@@ -81,115 +90,163 @@ class TransferLedger:
 
     # Producer.
 
-    def open_lease(self, sequence: Sequence, timeout_s: float) -> None:
-        """Lease a sequence's prompt blocks, before any of them is computed.
+    def open_lease(self, sequence: Sequence, now: float) -> None:
+        """Lease a sequence's prompt blocks, of which only those of a cached prefix are readable yet.
 
         Raises:
             DuplicateTransfer: the id was used before; nothing changed.
         """
-        request = sequence.request
-        transfer_id = _produced(request)
-        ids = request.submit.prompt_ids
-        self._connector.register(transfer_id, sequence.blocks, len(ids), hash_prompt(ids), timeout_s)
-        self._allocator.lease(sequence.blocks)
-        self._leases[transfer_id] = _Lease(list(sequence.blocks), request)
+        request, blocks = sequence.request, list(sequence.blocks)
+        transfer_id, ids = _produced(request), request.submit.prompt_ids
+        self._connector.register(transfer_id, blocks, len(ids), hash_prompt(ids), request.deadline - now)
+        self._allocator.lease(blocks)
+        self._leases[transfer_id] = _LeasedPrompt(blocks, request)
+        if sequence.num_remembered:
+            self.advance(request, sequence.num_remembered)
 
     def advance(self, request: Request, num_blocks: int) -> None:
-        """Let the reader, if there is one still, see the first blocks: they are complete on every rank."""
+        """Make the first blocks readable: they are complete on every rank. No-op once the lease has ended."""
         self._connector.advance(_produced(request), num_blocks)
 
-    def hand_over(self, request: Request, first_tokens: FirstTokens) -> None:
-        """The whole prompt is computed: from now on only the reader, if there is one still, needs its KV."""
+    def complete_lease(self, request: Request, tokens: Seq[Token]) -> None:
+        """Only a reader needs the prompt from now on; it is computed. No-op if the lease has ended."""
         transfer_id = _produced(request)
         lease = self._leases.get(transfer_id)
         if lease is not None:
             lease.request = None
-            self._connector.ready(transfer_id, first_tokens)
+            self._connector.ready(transfer_id, to_wire(tokens, request.cached_tokens or 0))
 
     def withdraw(self, request: Request) -> None:
-        """End a lease that is not handed over. The plane knows before the allocator does."""
+        """End a lease that is not complete: in the plane first, then its blocks."""
         transfer_id = _produced(request)
         lease = self._leases.pop(transfer_id, None)
         if lease is not None:
             self._connector.fail(transfer_id)
             self._allocator.end_lease(lease.blocks)
 
-    def lease_ended(self, transfer_id: str) -> Request | None:
-        """Free a lease's blocks; returns the request that was still filling them, if any."""
-        lease = self._leases.pop(transfer_id, None)
+    def drop(self, transfer_id: str) -> None:
+        """End a lease whose reader will not come; its blocks come back by the plane's event."""
+        self._connector.drop(transfer_id)
+
+    def lease_ended(self, event: LeaseEnded) -> Request | None:
+        """Free a lease's blocks. Returns the request that was still filling them, if it must end for that.
+
+        A reader that releases early has abandoned its pull, but waits for the first tokens.
+        """
+        lease = self._leases.pop(event.transfer_id, None)
         if lease is None:
             return None
         self._allocator.end_lease(lease.blocks)
-        return lease.request
+        return lease.request if event.cause != "released" else None
 
     # Consumer.
 
-    def hold(self, request: Request, timeout_s: float) -> None:
+    def pulling(self) -> list[Sequence]:
+        """Sequences that wait for a pull."""
+        return [pull.sequence for pull in self._pulls.values() if pull.sequence is not None]
+
+    def pull_deadline(self, request: Request) -> float:
+        """When a pull from a prefill that is complete must have ended, the wait for room included."""
+        return min(request.deadline, request.clock.arrived + self._limits.pull_timeout_s)
+
+    def hold(self, request: Request) -> None:
         """Keep the producer's lease alive while there is no room for the prompt's KV.
 
         Raises:
             DuplicateTransfer: the id is in use; nothing changed.
         """
         kv = _pulled(request)
+        timeout_s = min(request.submit.timeout_s, self._limits.pull_timeout_s)
         self._connector.hold(kv.transfer_id, kv.source, timeout_s)
         self._held.add(kv.transfer_id)
 
-    def start_pull(self, sequence: Sequence, num_shared: int, timeout_s: float, fill_s: float = 0.0) -> None:
-        """Pull the prompt's KV into a sequence's blocks, all but the first `num_shared`.
+    def start_pull(self, sequence: Sequence, now: float) -> None:
+        """Pull the prompt's KV into a sequence's blocks, all but those of its cached prefix.
 
-        The blocks are the ledger's until the pull has ended: `timeout_s` at most after the prefill has, which
-        may itself go on for `fill_s`.
+        The blocks are the ledger's until the pull has ended. A prefill that still runs may take until the
+        request's deadline; the rest of the pull may take no longer than any other.
         """
-        kv = _pulled(sequence.request)
-        transfer_id, blocks = kv.transfer_id, sequence.blocks
-        self._held.remove(transfer_id)
-        self._pulls[transfer_id] = _Pull(blocks[:num_shared], blocks[num_shared:], sequence)
+        request, blocks, num_shared = sequence.request, sequence.blocks, sequence.num_remembered
+        kv = _pulled(request)
+        timeout_s, fill_s = self.pull_deadline(request) - now, 0.0
+        if request.awaits_first_tokens:
+            timeout_s = min(self._limits.pull_timeout_s, request.deadline - now)
+            fill_s = request.deadline - now - timeout_s
+        self._held.remove(kv.transfer_id)
+        self._pulls[kv.transfer_id] = _PulledPrompt(blocks[:num_shared], blocks[num_shared:], sequence)
         sequence.blocks = []
-        self._connector.pull(
-            transfer_id,
-            kv.source,
-            blocks,
-            num_shared,
-            timeout_s,
-            hash_prompt(sequence.request.submit.prompt_ids),
-            fill_s,
-        )
+        ids_hash = hash_prompt(request.submit.prompt_ids)
+        self._connector.pull(kv.transfer_id, kv.source, blocks, num_shared, timeout_s, ids_hash, fill_s)
 
     def abandon_pull(self, request: Request) -> None:
-        """Nobody waits for the KV any more, held or pulling; blocks come back when the plane says so."""
+        """Cancel what is held or pulled for a request; blocks come back by the plane's event."""
         transfer_id = _pulled(request).transfer_id
         self._held.discard(transfer_id)
         if transfer_id in self._pulls:
             self._pulls[transfer_id].sequence = None
         self._connector.cancel(transfer_id)
 
-    def pull_done(self, transfer_id: str) -> Sequence | None:
-        """The KV is proven: give the blocks to the sequence that waits, if it still does."""
-        pull = self._pulls.pop(transfer_id, None)
+    def pull_done(self, event: PullDone) -> PullOutcome | None:
+        """Move the blocks to the sequence that waits; None, and blocks freed, if none does.
+
+        KV without the first tokens that a streamed request awaits is of no use.
+        """
+        pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
-        if pull.sequence is None:
+        sequence = pull.sequence
+        if sequence is None:
             self._allocator.release([*pull.shared, *pull.destination])
             return None
-        pull.sequence.blocks = [*pull.shared, *pull.destination]
-        return pull.sequence
+        request = sequence.request
+        if request.awaits_first_tokens and not self._adopt(request, event.first_tokens):
+            self._allocator.release(reversed([*pull.shared, *pull.destination]))
+            return PullOutcome(sequence, "it came without the first tokens")
+        sequence.blocks = [*pull.shared, *pull.destination]
+        sequence.num_computed = request.prompt_len
+        request.timing = msgspec.structs.replace(
+            request.timing,
+            pull_wait_s=event.wait_s,
+            pull_s=event.pull_s,
+            pull_tail_s=event.tail_s,
+            pull_early_blocks=event.early_blocks,
+            pull_bytes=event.nbytes,
+            pull_descriptors=event.descriptors,
+            backend=event.backend,
+        )
+        return PullOutcome(sequence)
 
-    def pull_failed(self, transfer_id: str, *, quiescent: bool) -> Sequence | None:
-        """Take the blocks back, through quarantine when a write may still come; returns who waited."""
-        pull = self._pulls.pop(transfer_id, None)
+    def pull_failed(self, event: PullFailed) -> PullOutcome | None:
+        """Free the blocks, through quarantine if a write may still come; None if no sequence waits."""
+        pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
         self._allocator.release(pull.shared)
-        if quiescent:
+        if event.quiescent:
             self._allocator.release(pull.destination)
         else:
             self._allocator.quarantine(pull.destination)
-            self._quarantine[transfer_id] = pull.destination
-        return pull.sequence
+            self._quarantine[event.transfer_id] = pull.destination
+        if pull.sequence is None:
+            return None
+        if pull.sequence.request.awaits_first_tokens:
+            self._adopt(pull.sequence.request, event.first_tokens)
+        return PullOutcome(pull.sequence, event.reason)
 
     def pull_quiescent(self, transfer_id: str) -> None:
-        """No write can come any more."""
+        """Free quarantined blocks: no write can come any more."""
         self._allocator.end_quarantine(self._quarantine.pop(transfer_id, []))
+
+    def _adopt(self, request: Request, first: FirstTokens | None) -> bool:
+        """Continue from the tokens that the prefill sampled. False if none can be the request's."""
+        if first is None:
+            return False
+        tokens = from_wire(first, request.submit.sampling, self._limits.vocab_size)
+        if tokens is None:
+            return False
+        request.cached_tokens = first.cached_tokens
+        request.adopt(tokens)
+        return True
 
     def holders(self) -> Iterator[list[int]]:
         """Every reference that the ledger holds, for the allocator's audit."""

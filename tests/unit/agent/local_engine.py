@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator
 from kvferry.agent.engine.messages import Failed, Output, Prior, RemoteKV, SamplingParams, Submit
-from kvferry.agent.engine.scheduler import Limits, Scheduler
+from kvferry.agent.engine.scheduler import Scheduler
 from kvferry.agent.worker.messages import Drawn, Step
 from kvferry.transfer.plane import Remote
 from tests.standins.connector import StandInConnector
