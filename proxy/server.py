@@ -23,7 +23,7 @@ from kvferry.proxy.api.dashboard_feed import DashboardFeed
 from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
-from kvferry.proxy.dialects.peer_cache import PeerCache
+from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.discovery.discovery import all_servers, membership
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_drops import KvDrops
@@ -93,8 +93,8 @@ class Services:
             retry_budget=self.retry_budget,
             upstream=self.upstream,
             drops=self.drops,
-            dialects=other_dialects(config),
-            peers=PeerCache(),
+            dialects=other_dialects(nixl_lease_s=config.nixl_lease_s, moriio_lease_s=config.moriio_lease_s),
+            kv_endpoints=KvEndpointCache(),
             metrics=self.metrics,
         )
         completions = partial(

@@ -18,26 +18,26 @@ import msgspec
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
-    Leg,
-    Peer,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
     Prefilled,
-    Shape,
     SubRequest,
+    foreign_registration,
     make_leg,
     refuse,
     refuse_ranking,
 )
-from kvferry.proxy.dialects.foreign import foreign_registration
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.messages import BadFrame, Register, Role
+from kvferry.proxy.wire.messages import BadFrame, Register, Role, TransferMode
 
 NAME = "atom"
 _ENGINE = "ATOM servers"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
 
 
-class _Ping(msgspec.Struct, frozen=True):
+class _AtomPing(msgspec.Struct, frozen=True):
     type: Literal["register"]
     role: Literal["P", "D"]
     index: int | str
@@ -45,7 +45,7 @@ class _Ping(msgspec.Struct, frozen=True):
     handshake_port: int
     dp_size: int
     tp_size: int
-    transfer_mode: Literal["read", "write"]
+    transfer_mode: TransferMode
 
 
 def recognises(body: dict[str, Any]) -> bool:
@@ -56,7 +56,7 @@ def recognises(body: dict[str, Any]) -> bool:
 def registration(body: dict[str, Any]) -> Register:
     """Read an ATOM ping as a registration of ours; what it does not say stays empty. Raises `BadFrame`."""
     try:
-        ping = msgspec.convert(body, _Ping)
+        ping = msgspec.convert(body, _AtomPing)
         url = urlsplit(ping.request_address)
     except ValueError as error:
         raise BadFrame(str(error)) from error
@@ -75,12 +75,12 @@ def registration(body: dict[str, Any]) -> Register:
     )
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _AtomChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    choices: tuple[_Choice, ...]
+class _AtomBody(msgspec.Struct, frozen=True, kw_only=True):
+    choices: tuple[_AtomChoice, ...]
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -95,13 +95,13 @@ class Atom(Dialect):
         refuse_ranking(request, _ENGINE)
         refuse(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
 
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """The decode leg needs the first token."""
-        return Shape.SERIAL
+        return LegOrder.SERIAL
 
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The client's own sampling settings, for one token."""
-        body = {name: value for name, value in part.body.items() if name != "stream_options"}
+        body = {name: value for name, value in sub.body.items() if name != "stream_options"}
         body |= {"stream": False, "n": 1, "max_tokens": 1}
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
@@ -113,14 +113,14 @@ class Atom(Dialect):
             "do_remote_prefill": False,
             "remote_engine_id": None,
             "remote_block_ids": None,
-            **_where(ends.decode),
+            **_where(endpoints.decode),
         }
-        return make_leg(part, ends.prefill_rank, msgspec.json.encode(body))
+        return make_leg(sub, endpoints.prefill_rank, msgspec.json.encode(body))
 
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
         try:
-            answer = msgspec.json.decode(raw, type=_Answer)
+            answer = msgspec.json.decode(raw, type=_AtomBody)
         except NOT_JSON as error:
             raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
         if len(answer.choices) != 1:
@@ -132,18 +132,20 @@ class Atom(Dialect):
             raise BadResponse("the prefill server answered without kv_transfer_params")
         return Prefilled(params=params)
 
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """The prefill's params, `first_token_id` among them, and where it is."""
         assert prefilled.params is not None
-        chosen = {} if ends.prefill_rank is None else {"remote_dp_rank": ends.prefill_rank}
-        told = {"do_remote_decode": False, "do_remote_prefill": True, **_where(ends.prefill)}
+        chosen = {} if endpoints.prefill_rank is None else {"remote_dp_rank": endpoints.prefill_rank}
+        told = {"do_remote_decode": False, "do_remote_prefill": True, **_where(endpoints.prefill)}
         # The rank that the answer names is the one that holds the KV.
-        body = part.body | {"kv_transfer_params": chosen | prefilled.params | told}
-        return make_leg(part, ends.decode_rank, msgspec.json.encode(body))
+        body = sub.body | {"kv_transfer_params": chosen | prefilled.params | told}
+        return make_leg(sub, endpoints.decode_rank, msgspec.json.encode(body))
 
-    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
+    def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
         """An ordinary request."""
-        return make_leg(part, rank, msgspec.json.encode(part.body))
+        return make_leg(sub, rank, msgspec.json.encode(sub.body))
 
 
 def _where(server: Register) -> dict[str, Any]:

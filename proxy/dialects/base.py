@@ -2,8 +2,8 @@
 """What a dialect of another engine is to the exchange: two legs per part, in one of two orders.
 
 A dialect is pure: it turns a share of the client's body (`SubRequest`), the two servers (`Endpoints`) and
-what the prefill server answered (`Prefilled`) into the next request (`Leg`). It knows neither clock nor
-socket; the exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
+what the prefill server answered (`Prefilled`) into the next request (`LegRequest`). It knows neither clock
+nor socket; the exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
 
 These engines draw one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or mix
 up their KV (vLLM #43509, SGLang #24223). So a request is cut into parts of one choice each
@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.messages import Load, Register, Role, TransferMode
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""
+_UNKNOWN_LOAD = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
 
 
-class Shape(enum.Enum):
+class LegOrder(enum.Enum):
     """In which order the two legs of a part run."""
 
     SERIAL = "prefill, then decode with what it answered"
@@ -35,7 +36,7 @@ class Shape(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
+class LegRequest:
     """One HTTP request to one server: where, and what."""
 
     path: str
@@ -69,14 +70,14 @@ class SubRequest:
         """63 random bits of the transfer id's 128."""
         return int(self.transfer_id, 16) >> 65
 
-    def ends(self, prefill: Register, decode: Register) -> Endpoints:
+    def endpoints(self, prefill: Register, decode: Register) -> Endpoints:
         """The two servers with a rank drawn for each, independently of the other's."""
         low = int(self.transfer_id, 16) & (2**64 - 1)
         return Endpoints(
             prefill=prefill,
             decode=decode,
-            prefill_rank=draw_rank(self.room, prefill),
-            decode_rank=draw_rank(low, decode),
+            prefill_rank=pick_rank(self.room, prefill),
+            decode_rank=pick_rank(low, decode),
         )
 
 
@@ -94,7 +95,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class KvEndpoint:
     """What is known of one rank of a prefill server before it has answered: where its KV can be fetched."""
 
     engine_id: str
@@ -109,13 +110,13 @@ class Prefilled:
     """What came of a prefill leg.
 
     `params` tell the decode leg where the KV is, and may be used once; None: nothing was handed over. `whole`
-    is the complete answer of a choice that ended at token 1. `peer` is what was learned for later requests.
-    `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
+    is the complete answer of a choice that ended at token 1. `kv_endpoint` is what was learned for later
+    requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
     """
 
     params: dict[str, Any] | None = None
     whole: bytes | None = None
-    peer: Peer | None = None
+    kv_endpoint: KvEndpoint | None = None
     prompt_tokens_details: bytes | None = None
 
 
@@ -137,58 +138,60 @@ class Dialect(ABC):
         """Refuse what this engine cannot answer rightly. Raises `InvalidRequest`."""
 
     @abstractmethod
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """How the part's legs run."""
 
-    def lookup(self, ends: Endpoints) -> str | None:
-        """The URL that tells the `Peer` without which no leg can be sent; None where no such need is."""
+    def lookup(self, endpoints: Endpoints) -> str | None:
+        """The URL to ask for the `KvEndpoint` before any leg can be sent; None if legs need none."""
         return None
 
-    def read_lookup(self, ends: Endpoints, raw: bytes) -> Peer:
+    def read_lookup(self, endpoints: Endpoints, raw: bytes) -> KvEndpoint:
         """Read the answer of that URL. Raises `BadResponse`."""
         raise NotImplementedError
 
     @abstractmethod
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The prefill leg."""
 
     @abstractmethod
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """Read the prefill leg's answer. Raises `BadResponse` when no decode leg could come to anything."""
 
     @abstractmethod
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """The decode leg. In the concurrent shape `prefilled` is empty."""
 
     @abstractmethod
-    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
+    def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
         """The only leg of a part that one server serves. `rank` is None where the server has but one."""
 
 
-def draw_rank(number: int, server: Register) -> int | None:
+def pick_rank(number: int, server: Register) -> int | None:
     """The server's data-parallel rank that a random number stands for; None where it has but one."""
     return number % server.dp_size if server.dp_size > 1 else None
 
 
-def make_leg(part: SubRequest, rank: int | None, body: bytes, *, request_id: str | None = None) -> Leg:
+def make_leg(sub: SubRequest, rank: int | None, body: bytes, *, request_id: str | None = None) -> LegRequest:
     """A leg to the path that the client asked, by its `traceable_id` unless the engine needs another id.
 
     No credentials of the client's are among its headers.
     """
     headers = {
         "Content-Type": "application/json",
-        "X-Request-Id": traceable_id(part) if request_id is None else request_id,
+        "X-Request-Id": traceable_id(sub) if request_id is None else request_id,
     }
-    if part.ids.traceparent is not None:
-        headers["traceparent"] = part.ids.traceparent
+    if sub.ids.traceparent is not None:
+        headers["traceparent"] = sub.ids.traceparent
     if rank is not None:
         headers[RANK_HEADER] = str(rank)
-    return Leg(path=part.path, headers=headers, body=body)
+    return LegRequest(path=sub.path, headers=headers, body=body)
 
 
-def traceable_id(part: SubRequest) -> str:
+def traceable_id(sub: SubRequest) -> str:
     """A request id that begins with the client's and is new for every attempt: engines match legs by it."""
-    return f"{part.ids.request_id}-{part.transfer_id}"
+    return f"{sub.ids.request_id}-{sub.transfer_id}"
 
 
 def refuse(request: ClientRequest, engine: str, *fields: str) -> None:
@@ -205,3 +208,47 @@ def refuse_ranking(request: ClientRequest, engine: str) -> None:
     best_of = request.body.get("best_of")
     if isinstance(best_of, int) and best_of > request.n:
         raise InvalidRequest(f"best_of beyond n is not supported with {engine}", param="best_of")
+
+
+def foreign_registration(
+    *,
+    role: Role,
+    incarnation: str,
+    address: str,
+    control: str,
+    dialect: str,
+    tp_size: int,
+    dp_size: int,
+    transfer_mode: TransferMode,
+    index: int = 0,
+    model: str = "",
+    max_model_len: int = 0,
+    steps: int = 0,
+    load: Load = _UNKNOWN_LOAD,
+) -> Register:
+    """Return the registration of another engine's server; what only native agents send stays empty.
+
+    Its state is ready: such a server pings, or passes a health probe, only then.
+    """
+    return Register(
+        role=role,
+        incarnation=incarnation,
+        index=index,
+        address=address,
+        control=control,
+        dialect=dialect,
+        model=model,
+        max_model_len=max_model_len,
+        tp_size=tp_size,
+        dp_size=dp_size,
+        transfers=(),
+        host_id="",
+        layout="",
+        weights="",
+        tokenizer="",
+        transfer_mode=transfer_mode,
+        version="",
+        state="ready",
+        steps=steps,
+        load=load,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.sglang import Sglang
@@ -19,13 +18,13 @@ SUPPORTED = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS})
 SERVING_ALONE = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS if dialect.serves_alone})
 
 
-def other_dialects(config: ProxyConfig) -> Mapping[str, Dialect]:
-    """The dialects of other engines, by name, as this proxy is configured."""
+def other_dialects(*, nixl_lease_s: float, moriio_lease_s: float) -> Mapping[str, Dialect]:
+    """Return the dialects of other engines, by name. The leases are how long prefill servers keep KV."""
     made = (
         Atom(),
         Sglang(),
         VllmMooncake(),
-        VllmMoriio(lease_s=config.moriio_lease_s),
-        VllmNixl(lease_s=config.nixl_lease_s),
+        VllmMoriio(lease_s=moriio_lease_s),
+        VllmNixl(lease_s=nixl_lease_s),
     )
     return {dialect.name: dialect for dialect in made}

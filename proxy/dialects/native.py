@@ -120,7 +120,7 @@ def streamed_body(
     return msgspec.json.encode(_whole_body(request, ids) | {"kv_transfer_params": params})
 
 
-def first_tokens_event(answer: PrefillAnswer) -> bytes:
+def first_tokens_event(answer: NativePrefill) -> bytes:
     """What the stream of such a leg begins with, for SSE a comment: the first tokens that it goes on from."""
     return b": first " + b",".join(b"%d" % token.id for token in answer.first_tokens) + b"\n\n"
 
@@ -136,7 +136,7 @@ def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
     return msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
 
 
-class _Params(msgspec.Struct, frozen=True, kw_only=True):
+class _NativeParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_prefill: Literal[True]
     transfer_id: str
     remote_engine_id: str
@@ -149,7 +149,7 @@ class _ChatMessage(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+class _NativeChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A finished choice in a whole answer of either endpoint."""
 
     index: int
@@ -161,15 +161,15 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     margins: tuple[float | None, ...] = ()
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    choices: tuple[_Choice, ...]
+class _NativeBody(msgspec.Struct, frozen=True, kw_only=True):
+    choices: tuple[_NativeChoice, ...]
     usage: msgspec.Raw = NULL
     kvferry_timing: msgspec.Raw = NULL
     kv_transfer_params: msgspec.Raw = NULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillAnswer:
+class NativePrefill:
     """What came of a prefill leg: either first tokens and where their KV lies, or a whole answer.
 
     `raw` is the answer as it came. `params` go to the decode leg verbatim; None means that every choice has
@@ -179,17 +179,17 @@ class PrefillAnswer:
     raw: bytes
     params: msgspec.Raw | None
     first_tokens: tuple[FirstToken, ...]
-    whole: _Answer
+    whole: _NativeBody
 
 
-def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> PrefillAnswer:
+def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> NativePrefill:
     """Parse the prefill leg's answer. Raises `BadResponse` when it is not of this dialect or attempt."""
     try:
-        whole = msgspec.json.decode(raw, type=_Answer)
+        whole = msgspec.json.decode(raw, type=_NativeBody)
         if bytes(whole.kv_transfer_params) == b"null":
             params = None
         else:
-            params = msgspec.json.decode(whole.kv_transfer_params, type=_Params)
+            params = msgspec.json.decode(whole.kv_transfer_params, type=_NativeParams)
     except NOT_JSON as error:
         raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
     tokens = () if params is None else params.first_tokens
@@ -198,7 +198,7 @@ def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: Transfe
         raise BadResponse(f"the prefill agent answered {answered} choices where {request.n} were asked for")
     if params is not None and params.transfer_id != transfer_id:
         raise BadResponse("the prefill agent answered for another transfer")
-    return PrefillAnswer(
+    return NativePrefill(
         raw=raw,
         params=None if params is None else whole.kv_transfer_params,
         first_tokens=tokens,
@@ -207,7 +207,7 @@ def read_prefill_answer(raw: bytes, request: ClientRequest, transfer_id: Transfe
 
 
 def first_events(
-    request: ClientRequest, ids: Identity, answer: PrefillAnswer, indices: frozenset[int]
+    request: ClientRequest, ids: Identity, answer: NativePrefill, indices: frozenset[int]
 ) -> bytes:
     """What a streaming client gets as soon as the prefill has answered: one event for each of the choices."""
     return b"".join(
@@ -217,7 +217,7 @@ def first_events(
     )
 
 
-def closing_events(request: ClientRequest, ids: Identity, answer: PrefillAnswer) -> bytes:
+def closing_events(request: ClientRequest, ids: Identity, answer: NativePrefill) -> bytes:
     """The rest of a stream whose prefill was the whole answer: usage if asked for, and `[DONE]`."""
     last = _chunk(request, ids, [])
     if request.include_usage:
@@ -254,7 +254,7 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
     return (before, error.message) if error.type == "server_error" else None
 
 
-def _opening_choices(request: ClientRequest, answer: PrefillAnswer) -> Iterator[dict[str, Any]]:
+def _opening_choices(request: ClientRequest, answer: NativePrefill) -> Iterator[dict[str, Any]]:
     if answer.params is None:
         for choice in answer.whole.choices:
             text = (choice.message.content or "") if request.chat else choice.text

@@ -19,10 +19,10 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
-    Leg,
-    Peer,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
     Prefilled,
-    Shape,
     SubRequest,
     make_leg,
     refuse,
@@ -49,39 +49,41 @@ class Sglang(Dialect):
         if request.undivided:
             raise InvalidRequest(f"echo with logprobs is not supported with {_ENGINE}", param="echo")
 
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """Each waits for the other."""
-        return Shape.CONCURRENT
+        return LegOrder.CONCURRENT
 
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """Streamed or not, as the client asked: the prefill server itself sees to one token."""
-        return make_leg(part, ends.prefill_rank, _body(part, ends))
+        return make_leg(sub, endpoints.prefill_rank, _body(sub, endpoints))
 
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """Its token has gone to the decode server; only a failure is of interest."""
-        if part.request.stream:
+        if sub.request.stream:
             if sse.holds_error(raw):
                 raise BadResponse("the prefill server's stream holds an error")
         elif (error := error_object(raw)) is not None:
             raise BadResponse(f"the prefill server failed: {error.get('message', 'no reason given')}")
         return Prefilled()
 
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """The prefill leg's very body."""
-        return make_leg(part, ends.decode_rank, _body(part, ends))
+        return make_leg(sub, endpoints.decode_rank, _body(sub, endpoints))
 
-    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
+    def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
         """Never asked for: `serves_alone` is false."""
         raise NotImplementedError
 
 
-def _body(part: SubRequest, ends: Endpoints) -> bytes:
-    bootstrap = urlsplit(ends.prefill.control)
+def _body(sub: SubRequest, endpoints: Endpoints) -> bytes:
+    bootstrap = urlsplit(endpoints.prefill.control)
     meeting: dict[str, Any] = {
         "bootstrap_host": bootstrap.hostname,
         "bootstrap_port": bootstrap.port,
-        "bootstrap_room": part.room,
+        "bootstrap_room": sub.room,
     }
-    if ends.prefill_rank is not None:
-        meeting["disagg_prefill_dp_rank"] = ends.prefill_rank
-    return msgspec.json.encode(part.body | meeting)
+    if endpoints.prefill_rank is not None:
+        meeting["disagg_prefill_dp_rank"] = endpoints.prefill_rank
+    return msgspec.json.encode(sub.body | meeting)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.proxy.dialects.base import Dialect, Leg, SubRequest, make_leg, refuse_ranking
+from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest, make_leg, refuse_ranking
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 
@@ -40,19 +40,19 @@ _OF_NO_USE_TO_PREFILL = frozenset(
 )
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _VllmChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _VllmUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: msgspec.Raw = NULL
 
 
-class PrefillAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill server's answer, as far as it matters."""
 
-    choices: tuple[_Choice, ...]
-    usage: _Usage | None = None
+    choices: tuple[_VllmChoice, ...]
+    usage: _VllmUsage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -68,36 +68,36 @@ class VllmDialect(Dialect):
         """Refuse what would need choices to be compared with each other."""
         refuse_ranking(request, ENGINE)
 
-    def alone_leg(self, part: SubRequest, rank: int | None) -> Leg:
+    def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
         """An ordinary request."""
-        return make_leg(part, rank, msgspec.json.encode(part.body))
+        return make_leg(sub, rank, msgspec.json.encode(sub.body))
 
 
-def prefill_body(part: SubRequest, params: dict[str, Any]) -> bytes:
+def prefill_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
     """The prefill leg's body: the prompt and all that changes how it is rendered, for one token."""
-    body = {name: value for name, value in part.body.items() if name not in _OF_NO_USE_TO_PREFILL}
+    body = {name: value for name, value in sub.body.items() if name not in _OF_NO_USE_TO_PREFILL}
     body |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
     return msgspec.json.encode(body)
 
 
-def decode_body(part: SubRequest, params: dict[str, Any] | None) -> bytes:
+def decode_body(sub: SubRequest, params: dict[str, Any] | None) -> bytes:
     """The client's own body, and where the KV is; without `params` the decode server computes the prompt."""
     told = {} if params is None else {"kv_transfer_params": params}
-    return msgspec.json.encode(part.body | told)
+    return msgspec.json.encode(sub.body | told)
 
 
-def read_prefill(raw: bytes) -> PrefillAnswer:
+def read_prefill(raw: bytes) -> VllmPrefill:
     """Type a prefill server's answer. Raises `BadResponse`."""
     try:
         str(raw, "utf-8")  # what it tells of usage is kept unread: nothing else would notice in time
-        return msgspec.json.decode(raw, type=PrefillAnswer)
+        return msgspec.json.decode(raw, type=VllmPrefill)
     except NOT_JSON as error:
         raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
 
 
-def require_length(answer: PrefillAnswer) -> None:
+def require_length(answer: VllmPrefill) -> None:
     """Raise `BadResponse` unless the prefill ended by its length.
 
     These connectors hand nothing over otherwise, and the decode server would wait for minutes (vLLM #46008).

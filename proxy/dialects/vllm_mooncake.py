@@ -3,7 +3,8 @@
 
 Source: vLLM 0.33.0, `mooncake_connector_proxy.py` (`vllm-sglang.md` §1.5, §2.4). A prefill server's `control`
 is its bootstrap server's URL, whose `/query` names the engine id of each data-parallel rank. A restarted
-engine has another id, so what was looked up is kept for a short while only (`proxy.dialects.peer_cache`).
+engine has another id, so what was looked up is kept for a short while only
+(`proxy.dialects.kv_endpoint_cache`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from typing import ClassVar
 import msgspec
 
 from kvferry.proxy.dialects import vllm
-from kvferry.proxy.dialects.base import Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, make_leg
+from kvferry.proxy.dialects.base import (
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
+    Prefilled,
+    SubRequest,
+    make_leg,
+)
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 
 NAME = "vllm-mooncake"
 
 
-class _Rank(msgspec.Struct, frozen=True):
+class _MooncakeRank(msgspec.Struct, frozen=True):
     engine_id: str
 
 
@@ -30,46 +39,50 @@ class VllmMooncake(vllm.VllmDialect):
 
     name: ClassVar[str] = NAME
 
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """The prefill server waits for the decode server's blocks."""
-        return Shape.CONCURRENT
+        return LegOrder.CONCURRENT
 
-    def lookup(self, ends: Endpoints) -> str | None:
+    def lookup(self, endpoints: Endpoints) -> str | None:
         """The bootstrap server's list of ranks."""
-        return f"{ends.prefill.control.rstrip('/')}/query"
+        return f"{endpoints.prefill.control.rstrip('/')}/query"
 
-    def read_lookup(self, ends: Endpoints, raw: bytes) -> Peer:
+    def read_lookup(self, endpoints: Endpoints, raw: bytes) -> KvEndpoint:
         """The engine id of the rank that was drawn."""
         try:
-            ranks = msgspec.json.decode(raw, type=dict[str, _Rank])
+            ranks = msgspec.json.decode(raw, type=dict[str, _MooncakeRank])
         except NOT_JSON as error:
-            raise BadResponse(f"{ends.prefill.control} answered no list of ranks: {error}") from error
-        rank = ranks.get(str(ends.prefill_rank or 0))
+            raise BadResponse(f"{endpoints.prefill.control} answered no list of ranks: {error}") from error
+        rank = ranks.get(str(endpoints.prefill_rank or 0))
         if rank is None:
-            raise BadResponse(f"{ends.prefill.control} does not know rank {ends.prefill_rank or 0} yet")
-        return Peer(engine_id=rank.engine_id)
+            raise BadResponse(
+                f"{endpoints.prefill.control} does not know rank {endpoints.prefill_rank or 0} yet"
+            )
+        return KvEndpoint(engine_id=rank.engine_id)
 
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The transfer id names what to keep."""
-        body = vllm.prefill_body(part, vllm.HAND_OVER | {"transfer_id": _transfer_id(part)})
-        return make_leg(part, ends.prefill_rank, body)
+        body = vllm.prefill_body(sub, vllm.HAND_OVER | {"transfer_id": _transfer_id(sub)})
+        return make_leg(sub, endpoints.prefill_rank, body)
 
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length, and says nothing about where."""
         answer = vllm.read_prefill(raw)
         vllm.require_length(answer)
         return Prefilled(prompt_tokens_details=answer.prompt_tokens_details)
 
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """Where the prefill server is, and the same transfer id."""
-        assert peer is not None, "looked up before any leg"
+        assert kv_endpoint is not None, "looked up before any leg"
         params = vllm.FETCH | {
-            "remote_bootstrap_addr": ends.prefill.control.rstrip("/"),
-            "remote_engine_id": peer.engine_id,
-            "transfer_id": _transfer_id(part),
+            "remote_bootstrap_addr": endpoints.prefill.control.rstrip("/"),
+            "remote_engine_id": kv_endpoint.engine_id,
+            "transfer_id": _transfer_id(sub),
         }
-        return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
+        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, params))
 
 
-def _transfer_id(part: SubRequest) -> str:
-    return f"xfer-{part.transfer_id}"
+def _transfer_id(sub: SubRequest) -> str:
+    return f"xfer-{sub.transfer_id}"

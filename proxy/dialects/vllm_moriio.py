@@ -15,8 +15,16 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from kvferry.proxy.dialects import vllm
-from kvferry.proxy.dialects.base import Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, make_leg
-from kvferry.proxy.dialects.foreign import foreign_registration
+from kvferry.proxy.dialects.base import (
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
+    Prefilled,
+    SubRequest,
+    foreign_registration,
+    make_leg,
+)
 from kvferry.proxy.errors import BadResponse
 from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
@@ -24,7 +32,7 @@ NAME = "vllm-moriio"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
 
 
-class _Ping(msgspec.Struct, frozen=True):
+class _MoriioPing(msgspec.Struct, frozen=True):
     type: Literal["P", "D"]
     http_address: str
     zmq_address: str
@@ -41,7 +49,7 @@ def recognises(body: dict[str, Any]) -> bool:
 def registration(body: dict[str, Any]) -> Register:
     """Read a MoRIIO ping as a registration of ours; what it does not say stays empty. Raises `BadFrame`."""
     try:
-        ping = msgspec.convert(body, _Ping)
+        ping = msgspec.convert(body, _MoriioPing)
     except ValueError as error:
         raise BadFrame(str(error)) from error
     return foreign_registration(
@@ -65,56 +73,62 @@ class VllmMoriio(vllm.VllmDialect):
     lease_s: float
     name: ClassVar[str] = NAME
 
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """As the prefill server was configured."""
-        return Shape.CONCURRENT if ends.prefill.transfer_mode == "write" else Shape.SERIAL
+        return LegOrder.CONCURRENT if endpoints.prefill.transfer_mode == "write" else LegOrder.SERIAL
 
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The decode server's sizes, so that its ranks are waited for."""
         params = vllm.HAND_OVER | {
             "remote_engine_id": None,
             "remote_block_ids": None,
-            "remote_dp_size": ends.decode.dp_size,
-            "remote_tp_size": ends.decode.tp_size,
-            "transfer_id": _transfer_id(part),
+            "remote_dp_size": endpoints.decode.dp_size,
+            "remote_tp_size": endpoints.decode.tp_size,
+            "transfer_id": _transfer_id(sub),
         }
         return make_leg(
-            part, ends.prefill_rank, vllm.prefill_body(part, params), request_id=_request_id(part, ends)
+            sub,
+            endpoints.prefill_rank,
+            vllm.prefill_body(sub, params),
+            request_id=_request_id(sub, endpoints),
         )
 
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length."""
         answer = vllm.read_prefill(raw)
         vllm.require_length(answer)
         params = answer.kv_transfer_params
-        if params is not None and params.get("transfer_id") != _transfer_id(part):
+        if params is not None and params.get("transfer_id") != _transfer_id(sub):
             raise BadResponse("the prefill server answered for another transfer")
         return Prefilled(params=params, prompt_tokens_details=answer.prompt_tokens_details)
 
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """READ: the prefill's params verbatim. WRITE: what can be known before it has answered."""
         params: dict[str, Any] | None
-        if self.shape(ends, peer) is Shape.CONCURRENT:
+        if self.leg_order(endpoints, kv_endpoint) is LegOrder.CONCURRENT:
             params = vllm.FETCH | {
                 "remote_engine_id": None,
                 "remote_block_ids": None,
-                "remote_dp_rank": ends.prefill_rank or 0,
-                "transfer_id": _transfer_id(part),
+                "remote_dp_rank": endpoints.prefill_rank or 0,
+                "transfer_id": _transfer_id(sub),
             }
         else:
             params = prefilled.params
         if params is not None:
-            sizes = {"remote_dp_size": ends.prefill.dp_size, "remote_tp_size": ends.prefill.tp_size}
+            sizes = {"remote_dp_size": endpoints.prefill.dp_size, "remote_tp_size": endpoints.prefill.tp_size}
             params = params | sizes
         return make_leg(
-            part, ends.decode_rank, vllm.decode_body(part, params), request_id=_request_id(part, ends)
+            sub, endpoints.decode_rank, vllm.decode_body(sub, params), request_id=_request_id(sub, endpoints)
         )
 
 
-def _transfer_id(part: SubRequest) -> str:
-    return f"tx-{part.transfer_id}"
+def _transfer_id(sub: SubRequest) -> str:
+    return f"tx-{sub.transfer_id}"
 
 
-def _request_id(part: SubRequest, ends: Endpoints) -> str:
+def _request_id(sub: SubRequest, endpoints: Endpoints) -> str:
     """Both control addresses and 32 hex digits. Nothing of the client's, which could hold such a mark."""
-    return f"___prefill_addr_{ends.prefill.control}___decode_addr_{ends.decode.control}_{part.transfer_id}"
+    prefill, decode = endpoints.prefill.control, endpoints.decode.control
+    return f"___prefill_addr_{prefill}___decode_addr_{decode}_{sub.transfer_id}"

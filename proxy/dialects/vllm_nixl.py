@@ -19,10 +19,10 @@ import msgspec
 from kvferry.proxy.dialects import vllm
 from kvferry.proxy.dialects.base import (
     Endpoints,
-    Leg,
-    Peer,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
     Prefilled,
-    Shape,
     SubRequest,
     make_leg,
     traceable_id,
@@ -34,7 +34,7 @@ NAME = "vllm-nixl"
 _UNKNOWN_YET = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 
-class _Params(msgspec.Struct, frozen=True, kw_only=True):
+class _NixlParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a decode server needs to find the KV; without any of it, it would compute the prompt unasked."""
 
     do_remote_prefill: bool
@@ -55,28 +55,28 @@ class VllmNixl(vllm.VllmDialect):
     name: ClassVar[str] = NAME
     expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
 
-    def shape(self, ends: Endpoints, peer: Peer | None) -> Shape:
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """Serial until an answer has told that the prefill server pushes, and from where."""
-        return Shape.SERIAL if peer is None else Shape.CONCURRENT
+        return LegOrder.SERIAL if kv_endpoint is None else LegOrder.CONCURRENT
 
-    def prefill_leg(self, part: SubRequest, ends: Endpoints) -> Leg:
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The same whether the KV will be pulled or pushed."""
-        body = vllm.prefill_body(part, vllm.HAND_OVER | _UNKNOWN_YET)
-        return make_leg(part, ends.prefill_rank, body)
+        body = vllm.prefill_body(sub, vllm.HAND_OVER | _UNKNOWN_YET)
+        return make_leg(sub, endpoints.prefill_rank, body)
 
-    def read_prefill(self, part: SubRequest, raw: bytes) -> Prefilled:
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """The answer's params, as they are; without any, the decode server has to compute the prompt."""
         answer = vllm.read_prefill(raw)
         if answer.kv_transfer_params is None:
             return Prefilled()
         try:
-            params = msgspec.convert(answer.kv_transfer_params, _Params)
+            params = msgspec.convert(answer.kv_transfer_params, _NixlParams)
         except msgspec.ValidationError as error:
             raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
         if params.transfer_mode != "push":
             # How much was cached is among the params, and the decode server reports it.
             return Prefilled(params=answer.kv_transfer_params)
-        peer = Peer(
+        kv_endpoint = KvEndpoint(
             engine_id=params.remote_engine_id,
             host=params.remote_host,
             port=params.remote_port,
@@ -84,21 +84,25 @@ class VllmNixl(vllm.VllmDialect):
             pp_size=params.pp_size,
         )
         return Prefilled(
-            params=answer.kv_transfer_params, peer=peer, prompt_tokens_details=answer.prompt_tokens_details
+            params=answer.kv_transfer_params,
+            kv_endpoint=kv_endpoint,
+            prompt_tokens_details=answer.prompt_tokens_details,
         )
 
-    def decode_leg(self, part: SubRequest, ends: Endpoints, prefilled: Prefilled, peer: Peer | None) -> Leg:
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
         """Pull: the prefill's params verbatim. Push: where the decode server is to announce its blocks."""
-        params = prefilled.params if peer is None else _push_params(part, peer)
-        return make_leg(part, ends.decode_rank, vllm.decode_body(part, params))
+        params = prefilled.params if kv_endpoint is None else _push_params(sub, kv_endpoint)
+        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, params))
 
 
-def _push_params(part: SubRequest, peer: Peer) -> dict[str, Any]:
+def _push_params(sub: SubRequest, kv_endpoint: KvEndpoint) -> dict[str, Any]:
     return vllm.FETCH | {
-        "remote_engine_id": peer.engine_id,
-        "remote_host": peer.host,
-        "remote_port": peer.port,
-        "tp_size": peer.tp_size,
-        "pp_size": peer.pp_size,
-        "remote_request_id": traceable_id(part),
+        "remote_engine_id": kv_endpoint.engine_id,
+        "remote_host": kv_endpoint.host,
+        "remote_port": kv_endpoint.port,
+        "tp_size": kv_endpoint.tp_size,
+        "pp_size": kv_endpoint.pp_size,
+        "remote_request_id": traceable_id(sub),
     }

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from kvferry.proxy.dialects.foreign import foreign_registration
+from kvferry.proxy.dialects.base import foreign_registration
 from kvferry.proxy.discovery.health_probe import EngineDown, ProbeResult, look
 from kvferry.proxy.discovery.static_nodes import StaticNode
 from kvferry.proxy.wire.messages import PING_INTERVAL_S, Bye, Register

@@ -21,10 +21,9 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.proxy.wire.addresses import bracketed, host_port
-from kvferry.proxy.wire.messages import Role
+from kvferry.proxy.wire.messages import Role, TransferMode
 
 EngineDialect = Literal["vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
-TransferMode = Literal["read", "write"]
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 BOOTSTRAP_PORT = 8998

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from kvferry.proxy import sse
 from kvferry.proxy.api.client_stream import ClientStream
 from kvferry.proxy.dialects import native
-from kvferry.proxy.dialects.base import Dialect, Leg, SubRequest
-from kvferry.proxy.dialects.peer_cache import PeerCache
+from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest
+from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.errors import (
     AgentLost,
     AgentRejected,
@@ -53,7 +53,7 @@ from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.exchange.retry_budget import RetryBudget
 from kvferry.proxy.exchange.streamed import EarlyLeg, FirstTokens
-from kvferry.proxy.exchange.sub_requests import cut, uncut
+from kvferry.proxy.exchange.sub_requests import split, whole_request
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.interface import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair
@@ -86,7 +86,7 @@ class ExchangeContext:
     upstream: UpstreamPool
     drops: KvDrops
     dialects: Mapping[str, Dialect]
-    peers: PeerCache
+    kv_endpoints: KvEndpointCache
     metrics: Metrics
 
 
@@ -261,20 +261,20 @@ class Exchange:
             dialect=dialect,
             post=self._post,
             upstream=context.upstream,
-            peers=context.peers,
+            kv_endpoints=context.kv_endpoints,
             drops=context.drops,
             metrics=context.metrics,
             first_byte_s=context.settings.first_byte_timeout_s,
             by=self._deadline,
         )
-        return Spread(tools, attempt.hold, self._record, self._parts(attempt))
+        return Spread(tools, attempt.hold, self._record, self._subs(attempt))
 
-    def _parts(self, attempt: Attempt) -> tuple[SubRequest, ...]:
+    def _subs(self, attempt: Attempt) -> tuple[SubRequest, ...]:
         if attempt.pair.alone:
-            return (uncut(self._request, self._ids, attempt.transfer_id),)
+            return (whole_request(self._request, self._ids, attempt.transfer_id),)
         others = [new_transfer_id() for _ in range(1, self._request.sequences)]
         self._record.tell_transfers(others)
-        return cut(self._request, self._ids, [attempt.transfer_id, *others])
+        return split(self._request, self._ids, [attempt.transfer_id, *others])
 
     def _dialect(self, pair: Pair) -> Dialect | None:
         return self._context.dialects.get(pair.prefill.info.dialect)
@@ -317,12 +317,12 @@ class Exchange:
         # Its first byte can come only after the prefill's last.
         return EarlyLeg(self._last_leg(agent, body, patience=2), Incarnation(agent.incarnation))
 
-    async def _prefilled(self, attempt: Attempt, early: EarlyLeg | None) -> native.PrefillAnswer:
+    async def _prefilled(self, attempt: Attempt, early: EarlyLeg | None) -> native.NativePrefill:
         """The prefill leg's answer; a failure of the leg beside it ends it too."""
         leg = self._prefill(attempt)
         return await (leg if early is None else early.beside(leg))
 
-    async def _prefill(self, attempt: Attempt) -> native.PrefillAnswer:
+    async def _prefill(self, attempt: Attempt) -> native.NativePrefill:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
         self._record.enter(Phase.PREFILL)
         agent = attempt.pair.prefill.info
@@ -334,7 +334,7 @@ class Exchange:
             async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.read()
                 self._record.tell_timing("prefill", answer.header("server-timing"))
-                prefill = native.read_prefill_answer(raw, self._request, attempt.transfer_id)
+                prefill = native.read_prefill(raw, self._request, attempt.transfer_id)
         except AgentRejected:
             attempt.pinned = False
             raise
@@ -355,9 +355,9 @@ class Exchange:
         soon = self._first_byte_deadline(patience) if self._request.stream else self._deadline
         return self._post(agent, self._leg(body), headers_by=soon, by=self._deadline)
 
-    def _leg(self, body: bytes) -> Leg:
+    def _leg(self, body: bytes) -> LegRequest:
         """A leg of the native dialect."""
-        return Leg(path=native.path(self._request), headers=native.headers(self._ids), body=body)
+        return LegRequest(path=native.path(self._request), headers=native.headers(self._ids), body=body)
 
     async def _fetch(self, leg: AbstractAsyncContextManager[UpstreamResponse], agent: Register) -> Answer:
         """All of a last leg's answer."""
@@ -399,7 +399,7 @@ class Exchange:
 
     @asynccontextmanager
     async def _post(
-        self, server: Register, leg: Leg, *, headers_by: float, by: float
+        self, server: Register, leg: LegRequest, *, headers_by: float, by: float
     ) -> AsyncIterator[UpstreamResponse]:
         """One leg. How it ends is what the agent's breaker goes by; a leg that is given up says nothing."""
         context, incarnation = self._context, Incarnation(server.incarnation)

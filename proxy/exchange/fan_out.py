@@ -12,7 +12,7 @@ from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResp
 from kvferry.proxy.exchange.funnel import BoundedQueue
 from kvferry.proxy.exchange.legs import Put, SubRequestLegs, Tools
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.exchange.sub_requests import SubAnswer, ending, join
+from kvferry.proxy.exchange.sub_requests import SubResponse, closing_events, merge
 from kvferry.proxy.fleet.admission import Reservation
 
 WAITING_EVENTS = 64
@@ -28,17 +28,17 @@ class Spread:
     """
 
     def __init__(
-        self, tools: Tools, hold: Reservation, record: RequestLog, parts: Sequence[SubRequest]
+        self, tools: Tools, hold: Reservation, record: RequestLog, subs: Sequence[SubRequest]
     ) -> None:
         self._tools = tools
         self._hold = hold
         self._record = record
-        self._parts = parts
-        self._in_prefill = len(parts)
+        self._subs = subs
+        self._in_prefill = len(subs)
 
     async def answer(self) -> bytes:
         """The client's whole answer. Raises `ProxyError`."""
-        return join(await self._run(_nowhere))
+        return merge(await self._run(_nowhere))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The client's events up to `[DONE]`, each item one or more whole ones. Raises `ProxyError`."""
@@ -52,7 +52,7 @@ class Spread:
                     self._prefill_seen_over()
                     self._record.enter(Phase.DECODE)
                 yield events
-            yield ending(await running)
+            yield closing_events(await running)
         except AgentLost as lost:
             if begun:
                 raise StreamBroken(lost.message) from lost
@@ -61,20 +61,20 @@ class Spread:
             running.cancel()
             await asyncio.wait([running])
 
-    async def _run(self, put: Put) -> list[SubAnswer]:
+    async def _run(self, put: Put) -> list[SubResponse]:
         """Every part's answer, in order. Raises the `ProxyError` that says most."""
         self._record.enter(Phase.DECODE_WAIT if self._hold.pair.alone else Phase.PREFILL)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._serve(part, put)) for part in self._parts]
+                tasks = [group.create_task(self._serve(sub, put)) for sub in self._subs]
         except BaseExceptionGroup as failures:
             if failures.subgroup((AgentLost, AgentTimeout, BadResponse)):
-                self._tools.peers.forget(self._hold.pair.prefill.incarnation)
+                self._tools.kv_endpoints.forget(self._hold.pair.prefill.incarnation)
             _raise_one(failures)
         return [task.result() for task in tasks]
 
-    async def _serve(self, part: SubRequest, put: Put) -> SubAnswer:
-        legs, pair = SubRequestLegs(self._tools, part, put, self._prefilled), self._hold.pair
+    async def _serve(self, sub: SubRequest, put: Put) -> SubResponse:
+        legs, pair = SubRequestLegs(self._tools, sub, put, self._prefilled), self._hold.pair
         if pair.alone:
             return await legs.run_alone(pair.prefill.info)
         return await legs.run(pair.prefill.info, pair.decode.info)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 
 from kvferry.proxy.dialects import native
-from kvferry.proxy.dialects.base import Leg
+from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import TransferId
@@ -40,9 +40,9 @@ class KvDrops:
         """Send a drop in the background. Returns at once; past `MAX_PENDING` it is left to the lease."""
         body = native.drop_body(transfer_id, agent.incarnation)
         headers = {"Content-Type": "application/json"}
-        self.send(agent, Leg(path=native.DROP_PATH, headers=headers, body=body))
+        self.send(agent, LegRequest(path=native.DROP_PATH, headers=headers, body=body))
 
-    def send(self, agent: Register, leg: Leg) -> None:
+    def send(self, agent: Register, leg: LegRequest) -> None:
         """The same by whatever request it is that makes another engine free its KV."""
         if len(self._pending) >= MAX_PENDING:
             self._metrics.drops.labels("overflow").inc()
@@ -56,7 +56,7 @@ class KvDrops:
         while self._pending:
             await asyncio.wait(self._pending)
 
-    async def _send(self, agent: Register, leg: Leg) -> None:
+    async def _send(self, agent: Register, leg: LegRequest) -> None:
         by = asyncio.get_running_loop().time() + DROP_TIMEOUT_S
         try:
             async with self._upstream.post(

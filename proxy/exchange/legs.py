@@ -18,12 +18,21 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import Dialect, Endpoints, Leg, Peer, Prefilled, Shape, SubRequest, draw_rank
-from kvferry.proxy.dialects.peer_cache import PeerCache
+from kvferry.proxy.dialects.base import (
+    Dialect,
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
+    Prefilled,
+    SubRequest,
+    pick_rank,
+)
+from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
-from kvferry.proxy.exchange.sub_requests import SubAnswer, as_events
+from kvferry.proxy.exchange.sub_requests import SubResponse, as_events
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -41,7 +50,7 @@ class Post(Protocol):
     """Sends a leg, and tells the server's breaker how it ended."""
 
     def __call__(
-        self, server: Register, leg: Leg, *, headers_by: float, by: float
+        self, server: Register, leg: LegRequest, *, headers_by: float, by: float
     ) -> AbstractAsyncContextManager[UpstreamResponse]: ...
 
 
@@ -55,7 +64,7 @@ class Tools:
     dialect: Dialect
     post: Post
     upstream: UpstreamPool
-    peers: PeerCache
+    kv_endpoints: KvEndpointCache
     drops: KvDrops
     metrics: Metrics
     first_byte_s: float
@@ -70,62 +79,68 @@ class SubRequestLegs:
         prefilled: Called when the prefill leg has ended well.
     """
 
-    def __init__(self, tools: Tools, part: SubRequest, put: Put, prefilled: Callable[[], None]) -> None:
+    def __init__(self, tools: Tools, sub: SubRequest, put: Put, prefilled: Callable[[], None]) -> None:
         self._tools = tools
-        self._part = part
+        self._sub = sub
         self._put = put
         self._prefilled = prefilled
 
-    async def run_alone(self, server: Register) -> SubAnswer:
+    async def run_alone(self, server: Register) -> SubResponse:
         """Have one server serve it all. Raises `ProxyError`."""
-        leg = self._tools.dialect.alone_leg(self._part, draw_rank(self._part.room, server))
-        answer = SubAnswer(self._part, server)
+        leg = self._tools.dialect.alone_leg(self._sub, pick_rank(self._sub.room, server))
+        answer = SubResponse(self._sub, server)
         async with self._send(server, leg) as told:
             await self._receive(told, answer, server)
         return answer
 
-    async def run(self, prefill: Register, decode: Register) -> SubAnswer:
+    async def run(self, prefill: Register, decode: Register) -> SubResponse:
         """Take it through a pair. Raises `ProxyError`, or an exception group of such."""
-        ends = self._part.ends(prefill, decode)
-        peer = await self._peer(ends)
-        if self._tools.dialect.shape(ends, peer) is Shape.SERIAL:
-            return await self._serial(ends, peer)
-        return await self._concurrent(ends, peer)
+        endpoints = self._sub.endpoints(prefill, decode)
+        kv_endpoint = await self._kv_endpoint(endpoints)
+        if self._tools.dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL:
+            return await self._serial(endpoints, kv_endpoint)
+        return await self._concurrent(endpoints, kv_endpoint)
 
-    async def _serial(self, ends: Endpoints, peer: Peer | None) -> SubAnswer:
+    async def _serial(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
         dialect, sent_at = self._tools.dialect, _now()
-        prefilled = await self._prefill(ends)
+        prefilled = await self._prefill(endpoints)
         if prefilled.whole is not None:
-            self._release(ends, prefilled)
-            return await self._finished(ends, prefilled.whole)
-        answer = SubAnswer(self._part, ends.decode)
+            self._release(endpoints, prefilled)
+            return await self._finished(endpoints, prefilled.whole)
+        answer = SubResponse(self._sub, endpoints.decode)
         answer.prompt_tokens_details = prefilled.prompt_tokens_details
-        leg = dialect.decode_leg(self._part, ends, prefilled, peer)
+        leg = dialect.decode_leg(self._sub, endpoints, prefilled, kv_endpoint)
         if prefilled.params is None:
             # The prompt is computed again. Whoever runs the fleet should know.
             self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
         if prefilled.params is None or dialect.lease_s is None:
-            async with self._send(ends.decode, leg) as told:
-                await self._receive(told, answer, ends.decode)
+            async with self._send(endpoints.decode, leg) as told:
+                await self._receive(told, answer, endpoints.decode)
             return answer
         watch = LeaseCheck(
             self._tools.upstream,
-            ends.prefill,
+            endpoints.prefill,
             dialect.expiry_counter,
             sent_at=sent_at,
             answered_at=_now(),
             lease_s=dialect.lease_s,
         )
         async with watch:
-            await self._decode_under_lease(ends, prefilled, leg, answer, watch)
+            await self._decode_under_lease(endpoints, prefilled, leg, answer, watch)
         return answer
 
     async def _decode_under_lease(
-        self, ends: Endpoints, prefilled: Prefilled, leg: Leg, answer: SubAnswer, watch: LeaseCheck
+        self,
+        endpoints: Endpoints,
+        prefilled: Prefilled,
+        leg: LegRequest,
+        answer: SubResponse,
+        watch: LeaseCheck,
     ) -> None:
         """The decode leg of a serial shape, whose KV may be gone after a while. Raises `AgentLost` then."""
         late = AgentLost(
-            f"{ends.decode.address} was too late for the KV at {ends.prefill.address}", _lost(ends.decode)
+            f"{endpoints.decode.address} was too late for the KV at {endpoints.prefill.address}",
+            _lost(endpoints.decode),
         )
         if not watch.is_sure:
             raise late
@@ -138,55 +153,57 @@ class SubRequestLegs:
                 raise late
 
         try:
-            async with self._send(ends.decode, leg, headers_by=watch.sure_until) as told:
-                await self._receive(told, answer, ends.decode, check)
+            async with self._send(endpoints.decode, leg, headers_by=watch.sure_until) as told:
+                await self._receive(told, answer, endpoints.decode, check)
         except AgentTimeout:
             if watch.is_sure:
                 raise
             raise late from None
         except asyncio.CancelledError:
             if _now() < accepted_by:
-                self._release(ends, prefilled)
+                self._release(endpoints, prefilled)
             raise
 
-    async def _concurrent(self, ends: Endpoints, peer: Peer | None) -> SubAnswer:
-        answer = SubAnswer(self._part, ends.decode)
-        leg = self._tools.dialect.decode_leg(self._part, ends, Prefilled(), peer)
+    async def _concurrent(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
+        answer = SubResponse(self._sub, endpoints.decode)
+        leg = self._tools.dialect.decode_leg(self._sub, endpoints, Prefilled(), kv_endpoint)
 
         async def check() -> None:
             answer.prompt_tokens_details = (await prefill).prompt_tokens_details
 
         async def receive() -> None:
-            async with self._send(ends.decode, leg) as told:
-                await self._receive(told, answer, ends.decode, check)
+            async with self._send(endpoints.decode, leg) as told:
+                await self._receive(told, answer, endpoints.decode, check)
 
         async with asyncio.TaskGroup() as legs:
             # Two tasks made in one go ask for their connections one right after the other, and places go in
             # that order. So, of all legs with a place, at most one waits for its other to get the next.
-            prefill = legs.create_task(self._prefill(ends))
+            prefill = legs.create_task(self._prefill(endpoints))
             legs.create_task(receive())
         return answer
 
-    async def _prefill(self, ends: Endpoints) -> Prefilled:
+    async def _prefill(self, endpoints: Endpoints) -> Prefilled:
         """The prefill leg, up to the end of its answer, which is short."""
-        leg = self._tools.dialect.prefill_leg(self._part, ends)
+        leg = self._tools.dialect.prefill_leg(self._sub, endpoints)
         soon = self._soon()
         try:
-            async with self._tools.post(ends.prefill, leg, headers_by=soon, by=soon) as told:
-                prefilled = self._tools.dialect.read_prefill(self._part, await told.read())
+            async with self._tools.post(endpoints.prefill, leg, headers_by=soon, by=soon) as told:
+                prefilled = self._tools.dialect.read_prefill(self._sub, await told.read())
         except BadResponse as error:  # another server may do better
-            raise AgentLost(f"{ends.prefill.address}: {error.message}", _lost(ends.prefill)) from error
-        if prefilled.peer is not None:
-            self._tools.peers.learn(ends, prefilled.peer, _now())
+            raise AgentLost(
+                f"{endpoints.prefill.address}: {error.message}", _lost(endpoints.prefill)
+            ) from error
+        if prefilled.kv_endpoint is not None:
+            self._tools.kv_endpoints.learn(endpoints, prefilled.kv_endpoint, _now())
         self._prefilled()
         return prefilled
 
     def _send(
-        self, server: Register, leg: Leg, headers_by: float | None = None
+        self, server: Register, leg: LegRequest, headers_by: float | None = None
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """The last leg. An answer that is not streamed may take all the time that there is."""
         by = self._tools.by
-        if not self._part.request.stream:
+        if not self._sub.request.stream:
             return self._tools.post(server, leg, headers_by=by, by=by)
         soon = self._soon() if headers_by is None else min(headers_by, self._soon())
         return self._tools.post(server, leg, headers_by=soon, by=by)
@@ -194,16 +211,16 @@ class SubRequestLegs:
     async def _receive(
         self,
         told: UpstreamResponse,
-        answer: SubAnswer,
+        answer: SubResponse,
         server: Register,
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Read the last leg's answer. `check` runs once, when there is something that it must vouch for."""
-        if not self._part.request.stream:
+        if not self._sub.request.stream:
             raw = await told.read()
             if check is not None:
                 await check()
-            answer.take_whole(raw)
+            answer.read_whole(raw)
             return
         if not told.content_type.startswith(sse.CONTENT_TYPE):
             raise BadResponse(f"{server.address} answered {told.content_type} where a stream was asked for")
@@ -224,16 +241,16 @@ class SubRequestLegs:
             raise AgentLost(f"{server.address} ended its stream without ending every choice", _lost(server))
         await told.finish()
 
-    async def _finished(self, ends: Endpoints, whole: bytes) -> SubAnswer:
+    async def _finished(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
         """The answer ended at its first token, at the prefill server."""
-        answer = SubAnswer(self._part, ends.prefill)
-        if not self._part.request.stream:
-            answer.take_whole(whole)
-        elif events := answer.take(as_events(whole, self._part)):
+        answer = SubResponse(self._sub, endpoints.prefill)
+        if not self._sub.request.stream:
+            answer.read_whole(whole)
+        elif events := answer.take(as_events(whole, self._sub)):
             await self._put(events)
         return answer
 
-    def _release(self, ends: Endpoints, prefilled: Prefilled) -> None:
+    def _release(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
         """Let the decode server fetch the KV for one token, unread, so that the prefill server can free it.
 
         No engine offers a shorter way (`vllm-sglang.md` §7.7); otherwise its blocks wait for their lease to
@@ -241,26 +258,28 @@ class SubRequestLegs:
         """
         if prefilled.params is not None:
             once = {"max_tokens": 1, "stream": False}
-            body = {k: v for k, v in self._part.body.items() if k in ("model", "prompt", "messages")} | once
-            part = replace(self._part, body=body)
-            leg = self._tools.dialect.decode_leg(part, ends, prefilled, None)
-            self._tools.drops.send(ends.decode, leg)
+            body = {k: v for k, v in self._sub.body.items() if k in ("model", "prompt", "messages")} | once
+            sub = replace(self._sub, body=body)
+            leg = self._tools.dialect.decode_leg(sub, endpoints, prefilled, None)
+            self._tools.drops.send(endpoints.decode, leg)
 
-    async def _peer(self, ends: Endpoints) -> Peer | None:
+    async def _kv_endpoint(self, endpoints: Endpoints) -> KvEndpoint | None:
         """What must be, or happens to be, known of the prefill server beforehand."""
-        dialect, peers = self._tools.dialect, self._tools.peers
-        url = dialect.lookup(ends)
+        dialect, kv_endpoints = self._tools.dialect, self._tools.kv_endpoints
+        url = dialect.lookup(endpoints)
         if url is None:
-            return peers.find(ends)
-        peer = peers.find(ends, since=_now() - LOOKED_UP_FOR_S)
-        if peer is None:
+            return kv_endpoints.find(endpoints)
+        kv_endpoint = kv_endpoints.find(endpoints, since=_now() - LOOKED_UP_FOR_S)
+        if kv_endpoint is None:
             by = min(_now() + LOOKUP_TIMEOUT_S, self._tools.by)
             try:
-                peer = dialect.read_lookup(ends, await self._tools.upstream.get(ends.prefill, url, by=by))
+                kv_endpoint = dialect.read_lookup(
+                    endpoints, await self._tools.upstream.get(endpoints.prefill, url, by=by)
+                )
             except (AgentRejected, AgentTimeout, BadResponse) as error:
-                raise AgentLost(f"{url}: {error.message}", _lost(ends.prefill)) from error
-            peers.learn(ends, peer, _now())
-        return peer
+                raise AgentLost(f"{url}: {error.message}", _lost(endpoints.prefill)) from error
+            kv_endpoints.learn(endpoints, kv_endpoint, _now())
+        return kv_endpoint
 
     def _soon(self) -> float:
         return min(_now() + self._tools.first_byte_s, self._tools.by)

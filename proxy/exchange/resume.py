@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.proxy.dialects.native import PrefillAnswer
+from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AnswerDiverged, BadResponse
 from kvferry.proxy.wire.kv_params import FirstToken
 
@@ -62,7 +62,7 @@ class Progress:
         self._lines += event[:end]
         return event[end:]
 
-    def open(self, prefill: PrefillAnswer) -> frozenset[int]:
+    def open(self, prefill: NativePrefill) -> frozenset[int]:
         """Note token 1 of every choice; returns the choices for which it is news to the client.
 
         Raises `AnswerDiverged` when a choice that the client knows is not the one that the prefill began.

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from kvferry.proxy.dialects.native import PrefillAnswer
+from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentLost, AgentRejected, error_object
 from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.wire.messages import Incarnation
@@ -52,7 +52,7 @@ class EarlyLeg:
         given_up = asyncio.CancelledError()
         await self._entered.__aexit__(type(given_up), given_up, None)
 
-    async def beside(self, prefill: Coroutine[Any, Any, PrefillAnswer]) -> PrefillAnswer:
+    async def beside(self, prefill: Coroutine[Any, Any, NativePrefill]) -> NativePrefill:
         """Run the prefill leg beside this one, and return its answer. Raises what either leg failed with."""
         running = asyncio.ensure_future(prefill)
         legs: set[asyncio.Future[Any]] = {running, self._opening}

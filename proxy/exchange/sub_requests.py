@@ -26,7 +26,9 @@ _NO_ANSWER = ("error", "abort")
 """Finish reasons by which an engine says that the choice has failed, with HTTP 200 (smg #2382)."""
 
 
-def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]) -> tuple[SubRequest, ...]:
+def split(
+    request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]
+) -> tuple[SubRequest, ...]:
     """One part for each choice of each prompt. The transfer ids, one for each, were never used before."""
     prompts = [None] if request.chat else prompts_of(request.body)
     return tuple(
@@ -42,7 +44,7 @@ def cut(request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId
     )
 
 
-def uncut(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> SubRequest:
+def whole_request(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> SubRequest:
     """All of the request, for one server that serves it alone."""
     choices = range(request.sequences)
     return SubRequest(
@@ -60,21 +62,21 @@ def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class SubUsage:
     """What one part used, as its server told, with what the other server knows better."""
 
-    part: SubRequest
+    sub: SubRequest
     told: dict[str, Any]
 
 
-def sum_up(usages: Sequence[Usage]) -> dict[str, Any]:
+def sum_usage(usages: Sequence[SubUsage]) -> dict[str, Any]:
     """The usage of the whole answer: every prompt counted once, every choice's tokens added."""
     if len(usages) == 1:
         return usages[0].told
     added = _add([usage.told for usage in usages])
     firsts: dict[int, dict[str, Any]] = {}
     for usage in usages:
-        firsts.setdefault(usage.part.prompt, usage.told)
+        firsts.setdefault(usage.sub.prompt, usage.told)
     prompts = _add(list(firsts.values()))
     added |= {name: value for name, value in prompts.items() if name.startswith("prompt_")}
     added["total_tokens"] = added.get("prompt_tokens", 0) + added.get("completion_tokens", 0)
@@ -100,15 +102,15 @@ class _Error(msgspec.Struct, frozen=True):
     code: int | str | None = None
 
 
-class SubAnswer:
+class SubResponse:
     """What a part's last server answers, made into the client's: its id, its indices, its usage.
 
     Everything else passes as it came, down to the byte; what is the proxy's own affair is taken out.
     `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
     """
 
-    def __init__(self, part: SubRequest, server: Register) -> None:
-        self.part = part
+    def __init__(self, sub: SubRequest, server: Register) -> None:
+        self.sub = sub
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
         """Of an answer that is not streamed."""
@@ -118,26 +120,26 @@ class SubAnswer:
         self._finished = 0
         self._usage: dict[str, Any] | None = None
         self._own = {
-            "id": msgspec.Raw(msgspec.json.encode(part.ids.answer_id)),
-            "created": msgspec.Raw(msgspec.json.encode(part.ids.created)),
+            "id": msgspec.Raw(msgspec.json.encode(sub.ids.answer_id)),
+            "created": msgspec.Raw(msgspec.json.encode(sub.ids.created)),
         }
 
     @property
     def complete(self) -> bool:
         """Whether every choice of the part has ended."""
-        return self._finished == len(self.part.choices)
+        return self._finished == len(self.sub.choices)
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> SubUsage | None:
         """What it used; None when the server did not say."""
         if self._usage is None:
             return None
         told = self._usage
         if self.prompt_tokens_details is not None and "prompt_tokens_details" in told:
             told = told | {"prompt_tokens_details": msgspec.json.decode(self.prompt_tokens_details)}
-        return Usage(self.part, told)
+        return SubUsage(self.sub, told)
 
-    def take_whole(self, raw: bytes) -> None:
+    def read_whole(self, raw: bytes) -> None:
         """Take an answer that is not streamed. Raises `AgentLost`, `AgentRejected` or `BadResponse`."""
         answer = self._typed(raw)
         self.choices = self._choices(answer.pop("choices", _NULL))
@@ -171,7 +173,7 @@ class SubAnswer:
             self.envelope = chunk
             return None
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-        if "usage" in chunk and len(self.part.choices) < self.part.request.sequences:
+        if "usage" in chunk and len(self.sub.choices) < self.sub.request.sequences:
             chunk["usage"] = _NULL  # a running count of this part alone would be wrong
         return chunk
 
@@ -197,7 +199,7 @@ class SubAnswer:
             choices = msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]] | None) or []
             for choice in choices:
                 index = msgspec.json.decode(choice.get("index", _NULL), type=int)
-                choice["index"] = msgspec.Raw(str(self.part.choices[index]).encode())
+                choice["index"] = msgspec.Raw(str(self.sub.choices[index]).encode())
                 reason = msgspec.json.decode(choice.get("finish_reason", _NULL), type=str | None)
                 if reason in _NO_ANSWER:
                     raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
@@ -218,7 +220,7 @@ class SubAnswer:
         return Incarnation(self._server.incarnation)
 
 
-def join(answers: Sequence[SubAnswer]) -> bytes:
+def merge(answers: Sequence[SubResponse]) -> bytes:
     """The client's answer, not streamed, from every part's."""
     whole: dict[str, Any] = dict(answers[0].envelope)
     whole["choices"] = [choice for answer in answers for choice in answer.choices]
@@ -226,7 +228,7 @@ def join(answers: Sequence[SubAnswer]) -> bytes:
     return msgspec.json.encode(whole)
 
 
-def ending(answers: Sequence[SubAnswer]) -> bytes:
+def closing_events(answers: Sequence[SubResponse]) -> bytes:
     """The end of the client's stream: usage, when the servers were asked for it and told, and `[DONE]`."""
     usage = _usage_of(answers)
     if usage is None:
@@ -234,12 +236,12 @@ def ending(answers: Sequence[SubAnswer]) -> bytes:
     return sse.event({**answers[0].envelope, "usage": usage}) + sse.DONE
 
 
-def _usage_of(answers: Sequence[SubAnswer]) -> dict[str, Any] | None:
+def _usage_of(answers: Sequence[SubResponse]) -> dict[str, Any] | None:
     usages = [usage for answer in answers if (usage := answer.usage) is not None]
-    return sum_up(usages) if usages else None
+    return sum_usage(usages) if usages else None
 
 
-def as_events(raw: bytes, part: SubRequest) -> bytes:
+def as_events(raw: bytes, sub: SubRequest) -> bytes:
     """A whole answer as the stream that would have told it. Raises `BadResponse`."""
     try:
         answer = msgspec.json.decode(raw, type=dict[str, Any])
@@ -247,10 +249,10 @@ def as_events(raw: bytes, part: SubRequest) -> bytes:
     except (*NOT_JSON, LookupError, TypeError) as error:
         raise BadResponse("a prefill server's answer cannot be read") from error
     usage = answer.pop("usage", None)
-    if part.request.chat:
+    if sub.request.chat:
         answer["object"] = "chat.completion.chunk"
         choices = [{**choice, "delta": choice.pop("message", {})} for choice in choices]
     told = sse.event({**answer, "choices": choices})
-    if part.request.include_usage:
+    if sub.request.include_usage:
         told += sse.event({**answer, "choices": [], "usage": usage})
     return told + sse.DONE

@@ -22,6 +22,7 @@ MAX_FRAME_BYTES = 64 * 1024
 
 Incarnation = NewType("Incarnation", str)
 Role = Literal["prefill", "decode", "both"]
+TransferMode = Literal["read", "write"]
 NodeState = Literal["starting", "ready", "draining"]
 
 
@@ -69,7 +70,7 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     layout: str
     weights: str
     tokenizer: str
-    transfer_mode: Literal["read", "write"]
+    transfer_mode: TransferMode
     version: str
     state: NodeState
     refusals: dict[str, str] = {}

@@ -15,12 +15,11 @@ from typing import Any
 
 from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, decode_body
 from kvferry.agent.errors import ApiError
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects import native
-from kvferry.proxy.dialects.base import Dialect, Prefilled, Shape
+from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import cut
+from kvferry.proxy.exchange.sub_requests import split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.wire.messages import NATIVE_DIALECT
@@ -30,7 +29,7 @@ PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
-DIALECTS = other_dialects(ProxyConfig())
+DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
 CHAT: Endpoint = "chat/completions"
 
 BOTH, DECODE, REFUSED = "both legs", "decode leg", "**400**"
@@ -124,33 +123,33 @@ def _compare(prefill: Any, decode: Any, name: str, fields: dict[str, Any]) -> st
 
 
 def _bodies(dialect: Dialect, request: ClientRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    (part,) = cut(request, IDS, [TRANSFER])
-    ends = part.ends(
+    (sub,) = split(request, IDS, [TRANSFER])
+    endpoints = sub.endpoints(
         registration("prefill", 1, dialect=dialect.name, control="http://h:1"),
         registration("decode", 2, dialect=dialect.name, control="http://h:2"),
     )
-    peer = None
-    if dialect.shape(ends, None) is Shape.CONCURRENT and dialect.lookup(ends) is not None:
-        peer = dialect.read_lookup(ends, b'{"0": {"engine_id": "e"}}')
+    kv_endpoint = None
+    if dialect.leg_order(endpoints, None) is LegOrder.CONCURRENT and dialect.lookup(endpoints) is not None:
+        kv_endpoint = dialect.read_lookup(endpoints, b'{"0": {"engine_id": "e"}}')
     prefilled = Prefilled(params={})
-    legs = (dialect.prefill_leg(part, ends), dialect.decode_leg(part, ends, prefilled, peer))
+    legs = (dialect.prefill_leg(sub, endpoints), dialect.decode_leg(sub, endpoints, prefilled, kv_endpoint))
     return json.loads(legs[0].body), json.loads(legs[1].body)
 
 
 def _ended(dialect: Dialect) -> str:
     """What happens when the first token is the last."""
     request = _ask({}, "completions")
-    (part,) = cut(request, IDS, [TRANSFER])
+    (sub,) = split(request, IDS, [TRANSFER])
     if _bodies(dialect, request)[0].get("min_tokens") == 1:
         return "decode samples it; prefill cannot end"
     raw = b'{"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"transfer_id": 1}}'
-    whole = dialect.read_prefill(part, raw).whole is not None
+    whole = dialect.read_prefill(sub, raw).whole is not None
     return "prefill's answer is the whole" if whole else "decode's answer"
 
 
 def _cached(dialect: Dialect) -> str:
     """Whose count of cached tokens the client is told."""
-    (part,) = cut(_ask({}, "completions"), IDS, [TRANSFER])
+    (sub,) = split(_ask({}, "completions"), IDS, [TRANSFER])
     raw = json.dumps(
         {
             "choices": [{"finish_reason": "length"}],
@@ -159,7 +158,7 @@ def _cached(dialect: Dialect) -> str:
         }
     ).encode()
     try:
-        merged = dialect.read_prefill(part, raw).prompt_tokens_details is not None
+        merged = dialect.read_prefill(sub, raw).prompt_tokens_details is not None
     except BadResponse:  # NIXL params say more, the prefill's count among them
         return "decode's answer (push: prefill's)"
     return "prefill's, put in by the proxy" if merged else "decode's answer"

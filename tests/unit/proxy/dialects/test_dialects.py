@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.dialects.base import Dialect, Endpoints, Peer, Prefilled, Shape, SubRequest
+from kvferry.proxy.dialects.base import Dialect, Endpoints, KvEndpoint, LegOrder, Prefilled, SubRequest
 from kvferry.proxy.dialects.catalogue import SUPPORTED, other_dialects
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import cut
+from kvferry.proxy.exchange.sub_requests import split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from tests.unit.proxy.builders import registration
@@ -29,7 +28,7 @@ from tests.unit.proxy.builders import registration
 EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
-DIALECTS = other_dialects(ProxyConfig())
+DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
 
 
 def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientRequest:
@@ -37,14 +36,14 @@ def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientReq
 
 
 def only_part(client: dict[str, Any], endpoint: Endpoint = "completions") -> SubRequest:
-    (part,) = cut(ask(client, endpoint), IDS, [TRANSFER])
-    return part
+    (sub,) = split(ask(client, endpoint), IDS, [TRANSFER])
+    return sub
 
 
-def ends_of(part: SubRequest, dialect: str, told: dict[str, Any]) -> Endpoints:
+def ends_of(sub: SubRequest, dialect: str, told: dict[str, Any]) -> Endpoints:
     prefill = {"address": "http://10.0.0.1:8001", "dialect": dialect, **told.get("prefill", {})}
     decode = {"address": "http://10.0.0.2:8002", "dialect": dialect, **told.get("decode", {})}
-    return part.ends(registration("prefill", 8001, **prefill), registration("decode", 8002, **decode))
+    return sub.endpoints(registration("prefill", 8001, **prefill), registration("decode", 8002, **decode))
 
 
 @pytest.mark.parametrize("path", EXCHANGES, ids=lambda path: path.stem)
@@ -52,25 +51,27 @@ def test_a_recorded_exchange(path: Path) -> None:
     """X26 (no token less), X27 (ids of one type), rows 8 and 10 (what a prefill leg is pared down to)."""
     told = json.loads(path.read_text())
     dialect = DIALECTS[told["dialect"]]
-    part = only_part(told["client"], told["endpoint"])
-    ends = ends_of(part, dialect.name, told)
-    peer = msgspec.convert(told["peer"], Peer) if "peer" in told else None
+    sub = only_part(told["client"], told["endpoint"])
+    endpoints = ends_of(sub, dialect.name, told)
+    kv_endpoint = msgspec.convert(told["peer"], KvEndpoint) if "peer" in told else None
     if "lookup" in told:
-        assert dialect.lookup(ends) == told["lookup"]
-        assert dialect.read_lookup(ends, json.dumps(told["lookup_answer"]).encode()) == peer
-    assert dialect.shape(ends, peer) is Shape[told["shape"]]
-    check_leg(dialect.prefill_leg(part, ends), told["prefill_leg"], told["endpoint"])
+        assert dialect.lookup(endpoints) == told["lookup"]
+        assert dialect.read_lookup(endpoints, json.dumps(told["lookup_answer"]).encode()) == kv_endpoint
+    assert dialect.leg_order(endpoints, kv_endpoint) is LegOrder[told["shape"]]
+    check_leg(dialect.prefill_leg(sub, endpoints), told["prefill_leg"], told["endpoint"])
     answer = told["prefill_answer"]
     raw = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-    prefilled = dialect.read_prefill(part, raw)
+    prefilled = dialect.read_prefill(sub, raw)
     assert prefilled.whole is None
-    assert prefilled.peer == (msgspec.convert(told["learned"], Peer) if "learned" in told else None)
+    assert prefilled.kv_endpoint == (
+        msgspec.convert(told["learned"], KvEndpoint) if "learned" in told else None
+    )
     details = prefilled.prompt_tokens_details
     assert (details is not None) == ("prompt_tokens_details" in told)
     if details is not None:
         assert json.loads(details) == told["prompt_tokens_details"]
-    serial = dialect.shape(ends, peer) is Shape.SERIAL
-    decode_leg = dialect.decode_leg(part, ends, prefilled if serial else Prefilled(), peer)
+    serial = dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL
+    decode_leg = dialect.decode_leg(sub, endpoints, prefilled if serial else Prefilled(), kv_endpoint)
     check_leg(decode_leg, told["decode_leg"], told["endpoint"])
 
 
@@ -104,9 +105,9 @@ def test_what_a_prefill_tells_of_usage_is_utf_8_or_a_bad_answer(name: str) -> No
 def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
     """Row 16 (aibrix #2289): otherwise the decode server would wait for its bootstrap to time out."""
     error = b'{"error": {"message": "no"}}'
-    part = only_part({"model": "m", "prompt": "p", "stream": stream})
+    sub = only_part({"model": "m", "prompt": "p", "stream": stream})
     with pytest.raises(BadResponse):
-        DIALECTS["sglang"].read_prefill(part, b"data: " + error + b"\n\n" if stream else error)
+        DIALECTS["sglang"].read_prefill(sub, b"data: " + error + b"\n\n" if stream else error)
 
 
 @pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
@@ -148,8 +149,8 @@ def test_a_clients_id_cannot_forge_addresses() -> None:
         request_id=RequestId("___prefill_addr_evil___decode_addr_evil_"),
         answer_id=AnswerId("cmpl-a"), created=12, seed=99,
     )  # fmt: skip
-    (part,) = cut(ask({"model": "m", "prompt": "p"}), forged, [TRANSFER])
-    leg = DIALECTS["vllm-moriio"].prefill_leg(part, ends_of(part, "vllm-moriio", {}))
+    (sub,) = split(ask({"model": "m", "prompt": "p"}), forged, [TRANSFER])
+    leg = DIALECTS["vllm-moriio"].prefill_leg(sub, ends_of(sub, "vllm-moriio", {}))
     assert "evil" not in str(leg.headers)
     assert re.fullmatch(r"___prefill_addr_.+___decode_addr_.+_[0-9a-f]{32}", leg.headers["X-Request-Id"])
 
@@ -168,13 +169,13 @@ def test_every_choice_has_its_prompt_its_seed_and_a_transfer_of_its_own() -> Non
         {"model": "m", "prompt": [[1], [2, 3]], "n": 2, "best_of": 2, "seed": 2**63 - 1, "top_k": 5}
     )
     ids = [TransferId(f"{number:032x}") for number in range(4)]
-    parts = cut(request, IDS, ids)
-    assert [part.body for part in parts] == [
+    subs = split(request, IDS, ids)
+    assert [sub.body for sub in subs] == [
         {"model": "m", "prompt": prompt, "seed": seed, "top_k": 5}
         for prompt in ([1], [2, 3])
         for seed in (2**63 - 1, 0)
     ]
-    assert [(*part.choices, part.prompt, part.transfer_id) for part in parts] == [
+    assert [(*sub.choices, sub.prompt, sub.transfer_id) for sub in subs] == [
         (0, 0, ids[0]), (1, 0, ids[1]), (2, 1, ids[2]), (3, 1, ids[3]),
     ]  # fmt: skip
 
@@ -188,6 +189,6 @@ def test_the_ranks_of_both_legs_do_not_correlate() -> None:
     request = ask({"model": "m", "prompt": "p", "n": 128})
     transfer_ids = [TransferId(hashlib.md5(bytes([number])).hexdigest()) for number in range(128)]
     sizes = {"prefill": {"dp_size": 4}, "decode": {"dp_size": 2}}
-    ends = [ends_of(part, "vllm-nixl", sizes) for part in cut(request, IDS, transfer_ids)]
-    pairs = Counter((each.prefill_rank, each.decode_rank) for each in ends)
+    endpoints = [ends_of(sub, "vllm-nixl", sizes) for sub in split(request, IDS, transfer_ids)]
+    pairs = Counter((each.prefill_rank, each.decode_rank) for each in endpoints)
     assert len(pairs) == 8 and min(pairs.values()) >= 8

@@ -82,7 +82,7 @@ def test_the_prefill_body_asks_for_one_token_and_keeps_the_settings() -> None:
 
 def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
     asked = request(stream=True, max_tokens=7)
-    prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
+    prefill = native.read_prefill(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
     assert prefill.params is not None
     assert json.loads(native.decode_body(asked, IDS, prefill.params)) == {
         **asked.body, "seed": 99, "kvferry_token_lines": True, "kv_transfer_params": PARAMS,
@@ -111,7 +111,7 @@ def test_a_control_address_that_makes_no_sense_is_none(control: str) -> None:
 
 def test_the_first_tokens_are_told_by_an_event_without_data() -> None:
     params = {**PARAMS, "first_tokens": [{"id": 5, "text": ""}, {"id": 50, "text": ""}]}
-    prefill = native.read_prefill_answer(answer(kv_transfer_params=params), request(n=2), TRANSFER)
+    prefill = native.read_prefill(answer(kv_transfer_params=params), request(n=2), TRANSFER)
     assert native.first_tokens_event(prefill) == b": first 5,50\n\n"
 
 
@@ -173,7 +173,7 @@ def test_first_events_show_one_token_of_every_choice() -> None:
         {"id": 6, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop", "margin": None},
     ]
     raw = answer(kv_transfer_params=PARAMS | {"first_tokens": tokens})
-    prefill = native.read_prefill_answer(raw, asked, TRANSFER)
+    prefill = native.read_prefill(raw, asked, TRANSFER)
     assert len(events(native.first_events(asked, IDS, prefill, frozenset({1})))) == 1
     shown = events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
     assert [event["choices"] for event in shown] == [
@@ -188,7 +188,7 @@ def test_first_events_show_one_token_of_every_choice() -> None:
 
 def test_first_events_of_a_chat_begin_with_the_role() -> None:
     asked = request("chat/completions", stream=True)
-    prefill = native.read_prefill_answer(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
+    prefill = native.read_prefill(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
     [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
     assert event["object"] == "chat.completion.chunk"
     assert event["choices"][0] == {
@@ -209,7 +209,7 @@ def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoin
         "token_ids": [5],
         "margins": [0.25],
     }
-    prefill = native.read_prefill_answer(answer(choices=[choice], kvferry_timing={"x": 1}), asked, TRANSFER)
+    prefill = native.read_prefill(answer(choices=[choice], kvferry_timing={"x": 1}), asked, TRANSFER)
     assert prefill.params is None
     [first] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
     [made] = first["choices"]
@@ -222,7 +222,7 @@ def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoin
 
 def test_without_usage_asked_for_only_done_follows() -> None:
     asked = request(stream=True)
-    prefill = native.read_prefill_answer(answer(), asked, TRANSFER)
+    prefill = native.read_prefill(answer(), asked, TRANSFER)
     assert events(native.closing_events(asked, IDS, prefill)) == ["[DONE]"]
 
 
@@ -246,7 +246,7 @@ def test_without_usage_asked_for_only_done_follows() -> None:
 def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
     """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
     with pytest.raises(BadResponse):
-        native.read_prefill_answer(raw, request(), TRANSFER)
+        native.read_prefill(raw, request(), TRANSFER)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.native import PrefillAnswer, read_prefill_answer
+from kvferry.proxy.dialects.native import NativePrefill, read_prefill
 from kvferry.proxy.errors import AnswerDiverged, BadResponse
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.ids import TransferId
@@ -32,7 +32,7 @@ KNOWN = [
 ]
 
 
-def prefill(*tokens: FirstToken) -> PrefillAnswer:
+def prefill(*tokens: FirstToken) -> NativePrefill:
     """The answer of a prefill leg; without tokens it is the whole answer."""
     raw: dict[str, Any] = {"choices": [{"index": 0}, {"index": 1}]}
     if tokens:
@@ -45,7 +45,7 @@ def prefill(*tokens: FirstToken) -> PrefillAnswer:
             "first_tokens": tokens,
         }
     request = parse_request("completions", b'{"model": "m", "prompt": "p", "n": 2}')
-    return read_prefill_answer(msgspec.json.encode(raw), request, TransferId("t"))
+    return read_prefill(msgspec.json.encode(raw), request, TransferId("t"))
 
 
 @given(cuts=st.lists(st.integers(0, len(EVENTS)), max_size=4))

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.dialects.native import PrefillAnswer
+from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentLost, AgentRejected
 from kvferry.proxy.exchange.streamed import EarlyLeg, FirstTokens
 from kvferry.proxy.wire.messages import Incarnation
@@ -299,7 +299,7 @@ async def test_a_client_that_leaves_ends_both_legs(stage: Stage, stream: bool) -
 # Of two failures, which is the cause.
 
 
-class Leg:
+class ScriptedLeg:
     """One leg that a test lets answer or fail; `given_up` says how it was left."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class Leg:
             raise
         self.left = None
 
-    async def prefill(self) -> PrefillAnswer:
+    async def prefill(self) -> NativePrefill:
         return await self.answer  # type: ignore[no-any-return]
 
 
@@ -324,9 +324,9 @@ def refused(code: str) -> AgentRejected:
     return AgentRejected(409, "application/json", b'{"error": {"code": "%s"}}' % code.encode(), None)
 
 
-async def beside(script: Callable[[Leg, Leg], None]) -> tuple[Any, Leg]:
+async def beside(script: Callable[[ScriptedLeg, ScriptedLeg], None]) -> tuple[Any, ScriptedLeg]:
     """What comes of two legs of which a `script` decides the end; and the decode leg."""
-    prefill, decode = Leg(), Leg()
+    prefill, decode = ScriptedLeg(), ScriptedLeg()
     async with EarlyLeg(decode.post(), DECODE) as early:
         asyncio.get_running_loop().call_soon(script, prefill, decode)
         try:
@@ -338,7 +338,7 @@ async def beside(script: Callable[[Leg, Leg], None]) -> tuple[Any, Leg]:
 async def test_a_prefill_that_ends_in_time_outweighs_the_other_legs_failure() -> None:
     """An answer that ends with token 1 leaves nothing to pull, and a decode agent may say so first."""
 
-    def script(prefill: Leg, decode: Leg) -> None:
+    def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         decode.answer.set_exception(AgentLost("nothing to pull", DECODE))
         asyncio.get_running_loop().call_later(0.05, prefill.answer.set_result, "whole")
 
@@ -349,7 +349,7 @@ async def test_a_dropped_prefill_is_told_by_who_dropped_it() -> None:
     """A decode agent without room gives its hold up: the client gets 429, not the prefill's 409."""
     no_room = AgentRejected(429, "application/json", b"{}", None)
 
-    def script(prefill: Leg, decode: Leg) -> None:
+    def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         prefill.answer.set_exception(refused("transfer_dropped"))
         asyncio.get_running_loop().call_later(0.05, decode.answer.set_exception, no_room)
 
@@ -372,7 +372,7 @@ async def test_another_409_is_the_prefills_own() -> None:
 async def test_an_answer_that_nobody_takes_is_given_up() -> None:
     """That says nothing about its agent: only an error of its own would count against it."""
 
-    def script(prefill: Leg, decode: Leg) -> None:
+    def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         decode.answer.set_result("headers")
         error = AgentLost("the prefill agent died", Incarnation("prefill"))
         asyncio.get_running_loop().call_later(0.05, prefill.answer.set_exception, error)
@@ -383,7 +383,7 @@ async def test_an_answer_that_nobody_takes_is_given_up() -> None:
 
 
 async def test_an_error_while_an_answer_is_read_is_that_legs() -> None:
-    decode = Leg()
+    decode = ScriptedLeg()
     decode.answer.set_result("headers")
     failure = AgentLost("broke off", DECODE)
     with pytest.raises(AgentLost):

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import AgentLost, AgentRejected, BadResponse
-from kvferry.proxy.exchange.sub_requests import SubAnswer, as_events, cut, ending, join
+from kvferry.proxy.exchange.sub_requests import SubResponse, as_events, closing_events, merge, split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.unit.proxy.builders import registration
@@ -19,12 +19,12 @@ IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=
 SERVER = registration("decode", 1)
 
 
-def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[SubAnswer]:
+def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[SubResponse]:
     """Fresh answers of a request's parts."""
     asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
     request = parse_request(endpoint, json.dumps({"model": "m", **asked, **fields}).encode())
     ids = [TransferId(f"{number:032x}") for number in range(request.sequences)]
-    return [SubAnswer(part, SERVER) for part in cut(request, IDS, ids)]
+    return [SubResponse(sub, SERVER) for sub in split(request, IDS, ids)]
 
 
 def choice(reason: str | None = "stop", **members: Any) -> dict[str, Any]:
@@ -37,15 +37,15 @@ def raw(**members: Any) -> bytes:
 
 def test_every_prompt_is_counted_once_and_every_choices_tokens() -> None:
     """Row 9: the counts of n parts are one answer's; what is no count is the first part's."""
-    parts = answers(prompt=["a", "b"], n=2)
-    for number, part in enumerate(parts):
+    subs = answers(prompt=["a", "b"], n=2)
+    for number, sub in enumerate(subs):
         details = {"cached_tokens": number, "audio_tokens": None}
         usage = {
             "prompt_tokens": 10 * (1 + number // 2), "completion_tokens": number, "total_tokens": 7,
             "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 1},
         }  # fmt: skip
-        part.take_whole(raw(usage=usage))
-    whole = json.loads(join(parts))
+        sub.read_whole(raw(usage=usage))
+    whole = json.loads(merge(subs))
     assert [each["index"] for each in whole["choices"]] == [0, 1, 2, 3]
     assert whole["usage"] == {
         "prompt_tokens": 30, "completion_tokens": 6, "total_tokens": 36,
@@ -56,24 +56,24 @@ def test_every_prompt_is_counted_once_and_every_choices_tokens() -> None:
 
 def test_members_of_a_chunk_pass_to_the_byte() -> None:
     """No number is read and written again: 1e2 stays 1e2."""
-    (part,) = answers(stream=True)
+    (sub,) = answers(stream=True)
     event = (
         b'data: {"id":"x","choices":[{"index":0,"text":"\\u00e9","p":1e2,"finish_reason":null}],"q":1e2}\n\n'
     )
-    shown = part.take(event)
+    shown = sub.take(event)
     assert b'"text":"\\u00e9"' in shown and shown.count(b"1e2") == 2
     assert json.loads(shown.removeprefix(b"data: "))["id"] == "cmpl-a"
 
 
 def test_usage_is_told_once_and_last() -> None:
     """A running count of one part would be wrong for the whole."""
-    parts = answers(stream=True, n=2, stream_options={"include_usage": True})
-    for part in parts:
-        shown = part.take(sse.event({"choices": [choice()], "usage": {"prompt_tokens": 1}}))
+    subs = answers(stream=True, n=2, stream_options={"include_usage": True})
+    for sub in subs:
+        shown = sub.take(sse.event({"choices": [choice()], "usage": {"prompt_tokens": 1}}))
         assert json.loads(shown.removeprefix(b"data: "))["usage"] is None
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        assert part.take(sse.event({"id": "theirs", "choices": [], "usage": usage}) + sse.DONE) == b""
-    told, done = ending(parts).split(sse.END_OF_EVENT)[:2]
+        assert sub.take(sse.event({"id": "theirs", "choices": [], "usage": usage}) + sse.DONE) == b""
+    told, done = closing_events(subs).split(sse.END_OF_EVENT)[:2]
     last = json.loads(told.removeprefix(b"data: "))
     assert (last["id"], last["choices"]) == ("cmpl-a", [])
     assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
@@ -81,9 +81,9 @@ def test_usage_is_told_once_and_last() -> None:
 
 
 def test_a_stream_whose_servers_tell_no_usage_just_ends() -> None:
-    (part,) = answers(stream=True)
-    part.take(sse.event({"choices": [choice()]}))
-    assert ending([part]) == sse.DONE
+    (sub,) = answers(stream=True)
+    sub.take(sse.event({"choices": [choice()]}))
+    assert closing_events([sub]) == sse.DONE
 
 
 @pytest.mark.parametrize(
@@ -108,20 +108,20 @@ def test_a_stream_whose_servers_tell_no_usage_just_ends() -> None:
 )
 def test_what_is_no_answer_is_never_passed_on(told: bytes, error: type[Exception]) -> None:
     """I5, row 5. An error that is the request's own is the last word on it; any other may be tried again."""
-    (part,) = answers()
+    (sub,) = answers()
     with pytest.raises(error):
-        part.take_whole(told)
+        sub.read_whole(told)
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 def test_a_whole_answer_as_a_stream(endpoint: Endpoint) -> None:
     """ATOM: an answer that ended at the prefill server, for a client that streams."""
-    (part,) = answers(endpoint, stream=True, stream_options={"include_usage": True})
+    (sub,) = answers(endpoint, stream=True, stream_options={"include_usage": True})
     said = {"text": "x"} if endpoint == "completions" else {"message": {"role": "assistant", "content": "x"}}
     whole = {"id": "t", "object": "o", "choices": [{"index": 0, **said, "finish_reason": "stop"}]}
-    events = part.take(as_events(json.dumps(whole | {"usage": {"completion_tokens": 1}}).encode(), part.part))
+    events = sub.take(as_events(json.dumps(whole | {"usage": {"completion_tokens": 1}}).encode(), sub.sub))
     (shown,) = json.loads(events.removeprefix(b"data: "))["choices"]
     assert shown.get("text", (shown.get("delta") or {}).get("content")) == "x"
-    assert part.complete and part.usage is not None
+    assert sub.complete and sub.usage is not None
     with pytest.raises(BadResponse):
-        as_events(b"{}", part.part)
+        as_events(b"{}", sub.sub)
