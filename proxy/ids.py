@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ids that the proxy mints, and the one place where it does so (design §3)."""
+"""The ids that the proxy generates; no other module generates any."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who one request is, the same on every leg and on every attempt.
+    """What identifies one request, the same on every leg and attempt.
 
-    `created` is in Unix seconds. `seed` draws the answer's noise, so a retry draws the same tokens (I4).
-    `session`: the client's `X-Session-Id`, for the policy that keeps a session's requests together.
+    `created` is in Unix seconds. `seed` makes sampling reproducible, so a retry samples the same tokens (I4).
+    `session`: the client's `X-Session-Id`, for the policy that keeps a session's requests on one agent.
     """
 
     request_id: RequestId
@@ -38,7 +38,7 @@ class Identity:
 
 
 def new_transfer_id() -> TransferId:
-    """128 random bits; one per attempt, never reused."""
+    """128 random bits, one per attempt, never reused."""
     return TransferId(secrets.token_hex(16))
 
 
@@ -56,16 +56,16 @@ def new_identity(
     traceparent: str | None,
     session: str | None = None,
 ) -> Identity:
-    """Mint what the client's request did not bring along; a seed is 0 … 2^63-1.
+    """Generate the ids and, if the request has none, a seed in 0 … 2^63-1.
 
-    A `traceparent` that is none is left out.
+    An invalid `traceparent` is dropped.
     """
-    drawn = secrets.token_bytes(24)
+    entropy = secrets.token_bytes(24)
     return Identity(
         request_id=request_id,
-        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + drawn[8:].hex()),
+        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + entropy[8:].hex()),
         created=int(time.time()),
-        seed=int.from_bytes(drawn[:8]) >> 1 if seed is None else seed,
+        seed=int.from_bytes(entropy[:8]) >> 1 if seed is None else seed,
         traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
         session=session,
     )

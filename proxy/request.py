@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' bodies, checked once at the edge. What the proxy does not know passes through untouched."""
+"""Request bodies, validated once at the edge. Fields that the proxy does not know pass through unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Message(msgspec.Struct):
 
 
 class _Sampling(msgspec.Struct, kw_only=True):
-    """The fields that both endpoints share; only their types and ranges matter here."""
+    """The fields that both endpoints share, with their types and ranges."""
 
     model: Annotated[str, Meta(min_length=1)]
     stream: bool | None = None
@@ -49,14 +49,14 @@ class _Sampling(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
-class Completion(_Sampling, kw_only=True):
+class CompletionRequest(_Sampling, kw_only=True):
     """A body of `/v1/completions`, as far as the proxy reads it."""
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
-class Chat(_Sampling, kw_only=True):
+class ChatRequest(_Sampling, kw_only=True):
     """A body of `/v1/chat/completions`, as far as the proxy reads it."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -66,11 +66,12 @@ class Chat(_Sampling, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """A checked request. `body` is the client's own, whole; the other fields are what the proxy reads of it.
+    """A validated request. `body` is the client's own, complete; the other fields are what the proxy reads
+    of it.
 
-    `max_tokens` is the client's limit on output tokens, None for what the context holds. `prompts` is how
-    many prompts it brought, each to be answered by `n` choices. `prompt_tokens` is known only when they came
-    as token ids, and is the longest one's.
+    `max_tokens` is the client's limit on output tokens, None for what the context allows. `prompts` is the
+    number of prompts, each with `n` choices. `prompt_tokens` is known only for prompts of token ids, and is
+    the longest one's.
     """
 
     endpoint: Endpoint
@@ -86,18 +87,18 @@ class ClientRequest:
     prompt_tokens: int | None
 
     @property
-    def wants_timing(self) -> bool:
-        """Whether the answer is to tell where the time went (`kvferry_timing`)."""
+    def include_timing(self) -> bool:
+        """Whether the answer should report how long its parts took (`kvferry_timing`)."""
         return self.body.get("kvferry_timing") is True
 
     @property
     def sequences(self) -> int:
-        """How many choices the answer has."""
+        """The number of choices of the answer."""
         return self.n * self.prompts
 
     @property
     def undivided(self) -> bool:
-        """Whether the prompt must be computed where the tokens are drawn: it has logprobs of its own."""
+        """Whether one agent must do it all, since logprobs of the prompt itself are requested."""
         body = self.body
         logprobs = body.get("logprobs")
         echoed = bool(body.get("echo")) and logprobs is not None and logprobs is not False
@@ -109,21 +110,21 @@ class ClientRequest:
 
     @property
     def prompt(self) -> str | list[Any]:
-        """The client's own: text, token ids, or a chat's messages."""
+        """Text, token ids, or a chat's messages."""
         prompt: str | list[Any] = self.body["messages" if self.chat else "prompt"]
         return prompt
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
-    """Check a request's body. Raises `InvalidRequest`, which names the field at fault."""
+    """Validate a request's body. Raises `InvalidRequest`, which names the invalid field."""
     body = _parse_json(raw)
-    fields = _convert(body, Chat if endpoint == "chat/completions" else Completion)
+    fields = _convert(body, ChatRequest if endpoint == "chat/completions" else CompletionRequest)
     for name in ("kv_transfer_params", "resume"):
         if body.pop(name, None) is not None:
-            raise InvalidRequest(f"{name} is made by the proxy", param=name)
+            raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
     if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequest("stream_options is only for stream=true", param="stream_options")
-    prompts = _prompts(fields.prompt) if isinstance(fields, Completion) else []
+        raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
+    prompts = _prompts(fields.prompt) if isinstance(fields, CompletionRequest) else []
     lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
     if len(prompts) * (fields.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="n")
@@ -143,30 +144,30 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
 
 
 def check_context(request: ClientRequest, max_model_len: int | None) -> None:
-    """Refuse what the agents, if they say how much, have no room for. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` if prompt and output exceed the agents' context; None when that is unknown."""
     wanted = request.max_tokens or 1
     if max_model_len is None:
         return
     if request.prompt_tokens is not None and request.prompt_tokens + wanted > max_model_len:
         raise InvalidRequest(
-            f"the context holds {max_model_len} tokens; the prompt has {request.prompt_tokens} "
-            f"and at least {wanted} are to follow",
+            f"the context length is {max_model_len} tokens; the prompt has {request.prompt_tokens} "
+            f"and at least {wanted} are to be generated",
             param="prompt",
         )
 
 
-class _Usage(msgspec.Struct):
+class _CompletionUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Answered(msgspec.Struct):
-    usage: _Usage | None = None
+class _AnswerWithUsage(msgspec.Struct):
+    usage: _CompletionUsage | None = None
 
 
 def completion_tokens(answer: bytes) -> int:
-    """How many tokens a whole answer says it cost; 0 if it does not say."""
+    """The completion tokens that a complete answer reports in its usage; 0 without one."""
     try:
-        usage = msgspec.json.decode(answer, type=_Answered).usage
+        usage = msgspec.json.decode(answer, type=_AnswerWithUsage).usage
     except NOT_JSON:
         return 0
     return 0 if usage is None else usage.completion_tokens
@@ -182,16 +183,18 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _convert(body: dict[str, Any], kind: type[Completion] | type[Chat]) -> Completion | Chat:
+def _convert(
+    body: dict[str, Any], kind: type[CompletionRequest] | type[ChatRequest]
+) -> CompletionRequest | ChatRequest:
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        param = _field_at_fault(str(error))
+        param = _invalid_field(str(error))
         raise InvalidRequest(f"{param}: {error}" if param else str(error), param=param) from error
 
 
-def _field_at_fault(message: str) -> str | None:
-    """The field that msgspec's message is about: ``... - at `$.n` `` or ``... required field `model` ``."""
+def _invalid_field(message: str) -> str | None:
+    """The field that msgspec's message names: ``... - at `$.n` `` or ``... required field `model` ``."""
     if "`$." in message:
         return message.rsplit("`$.", 1)[1].split("`", 1)[0]
     if "required field `" in message:
@@ -200,13 +203,13 @@ def _field_at_fault(message: str) -> str | None:
 
 
 def prompts_of(body: dict[str, Any]) -> list[Any]:
-    """The prompts of a checked completion's body, all of them text or all of them token ids."""
+    """The prompts of a validated completion's body, either all text or all token ids."""
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
 
 
 def _prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """The prompts in a completion's `prompt`, one or many, all of one kind. Raises `InvalidRequest`."""
+    """Validate a completion's `prompt`, one or many, all of one kind. Raises `InvalidRequest`."""
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     prompts = prompts_of({"prompt": prompt})

@@ -18,9 +18,8 @@ from quart import Quart
 
 from kvferry.proxy.api.app import create_app
 from kvferry.proxy.api.auth import ApiKeys
-from kvferry.proxy.api.completions import Completions
-from kvferry.proxy.api.dashboard_feed import DashboardFeed
-from kvferry.proxy.api.request_tasks import RequestTasks
+from kvferry.proxy.api.completions import Completions, RequestTasks
+from kvferry.proxy.api.dashboard import DashboardFeed
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
@@ -72,10 +71,10 @@ class Services:
     retry_budget: RetryBudget
     upstream: UpstreamPool
     drops: KvDrops
-    open_requests: RequestTasks
+    request_tasks: RequestTasks
     metrics: Metrics
     history: History
-    live: DashboardFeed
+    dashboard: DashboardFeed
     api_keys: ApiKeys | None
 
     def create_app(self) -> Quart:
@@ -100,7 +99,7 @@ class Services:
         completions = partial(
             Completions,
             new_exchange=partial(Exchange, context),
-            open_requests=self.open_requests,
+            request_tasks=self.request_tasks,
             api_keys=self.api_keys,
             metrics=self.metrics,
             history=self.history,
@@ -110,7 +109,7 @@ class Services:
         )
         return create_app(
             fleet=self.fleet,
-            live=self.live,
+            dashboard=self.dashboard,
             api_keys=self.api_keys,
             completions=completions,
             max_body_bytes=config.max_body_bytes,
@@ -173,10 +172,10 @@ async def serving(
             retry_budget=RetryBudget(RESERVE / config.workers),
             upstream=upstream,
             drops=drops,
-            open_requests=RequestTasks(),
+            request_tasks=RequestTasks(),
             metrics=metrics,
             history=history,
-            live=DashboardFeed(fleet),
+            dashboard=DashboardFeed(fleet),
             api_keys=keys.clients,
         )
         server = HttpServer(_uvicorn_config(services, keys.tls))
@@ -189,10 +188,10 @@ async def serving(
                 try:
                     yield services
                 finally:
-                    services.live.close()
+                    services.dashboard.close()
                     server.should_exit = True
                     await asyncio.wait([clients])
-                    await services.open_requests.cut()
+                    await services.request_tasks.cancel_all()
                     watching.cancel()
         finally:
             await drops.settle()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events as bytes: where they end, without looking inside them."""
+"""Server-sent events as bytes, split at event boundaries without parsing them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_EVENT_BYTES = 8 * 1024 * 1024
 
 
 class Scanner:
-    """Cuts a byte stream at event boundaries, so that only whole events are passed on.
+    """Splits a byte stream at event boundaries, so that only whole events are passed on.
 
-    Bytes that end with an event, which is nearly always so, are passed on as they came, uncopied.
+    Input that ends with an event, which is the usual case, is passed on uncopied.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Scanner:
 
     @property
     def between_events(self) -> bool:
-        """Whether the next byte begins an event."""
+        """Whether the next byte starts an event."""
         return not self._tail and not self.done
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events completed by `chunk` (maybe none), up to and including `[DONE]`.
+        """Return the events completed by `chunk` (perhaps none), up to and including `[DONE]`.
 
         Raises `BadResponse` when an event exceeds `MAX_EVENT_BYTES`.
         """
@@ -48,7 +48,7 @@ class Scanner:
             data, self._tail = data[:cut], data[cut:]
             if len(self._tail) > MAX_EVENT_BYTES:
                 raise BadResponse(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
-        # JSON cannot hold a raw line break, so no text of an answer can look like this.
+        # JSON cannot contain a raw line break, so no text of an answer can look like this.
         end = data.find(DONE)
         if end < 0:
             return data
@@ -57,23 +57,23 @@ class Scanner:
 
 
 def event(payload: Any) -> bytes:
-    """One event around a JSON value, or around JSON bytes as they are."""
+    """Encode one event from a JSON value, or from bytes that are JSON."""
     data = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
     return b"data: " + data + END_OF_EVENT
 
 
 def count(events: bytes) -> int:
-    """How many events there are in whole events."""
+    """The number of events in whole events."""
     return events.count(END_OF_EVENT)
 
 
-def holds_error(events: bytes) -> bool:
-    """Whether an event is an error. A JSON string cannot hold the bare quotes that are looked for."""
+def has_error(events: bytes) -> bool:
+    """Whether any event is an error. A JSON string cannot contain these quotes unescaped."""
     return ERROR_EVENT in events
 
 
 def has_text(events: bytes) -> bool:
-    """Whether any event carries text of an answer. Parses JSON, so it is for a stream's first events only."""
+    """Whether any event carries text. Parses JSON, so it is for a stream's first events only."""
     for data in events.split(END_OF_EVENT):
         if data.startswith(b"data: {"):
             try:
@@ -85,20 +85,17 @@ def has_text(events: bytes) -> bool:
     return False
 
 
-def with_legs(events: bytes, seconds: Mapping[str, float]) -> bytes:
-    """The events, of which one that tells its agent's timing tells the time of each leg too (`legs_s`).
-
-    That is the last event with data, if the client asked for it.
-    """
+def with_leg_times(events: bytes, seconds: Mapping[str, float]) -> bytes:
+    """Add `legs_s`, the time of each leg, to the event that carries the agent's `kvferry_timing`, if any."""
     if TIMING not in events:
         return events
     return b"".join(
-        _with_legs(data, seconds) if TIMING in data else data + END_OF_EVENT
+        _with_leg_times(data, seconds) if TIMING in data else data + END_OF_EVENT
         for data in events.removesuffix(END_OF_EVENT).split(END_OF_EVENT)
     )
 
 
-def _with_legs(data: bytes, seconds: Mapping[str, float]) -> bytes:
+def _with_leg_times(data: bytes, seconds: Mapping[str, float]) -> bytes:
     try:
         body = msgspec.json.decode(data.removeprefix(b"data: "), type=dict[str, Any])
     except NOT_JSON:

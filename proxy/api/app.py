@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's HTTP routes. Each reads a request, asks another room, and writes the answer."""
+"""The proxy's HTTP routes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from kvferry.proxy.api import openapi
-from kvferry.proxy.api.auth import ApiKeys, guard
+from kvferry.proxy.api.auth import ApiKeys, require_keys
 from kvferry.proxy.api.completions import App
-from kvferry.proxy.api.dashboard import add_operator_page
-from kvferry.proxy.api.dashboard_feed import DashboardFeed
+from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.errors import NotFound, ProxyError
 from kvferry.proxy.fleet.interface import JSON, Fleet, Page, PageName
 from kvferry.proxy.ids import RequestId, request_id_from
@@ -27,18 +26,18 @@ FOLDER = str(Path(__file__).parent)
 def create_app(
     *,
     fleet: Fleet,
-    live: DashboardFeed,
+    dashboard: DashboardFeed,
     api_keys: ApiKeys | None,
     completions: Callable[[App], App],
     max_body_bytes: int,
     body_timeout_s: float,
 ) -> Quart:
     """The application; `completions` wraps it to serve the completion endpoints."""
-    # Named paths: Quart cannot look them up in a package that is installed in parts.
+    # Explicit paths: Quart cannot find them in a namespace package.
     app = Quart(__name__, root_path=FOLDER, instance_path=FOLDER, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
     app.config["BODY_TIMEOUT"] = body_timeout_s
-    # Quart would cut the operator's page off after 60 s.
+    # Quart would end the dashboard's feed after 60 s.
     app.config["RESPONSE_TIMEOUT"] = None
 
     @app.get("/v1/models")
@@ -61,7 +60,7 @@ def create_app(
     async def targets() -> Response:
         return await _page(fleet, "targets")
 
-    # Agents of other engines have addresses in their incarnations.
+    # A path, since incarnations of other engines' servers contain URLs.
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
         return await _drain(fleet, Incarnation(incarnation), True)
@@ -71,51 +70,51 @@ def create_app(
         return await _drain(fleet, Incarnation(incarnation), False)
 
     @app.get("/metrics")
-    async def exposition() -> Response:
+    async def metrics() -> Response:
         return await _page(fleet, "metrics")
 
-    description = msgspec.json.encode(openapi.document(version("kvferry")))
+    document = msgspec.json.encode(openapi.document(version("kvferry")))
 
     @app.get("/openapi.json")
-    async def described() -> Response:
-        return Response(description, content_type="application/json")
+    async def openapi_document() -> Response:
+        return Response(document, content_type="application/json")
 
-    add_operator_page(app, live)
+    add_dashboard(app, dashboard)
     if api_keys is not None:
-        guard(app, api_keys)
+        require_keys(app, api_keys)
     app.asgi_app = completions(app.asgi_app)  # type: ignore[assignment, method-assign]
 
     @app.errorhandler(HTTPException)
-    async def refuse(error: HTTPException) -> Response:
-        refused = _failure(NotFound(error.code or 500, error.description or error.name), _request_id())
+    async def on_http_exception(error: HTTPException) -> Response:
+        response = _error_response(
+            NotFound(error.code or 500, error.description or error.name), _request_id()
+        )
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
-            refused.headers["Allow"] = ", ".join(sorted(error.valid_methods))
-        return refused
+            response.headers["Allow"] = ", ".join(sorted(error.valid_methods))
+        return response
 
     return app
 
 
 async def _page(fleet: Fleet, name: PageName) -> Response:
-    """A page about the fleet."""
     try:
-        return _shown(await fleet.page(name))
+        return _page_response(await fleet.page(name))
     except ProxyError as error:
-        return _failure(error, _request_id())
+        return _error_response(error, _request_id())
 
 
 async def _drain(fleet: Fleet, incarnation: Incarnation, drained: bool) -> Response:
-    """Take an agent out of rotation, or put it back; the answer is how it now stands."""
     try:
-        return _shown(await fleet.drain(incarnation, drained))
+        return _page_response(await fleet.drain(incarnation, drained))
     except ProxyError as error:
-        return _failure(error, _request_id())
+        return _error_response(error, _request_id())
 
 
-def _shown(page: Page) -> Response:
+def _page_response(page: Page) -> Response:
     return Response(page.body, page.status, content_type=page.content_type)
 
 
-def _failure(error: ProxyError, request_id: RequestId) -> Response:
+def _error_response(error: ProxyError, request_id: RequestId) -> Response:
     headers = {**error.headers, "X-Request-Id": request_id}
     return Response(error.body(), error.status, headers, content_type=JSON)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' keys: who may ask for answers, how much of them, and who may look behind them.
+"""API keys: who may send requests, at which rate, and who may see and operate the fleet.
 
 The file that `--api-keys` names holds a key per line, and after it, in any order and each at most once:
-`admin`, which opens the operator's pages to it too, `requests=RATE` and `tokens=RATE`
+`admin`, which also admits it to the operator's pages, `requests=RATE` and `tokens=RATE`
 (`proxy.api.rate_limit`). Empty lines and lines that begin with `#` are skipped.
 """
 
@@ -24,16 +24,16 @@ from kvferry.proxy.errors import Unauthorized
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
-"""What load balancers, Prometheus and makers of clients ask for; nothing of it is about what users said."""
+"""For load balancers, Prometheus and client generators; they reveal nothing that users sent."""
 CLIENT_PATHS = "/v1/"
 
 
 class BadKeyFile(ValueError):
-    """A file of keys that cannot be used; the message names the file, and never a key."""
+    """A key file that cannot be used; the message names the file, and never a key."""
 
 
 class Access(enum.IntEnum):
-    """How far a request may go. Each includes those before it."""
+    """What a key gives access to. Each level includes those before it."""
 
     NONE = 0
     CLIENT = 1
@@ -42,24 +42,24 @@ class Access(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Whoever holds a key."""
+    """The holder of a key."""
 
     access: Access
-    allowance: RateLimit
+    rate_limit: RateLimit
 
 
-NOBODY = Client(Access.NONE, RateLimit(None, None))
+ANONYMOUS = Client(Access.NONE, RateLimit(None, None))
 
 
 class ApiKeys:
-    """Which key opens what. Holds digests: looking one up takes as long for a wrong key that begins right."""
+    """The clients by their keys' digests, so that the time of a lookup reveals nothing about the keys."""
 
     def __init__(self, clients: Mapping[bytes, Client]) -> None:
         self._clients = clients
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Read a file of keys. Raises `OSError`, and `BadKeyFile` also for a file that admits nobody."""
+        """Read a key file. Raises `OSError`, or `BadKeyFile`, also for a file without keys."""
         clients: dict[bytes, Client] = {}
         for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), start=1):
             match line.split():
@@ -75,25 +75,25 @@ class ApiKeys:
                 case _:
                     raise BadKeyFile(f"{path}, line {number}: a key has {MIN_KEY_CHARS} characters at least")
         if not clients:
-            raise BadKeyFile(f"{path} holds no key")
+            raise BadKeyFile(f"{path} contains no key")
         return cls(clients)
 
     def share(self, tell: Callable[[bytes, int, int], None]) -> None:
         """From now on tell the other processes which client (by its key's digest) took how many requests and
         tokens here. What they tell is for `taken`."""
         for digest, client in self._clients.items():
-            client.allowance.share(partial(tell, digest))
+            client.rate_limit.share(partial(tell, digest))
 
     def taken(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
         """Another process has served a client; one that is not known here has no limits here either."""
         if digest in self._clients:
-            self._clients[digest].allowance.take(requests, tokens, now)
+            self._clients[digest].rate_limit.take(requests, tokens, now)
 
     def client(self, authorization: str | None, method: str) -> Client:
-        """Who sends a request with this `Authorization` header.
+        """The client of a request with this `Authorization` header.
 
-        A browser sends the key as the password of Basic. It does so unasked, also on behalf of other sites,
-        so that opens nothing but what only reads.
+        A browser sends the key as the password of Basic. It attaches it also to requests that other sites
+        cause, so Basic is accepted only for methods that read.
         """
         scheme, _, credentials = (authorization or "").partition(" ")
         match scheme.lower():
@@ -102,33 +102,33 @@ class ApiKeys:
             case "basic" if method in ("GET", "HEAD"):
                 key = _password(credentials)
             case _:
-                return NOBODY
-        return self._clients.get(_digest(key), NOBODY)
+                return ANONYMOUS
+        return self._clients.get(_digest(key), ANONYMOUS)
 
 
-def guard(app: Quart, keys: ApiKeys) -> None:
-    """Let in only requests with a key. A path that nobody thought of needs an admin's."""
+def require_keys(app: Quart, keys: ApiKeys) -> None:
+    """Reject requests without a key. A path that is not listed here needs an admin's."""
 
     @app.before_request
-    async def refuse() -> Response | None:
-        client = admitted(keys, request.path, request.method, request.headers.get("Authorization"))
+    async def reject() -> Response | None:
+        client = authenticate(keys, request.path, request.method, request.headers.get("Authorization"))
         if isinstance(client, Client):
             return None
         error = client
         return Response(error.body(), error.status, error.headers, content_type="application/json")
 
 
-def admitted(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:
-    """Who sends the request, or why it is not let in."""
+def authenticate(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:
+    """The client of a request, or why it is rejected."""
     needed = _needed(path)
     client = keys.client(authorization, method)
     if client.access >= needed:
         return client
-    return Unauthorized("no key, or not one that opens this", basic=needed is Access.ADMIN)
+    return Unauthorized("no API key, or one without access to this path", basic=needed is Access.ADMIN)
 
 
 def _client(words: Sequence[str]) -> Client:
-    """What the words after a key say. Raises ValueError."""
+    """Parse the words after a key. Raises `ValueError`."""
     access, rates = Access.CLIENT, dict[str, Rate]()
     for word in words:
         name, _, value = word.partition("=")
@@ -137,7 +137,7 @@ def _client(words: Sequence[str]) -> Client:
         elif name in ("requests", "tokens") and name not in rates:
             rates[name] = Rate.parse(value)
         else:
-            raise ValueError("only admin, requests=RATE and tokens=RATE may stand there, each once")
+            raise ValueError("only admin, requests=RATE and tokens=RATE are allowed, each once")
     return Client(access, RateLimit(rates.get("requests"), rates.get("tokens")))
 
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two completion endpoints, served on ASGI itself: what Quart would add to each request costs more than
-all that the proxy does for it. Every other path is the application's.
+"""The two completion endpoints, directly on ASGI: Quart's overhead for a request would exceed all the rest of
+what the proxy does for it. Every other path is left to the wrapped application.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.auth import NOBODY, ApiKeys, admitted
+from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.client_stream import ClientStream
 from kvferry.proxy.api.rate_limit import RateLimit
-from kvferry.proxy.api.request_tasks import RequestTasks
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.http.client_connection import EXTENSION, ClientReply, Header
+from kvferry.proxy.http.client_connection import EXTENSION, ClientResponse, Header
 from kvferry.proxy.ids import Endpoint, Identity, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.history import History
@@ -39,19 +39,46 @@ ENDPOINTS: dict[str, Endpoint] = {
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
 )
 
 
+CANCEL_TIMEOUT_S = 2.0
+
+
+class RequestTasks:
+    """The tasks that serve requests now, so that a stopping proxy can cancel them.
+
+    uvicorn abandons the tasks that are left at its graceful timeout; this owns them.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def add_current(self) -> Callable[[], object]:
+        """Add the current task until it is done. Returns what cancels it."""
+        task = cast(asyncio.Task[object], asyncio.current_task())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task.cancel
+
+    async def cancel_all(self) -> None:
+        """Cancel every running request, as if its client had disconnected, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CANCEL_TIMEOUT_S)
+
+
 class Completions:
-    """An ASGI application around another one. It needs `ClientConnection` under it."""
+    """ASGI middleware; it needs `ClientConnection` as the server's `http` class."""
 
     def __init__(
         self,
-        otherwise: App,
+        fallback: App,
         *,
         new_exchange: NewExchange,
-        open_requests: RequestTasks,
+        request_tasks: RequestTasks,
         api_keys: ApiKeys | None,
         metrics: Metrics,
         history: History,
@@ -59,9 +86,9 @@ class Completions:
         body_timeout_s: float,
         log_prompts: bool,
     ) -> None:
-        self._otherwise = otherwise
+        self._fallback = fallback
         self._new_exchange = new_exchange
-        self._open_requests = open_requests
+        self._request_tasks = request_tasks
         self._api_keys = api_keys
         self._metrics = metrics
         self._history = history
@@ -72,86 +99,88 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
         if endpoint is None:
-            await self._otherwise(scope, receive, send)
+            await self._fallback(scope, receive, send)
             return
-        reply: ClientReply = scope["extensions"][EXTENSION]["reply"]
+        response: ClientResponse = scope["extensions"][EXTENSION]["response"]
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
-        allowance = self._allowance(scope, headers)
-        if isinstance(allowance, ProxyError):
-            _refuse(reply, request_id, allowance)
+        rate_limit = self._authorize(scope, headers)
+        if isinstance(rate_limit, ProxyError):
+            _send_error(response, request_id, rate_limit)
         else:
-            await self._serve(endpoint, request_id, headers, reply, receive, allowance)
+            await self._serve(endpoint, request_id, headers, response, receive, rate_limit)
 
-    def _allowance(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
-        """What the client may still ask for, or why the request is not even looked at."""
-        keys, method, client = self._api_keys, scope["method"], NOBODY
+    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
+        """The client's rate limit, or why the request is rejected."""
+        keys, method, client = self._api_keys, scope["method"], ANONYMOUS
         if keys is not None:
             authorization = _text(headers.get(b"authorization"))
-            admission = admitted(keys, scope["path"], method, authorization)
-            if isinstance(admission, ProxyError):
-                return admission
-            client = admission
+            authenticated = authenticate(keys, scope["path"], method, authorization)
+            if isinstance(authenticated, ProxyError):
+                return authenticated
+            client = authenticated
         if method != "POST":
-            return WrongMethod(f"{method} is not for this path", allowed="POST")
-        return client.allowance
+            return WrongMethod(f"{method} is not allowed for this path", allowed="POST")
+        return client.rate_limit
 
     async def _serve(
         self,
         endpoint: Endpoint,
         request_id: RequestId,
         headers: dict[bytes, bytes],
-        reply: ClientReply,
+        response: ClientResponse,
         receive: Receive,
-        allowance: RateLimit,
+        rate_limit: RateLimit,
     ) -> None:
-        """One request. A client that leaves cancels this task; so does a proxy that stops."""
-        reply.lost = self._open_requests.join()
-        record = RequestLog(endpoint, request_id, self._metrics, self._history)
-        out = ClientStream(reply, record, (*STREAM_HEADERS, _named(request_id)))
+        """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
+        response.on_disconnect = self._request_tasks.add_current()
+        log = RequestLog(endpoint, request_id, self._metrics, self._history)
+        stream = ClientStream(response, log, (*STREAM_HEADERS, _request_id_header(request_id)))
         try:
-            record.draw_on(allowance)
-            raw = await self._body(headers, reply, receive)
-            asked = parse_request(endpoint, raw)
-            record.tell_request(asked, show_prompt=self._log_prompts)
+            rate_limit.admit(time.monotonic())
+            if rate_limit.counts_tokens:
+                log.charge_tokens_to(rate_limit)
+            raw = await self._body(headers, response, receive)
+            request = parse_request(endpoint, raw)
+            log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
                 request_id,
-                asked.seed,
+                request.seed,
                 _text(headers.get(b"traceparent")),
                 _text(headers.get(b"x-session-id")),
             )
-            exchange = self._new_exchange(asked, ids, record)
-            if asked.stream:
-                out.wants_timing = asked.wants_timing
-                await exchange.stream(out)
-                out.end()
+            exchange = self._new_exchange(request, ids, log)
+            if request.stream:
+                stream.include_timing = request.include_timing
+                await exchange.stream(stream)
+                stream.end()
             else:
                 answer = await exchange.answer()
-                record.tell_answer(answer.body)
-                record.end(200)
-                timing = (b"server-timing", record.server_timing().encode("latin-1"))
+                log.count_answer(answer.body)
+                log.end(200)
+                timing = (b"server-timing", log.server_timing().encode("latin-1"))
                 content = (b"content-type", answer.content_type.encode("latin-1"))
-                reply.whole(200, (content, _named(request_id), timing), answer.body)
+                response.send(200, (content, _request_id_header(request_id), timing), answer.body)
         except ProxyError as error:
-            _fail(reply, out, record, error)
+            _fail(response, stream, log, error)
         except asyncio.CancelledError:
-            out.abandon()
-            if not reply.is_lost:
-                reply.give_up()
+            stream.client_left()
+            if not response.is_disconnected:
+                response.abort()
         except Exception:
-            logger.exception("request %s failed by a defect of ours", request_id)
-            if record.phase is Phase.ENDED:
+            logger.exception("request %s: internal error", request_id)
+            if log.phase is Phase.ENDED:
                 raise
-            _fail(reply, out, record, ProxyError("the proxy failed; its log says why"))
+            _fail(response, stream, log, ProxyError("internal error of the proxy"))
 
-    async def _body(self, headers: dict[bytes, bytes], reply: ClientReply, receive: Receive) -> bytes:
+    async def _body(self, headers: dict[bytes, bytes], response: ClientResponse, receive: Receive) -> bytes:
         """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
-        limit, body = self._max_body_bytes, reply.body
+        limit, body = self._max_body_bytes, response.request_body
         if body is None and int(headers.get(b"content-length", b"0")) <= limit:
             try:
                 async with asyncio.timeout(self._body_timeout_s):
-                    body = await _received(receive, limit)
+                    body = await _receive_body(receive, limit)
             except TimeoutError as error:
                 raise BodyTooSlow("the body did not arrive in time") from error
         if body is None or len(body) > limit:
@@ -159,8 +188,8 @@ class Completions:
         return body
 
 
-async def _received(receive: Receive, limit: int) -> bytes:
-    """A body that is still on its way; no more of it than makes it longer than `limit`."""
+async def _receive_body(receive: Receive, limit: int) -> bytes:
+    """The body that is still being received; reading stops once it exceeds `limit`."""
     parts: list[bytes] = []
     size, more = 0, True
     while more and size <= limit:
@@ -171,22 +200,22 @@ async def _received(receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _fail(reply: ClientReply, out: ClientStream, record: RequestLog, error: ProxyError) -> None:
-    """End a request by an error: as an HTTP status, or in the stream that has begun."""
-    if out.has_begun:
-        out.fail(error)
+def _fail(response: ClientResponse, stream: ClientStream, log: RequestLog, error: ProxyError) -> None:
+    """End a request by an error: as an HTTP status, or as an event if the stream has started."""
+    if stream.is_started:
+        stream.fail(error)
     else:
-        record.end(error.status, error.code)
-        _refuse(reply, record.request_id, error)
+        log.end(error.status, error.code)
+        _send_error(response, log.request_id, error)
 
 
-def _refuse(reply: ClientReply, request_id: RequestId, error: ProxyError) -> None:
+def _send_error(response: ClientResponse, request_id: RequestId, error: ProxyError) -> None:
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
-    reply.whole(error.status, (content, _named(request_id), *headers), error.body())
+    response.send(error.status, (content, _request_id_header(request_id), *headers), error.body())
 
 
-def _named(request_id: RequestId) -> Header:
+def _request_id_header(request_id: RequestId) -> Header:
     return (b"x-request-id", request_id.encode())
 
 

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's page: `/ui`, its three files under `proxy/api/ui`, and its feed `/ui/events`.
+"""The operator's dashboard: `/ui`, its files under `proxy/api/ui`, and its SSE feed `/ui/events`.
 
-No build step and nothing from elsewhere: the content security policy lets the page load from this proxy only.
+No build step and no external resources: the content security policy lets the page load from this proxy only.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from quart import Quart, Response, redirect
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.dashboard_feed import DashboardFeed
 from kvferry.proxy.errors import TooManyViewers
+from kvferry.proxy.fleet.interface import Fleet
 
+INTERVAL_S = 1.0
+MAX_VIEWERS = 32
+RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
 CONTENT_TYPES = {
     "index.html": "text/html; charset=utf-8",
@@ -34,8 +39,56 @@ HEADERS = {
 }
 
 
-def add_operator_page(app: Quart, live: DashboardFeed) -> None:
-    """Add the page's routes. Its files are read once, here."""
+class DashboardFeed:
+    """Snapshots of the fleet, once a second, for every viewer of the dashboard.
+
+    A snapshot is computed only while there are viewers, and once for all of them. A viewer that reads slowly
+    gets the newest snapshot when it reads again, never a backlog.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = asyncio.Lock()
+        self._closed = asyncio.Event()
+        self._viewers = 0
+        self._event = b""
+        self._made_at = float("-inf")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the limit of viewers is reached."""
+        return self._viewers >= MAX_VIEWERS
+
+    def close(self) -> None:
+        """End every feed, so that a stopping proxy does not wait for its viewers."""
+        self._closed.set()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """One event a second until the viewer disconnects (which closes the generator) or the proxy stops."""
+        self._viewers += 1
+        try:
+            yield RECONNECT
+            while not self._closed.is_set():
+                yield await self._latest()
+                try:
+                    async with asyncio.timeout(INTERVAL_S):
+                        await self._closed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._viewers -= 1
+
+    async def _latest(self) -> bytes:
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now - self._made_at >= INTERVAL_S / 2:
+                self._event = sse.event((await self._fleet.page("live")).body)
+                self._made_at = now
+            return self._event
+
+
+def add_dashboard(app: Quart, feed: DashboardFeed) -> None:
+    """Add the dashboard's routes. Its files are read once, here."""
     files = {name: (FOLDER / name).read_bytes() for name in CONTENT_TYPES}
 
     def file(name: str) -> Response:
@@ -47,7 +100,7 @@ def add_operator_page(app: Quart, live: DashboardFeed) -> None:
 
     @app.get("/ui/")
     async def page_with_slash() -> AnyResponse:
-        # The page names its files relative to /ui, so that it also works behind a path prefix.
+        # The page refers to its files relative to /ui, so that it also works behind a path prefix.
         return redirect("../ui", 308)
 
     @app.get("/ui/<any('ui.css', 'ui.js', 'icon.svg'):name>")
@@ -56,9 +109,9 @@ def add_operator_page(app: Quart, live: DashboardFeed) -> None:
 
     @app.get("/ui/events")
     async def events() -> Response:
-        if live.full:
-            error = TooManyViewers("too many operators are looking")
+        if feed.is_full:
+            error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
             return Response(error.body(), error.status, error.headers, content_type="application/json")
-        feed = Response(live.feed(), headers=HEADERS, content_type=sse.CONTENT_TYPE)
-        feed.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
-        return feed
+        response = Response(feed.events(), headers=HEADERS, content_type=sse.CONTENT_TYPE)
+        response.headers["X-Accel-Buffering"] = "no"  # nginx would buffer events
+        return response

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI document that the proxy serves of itself, at `/openapi.json`.
+"""The proxy's OpenAPI document, served at `/openapi.json`.
 
-Requests are described by the very structs that check them. Answers that agents give pass through, so only
-what every one of them has is described.
+Request schemas are generated from the structs that validate requests. Completions pass through from agents,
+so only the fields that all of them have are described.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.proxy.request import MAX_CHOICES, Chat, Completion
+from kvferry.proxy.request import MAX_CHOICES, ChatRequest, CompletionRequest
 from kvferry.proxy.sse import CONTENT_TYPE
 
 JSON = "application/json"
@@ -19,7 +19,7 @@ _REF = "#/components/schemas/{name}"
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong. `code` is stable; `message` is for people."""
+    """`code` is stable; `message` is for people."""
 
     message: str
     type: str
@@ -27,19 +27,19 @@ class ErrorDetail(msgspec.Struct):
     code: str | int | None
 
 
-class Error(msgspec.Struct):
+class ErrorResponse(msgspec.Struct):
     error: ErrorDetail
 
 
-class Answer(msgspec.Struct):
-    """A whole answer; its choices are as OpenAI's."""
+class CompletionResponse(msgspec.Struct):
+    """A completion as OpenAI defines it, including its choices."""
 
     model: str
     choices: list[dict[str, Any]]
     usage: dict[str, Any]
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     id: str
     object: Literal["model"]
     created: int
@@ -47,23 +47,23 @@ class Model(msgspec.Struct):
     max_model_len: int
 
 
-class Models(msgspec.Struct):
+class ModelList(msgspec.Struct):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Health(msgspec.Struct):
+class HealthResponse(msgspec.Struct):
     status: Literal["ok"]
 
 
-class Readiness(msgspec.Struct):
-    """`waiting`: for each model that cannot be served, why."""
+class ReadinessResponse(msgspec.Struct):
+    """`waiting`: for each model that cannot be served, the reason."""
 
     ready: bool
     waiting: dict[str, str]
 
 
-class NodeLoad(msgspec.Struct):
+class NodeLoadView(msgspec.Struct):
     running: int
     waiting: int
     kv_blocks_free: int
@@ -83,20 +83,20 @@ class NodeView(msgspec.Struct):
     dialect: str
     model: str
     incarnation: str
-    load: NodeLoad
+    load: NodeLoadView
     in_flight: int
     last_ping_s: float
     not_paired: str | None
 
 
-class RefusedPairing(msgspec.Struct):
+class RefusedPairingView(msgspec.Struct):
     prefill: str
     decode: str
     reason: str
 
 
 class RefusedAgentView(msgspec.Struct):
-    """An agent that pings in vain."""
+    """An agent whose registrations are rejected."""
 
     address: str
     control: str
@@ -106,48 +106,57 @@ class RefusedAgentView(msgspec.Struct):
     last_ping_s: float
 
 
-class DownServer(msgspec.Struct):
-    """A server of another engine that is named to the proxy and is down."""
+class DownServerView(msgspec.Struct):
+    """A configured server of another engine that is down."""
 
     address: str
     role: str
     reason: str
 
 
-class Nodes(msgspec.Struct):
+class NodeList(msgspec.Struct):
     nodes: list[NodeView]
-    refused_pairings: list[RefusedPairing]
+    refused_pairings: list[RefusedPairingView]
     refused_agents: list[RefusedAgentView]
-    down: list[DownServer]
+    down: list[DownServerView]
 
 
-class Target(msgspec.Struct):
-    """One group of Prometheus' HTTP service discovery."""
+class TargetGroup(msgspec.Struct):
+    """A target group of Prometheus' HTTP service discovery."""
 
     targets: list[str]
     labels: dict[str, str]
 
 
-ANSWERS = (Error, Answer, Models, Health, Readiness, NodeView, Nodes, Target)
+RESPONSES = (
+    ErrorResponse,
+    CompletionResponse,
+    ModelList,
+    HealthResponse,
+    ReadinessResponse,
+    NodeView,
+    NodeList,
+    TargetGroup,
+)
 _FAILURES = {
-    "400": "The body cannot be served as it stands.",
-    "401": "The proxy asks for a key, and none came that opens this.",
+    "400": "The request is invalid.",
+    "401": "An API key with access to this path is required.",
     "404": "No agent serves the model.",
     "408": "The head or the body did not arrive in time.",
     "413": "The body is too large.",
-    "429": "All agents are busy, or the key's allowance is used up; `Retry-After` says for how long.",
+    "429": "All agents are busy, or the key's rate limit is reached; see `Retry-After`.",
     "431": "The head is too large.",
-    "4XX": "The agent's own verdict on the request.",
-    "500": "The proxy failed; its log says why.",
-    "502": "An agent failed, or answered nonsense.",
+    "4XX": "The agent rejected the request.",
+    "500": "Internal error of the proxy.",
+    "502": "An agent failed, or sent an invalid response.",
     "503": "No pair of agents can serve the model now.",
-    "504": "An agent did not answer in time.",
+    "504": "An agent did not respond in time.",
 }
-_EVENT = {"description": "Of each event.", "type": "object", "properties": {"data": {"type": "string"}}}
+_EVENT = {"description": "One event.", "type": "object", "properties": {"data": {"type": "string"}}}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {
-    "description": "Text, or token ids, or a batch of such; `n` times their number is limited, as `n` is.",
+    "description": "Text, token ids, or a batch of either; `n` times the size of the batch is limited too.",
     "anyOf": [
         _TEXT,
         _TOKEN_IDS,
@@ -158,30 +167,38 @@ _PROMPT = {
 
 
 def document(version: str) -> dict[str, Any]:
-    """The whole document, ready to be encoded as JSON."""
-    targets = _json({"type": "array", "items": _ref("Target")})
-    feed = {"description": "A snapshot a second.", "content": {CONTENT_TYPE: {"schema": _EVENT}}}
+    """The document, ready to be encoded as JSON."""
+    targets = _json({"type": "array", "items": _ref("TargetGroup")})
+    feed = {"description": "One snapshot per second.", "content": {CONTENT_TYPE: {"schema": _EVENT}}}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "kvferry proxy",
             "version": version,
-            "description": "Takes OpenAI requests through a pair of prefill and decode agents.",
+            "description": "OpenAI-compatible API for prefill/decode disaggregated serving.",
         },
         "paths": {
-            "/v1/completions": {"post": _completion("Complete a prompt", "Completion")},
-            "/v1/chat/completions": {"post": _completion("Answer a chat", "Chat")},
-            "/v1/models": {"get": _page("The models that ready agents serve", "Models")},
-            "/health": {"get": _page("Whether the proxy is alive", "Health")},
-            "/ready": {"get": _page("Whether a pair can serve", "Readiness", also="503")},
-            "/nodes": {"get": _page("Every agent, and why it is not paired", "Nodes")},
-            "/nodes/targets": {"get": _operation("The agents, for Prometheus", {"200": targets})},
-            "/nodes/{incarnation}/drain": {"post": _draining("Give an agent nothing new")},
-            "/nodes/{incarnation}/undrain": {"post": _draining("Give a drained agent work again")},
-            "/metrics": {"get": _operation("Prometheus' text format", {"200": _text("text/plain")})},
+            "/v1/completions": {"post": _completion("Complete a prompt", "CompletionRequest")},
+            "/v1/chat/completions": {"post": _completion("Answer a chat", "ChatRequest")},
+            "/v1/models": {"get": _page("List the models that ready agents serve", "ModelList")},
+            "/health": {"get": _page("Check that the proxy is alive", "HealthResponse")},
+            "/ready": {
+                "get": _page("Check that a pair of agents can serve", "ReadinessResponse", also="503")
+            },
+            "/nodes": {"get": _page("List all agents, and why some are not paired", "NodeList")},
+            "/nodes/targets": {"get": _operation("List the agents as Prometheus targets", {"200": targets})},
+            "/nodes/{incarnation}/drain": {"post": _draining("Drain an agent: it gets no new requests")},
+            "/nodes/{incarnation}/undrain": {"post": _draining("Undo the draining of an agent")},
+            "/metrics": {
+                "get": _operation("Metrics in Prometheus' text format", {"200": _text("text/plain")})
+            },
             "/openapi.json": {"get": _operation("This document", {"200": _json({"type": "object"})})},
-            "/ui": {"get": _operation("The operator's page", {"200": _text("text/html")})},
-            "/ui/events": {"get": _operation("Its feed", {"200": feed, "503": _error("Enough look at it.")})},
+            "/ui": {"get": _operation("The operator's dashboard", {"200": _text("text/html")})},
+            "/ui/events": {
+                "get": _operation(
+                    "The dashboard's event feed", {"200": feed, "503": _error("Too many viewers.")}
+                )
+            },
         },
         "components": {
             "schemas": _schemas(),
@@ -192,34 +209,36 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components((Completion, Chat, *ANSWERS), ref_template=_REF)
-    for name in ("Completion", "Chat"):
+    _, schemas = msgspec.json.schema_components(
+        (CompletionRequest, ChatRequest, *RESPONSES), ref_template=_REF
+    )
+    for name in ("CompletionRequest", "ChatRequest"):
         properties = schemas[name]["properties"]
         properties["kv_transfer_params"] = properties["resume"] = {"type": "null"}
-        # Options of a stream are for a stream.
+        # `stream_options` is allowed with `stream` only.
         schemas[name]["if"] = {
             "required": ["stream_options"],
             "properties": {"stream_options": {"type": "object"}},
         }
         schemas[name]["then"] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
-    schemas["Completion"]["properties"]["prompt"] = _PROMPT
+    schemas["CompletionRequest"]["properties"]["prompt"] = _PROMPT
     return schemas
 
 
 def _completion(summary: str, body: str) -> dict[str, Any]:
-    answered = {
-        "description": "The answer; as a stream of events if `stream` is true.",
+    response = {
+        "description": "The completion; as a stream of events if `stream` is true.",
         "headers": {
             name: {"schema": {"type": "string"}, "description": why}
             for name, why in {
-                "X-Request-Id": "The client's own, or a new one.",
+                "X-Request-Id": "The client's own, or a generated one.",
                 "Server-Timing": "How long routing, prefill and decode took.",
             }.items()
         },
-        "content": {JSON: {"schema": _ref("Answer")}, CONTENT_TYPE: {"schema": _EVENT}},
+        "content": {JSON: {"schema": _ref("CompletionResponse")}, CONTENT_TYPE: {"schema": _EVENT}},
     }
     failures = {status: _error(why) for status, why in _FAILURES.items()}
-    operation = _operation(summary, {"200": answered, **failures})
+    operation = _operation(summary, {"200": response, **failures})
     operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(body)}}}
     return operation
 
@@ -251,7 +270,7 @@ def _text(content_type: str) -> dict[str, Any]:
 
 
 def _error(why: str) -> dict[str, Any]:
-    return {"description": why, "content": {JSON: {"schema": _ref("Error")}}}
+    return {"description": why, "content": {JSON: {"schema": _ref("ErrorResponse")}}}
 
 
 def _ref(name: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one client may ask for: requests and tokens per time, by buckets that fill steadily.
+"""Rate limits of a client, on requests and tokens, as token buckets.
 
-What a request will cost is known only when it has ended. So a request is let in while anything is left, and
-its tokens are taken as they become known: the prompt's when it is read, the answer's when it has ended. A
-client that overdraws waits until the debt is paid, and so keeps to its rate in the long run.
+How many tokens a request uses is known only when it has ended. So a request is admitted while the bucket is
+not empty, and its tokens are charged as they become known: the prompt's when it is parsed, the answer's when
+it has ended. The bucket's level may become negative, and then the client waits: in the long run the rate
+holds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _RATE = re.compile(r"(\d{1,12})/(s|min|h)")
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many (at least one) within so many seconds, also all at once."""
+    """`amount` (at least one) per `within_s` seconds, which is also the largest burst."""
 
     amount: int
     within_s: float
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """Read `600/min`; also `/s` and `/h`. Raises ValueError."""
+        """Parse `600/min`; also `/s` and `/h`. Raises `ValueError`."""
         match = _RATE.fullmatch(text)
         if match is None or not int(match[1]):
             raise ValueError(f"{text!r} is not a rate such as 10/s, 600/min or 1000/h")
@@ -36,7 +37,7 @@ class Rate:
 
 
 class Bucket:
-    """Holds up to `rate.amount`, and is full at first. Told the time, in monotonic seconds."""
+    """A token bucket with a capacity of `rate.amount`, full at first. `now` is in monotonic seconds."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
@@ -44,23 +45,23 @@ class Bucket:
         self._at = float("-inf")
 
     def wait_s(self, now: float) -> float:
-        """How long until one is in it; 0 if it is."""
-        self._fill(now)
+        """How long until its level is 1; 0 if it is."""
+        self._refill(now)
         return max(0.0, (1.0 - self._level) * self._rate.within_s / self._rate.amount)
 
-    def take(self, amount: float, now: float) -> None:
-        """Take this much, be it there or not."""
-        self._fill(now)
+    def charge(self, amount: float, now: float) -> None:
+        """Take `amount` from the level, which may become negative."""
+        self._refill(now)
         self._level -= amount
 
-    def _fill(self, now: float) -> None:
+    def _refill(self, now: float) -> None:
         gained = (now - self._at) * self._rate.amount / self._rate.within_s
         self._level = min(self._level + gained, float(self._rate.amount))
         self._at = now
 
 
 class RateLimit:
-    """One client's buckets; None for what is not limited.
+    """The limits of one client; None for what is not limited.
 
     Several processes may serve one client, each with buckets of its own: `share` makes them agree, but for
     what is on its way from one to the other.
@@ -78,17 +79,17 @@ class RateLimit:
     def take(self, requests: int, tokens: int, now: float) -> None:
         """Take so many, which another process has told of."""
         if self._requests is not None:
-            self._requests.take(requests, now)
+            self._requests.charge(requests, now)
         if self._tokens is not None:
-            self._tokens.take(tokens, now)
+            self._tokens.charge(tokens, now)
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether anybody need say how many were used."""
+        """Whether `charge` has any effect."""
         return self._tokens is not None
 
-    def enter(self, now: float) -> None:
-        """Count one more request. Raises `RateLimited`; a request that is refused does not count."""
+    def admit(self, now: float) -> None:
+        """Charge one request. Raises `RateLimited`, and then charges nothing."""
         if self._requests is not None:
             _check(self._requests, "requests", now)
         if self._tokens is not None:
@@ -96,8 +97,8 @@ class RateLimit:
         if self._requests is not None:
             self._spend(1, 0, now)
 
-    def used(self, tokens: int, now: float) -> None:
-        """So many more tokens of a prompt or an answer have become known."""
+    def charge(self, tokens: int, now: float) -> None:
+        """Charge tokens of a prompt or an answer."""
         if self._tokens is not None:
             self._spend(0, tokens, now)
 
@@ -107,9 +108,9 @@ class RateLimit:
             self._tell(requests, tokens)
 
 
-def _check(bucket: Bucket, of_what: str, now: float) -> None:
+def _check(bucket: Bucket, unit: str, now: float) -> None:
     wait_s = bucket.wait_s(now)
     if wait_s > 0:
         raise RateLimited(
-            f"this key has used up its {of_what} for now", retry_after_s=max(1, math.ceil(wait_s))
+            f"this key has reached its limit of {unit}", retry_after_s=max(1, math.ceil(wait_s))
         )

@@ -242,7 +242,7 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
 
     An error that is the request's own is the last word on it, and any agent's.
     """
-    if not sse.holds_error(events):
+    if not sse.has_error(events):
         return None
     before, mark, rest = events.partition(sse.ERROR_EVENT)
     try:

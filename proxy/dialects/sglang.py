@@ -60,7 +60,7 @@ class Sglang(Dialect):
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """Its token has gone to the decode server; only a failure is of interest."""
         if sub.request.stream:
-            if sse.holds_error(raw):
+            if sse.has_error(raw):
                 raise BadResponse("the prefill server's stream holds an error")
         elif (error := error_object(raw)) is not None:
             raise BadResponse(f"the prefill server failed: {error.get('message', 'no reason given')}")

@@ -152,7 +152,7 @@ class Exchange:
                 if (spread := self._spread(attempt)) is not None:
                     async with aclosing(spread.events()) as told:
                         async for events in told:
-                            await out.give(events)
+                            await out.send(events)
                     return
                 async with self._early_leg(attempt) as early:
                     agent, first_tokens = attempt.pair.decode.info, None
@@ -207,7 +207,7 @@ class Exchange:
             hold.release()
             raise
         attempt = Attempt(hold, new_transfer_id())
-        self._record.tell_attempt(attempt.pair, attempt.transfer_id)
+        self._record.add_attempt(attempt.pair, attempt.transfer_id)
         return attempt
 
     def _end(self, attempt: Attempt) -> None:
@@ -273,7 +273,7 @@ class Exchange:
         if attempt.pair.alone:
             return (whole_request(self._request, self._ids, attempt.transfer_id),)
         others = [new_transfer_id() for _ in range(1, self._request.sequences)]
-        self._record.tell_transfers(others)
+        self._record.add_transfers(others)
         return split(self._request, self._ids, [attempt.transfer_id, *others])
 
     def _dialect(self, pair: Pair) -> Dialect | None:
@@ -333,7 +333,7 @@ class Exchange:
             soon = self._first_byte_deadline()
             async with self._post(agent, leg, headers_by=soon, by=soon) as answer:
                 raw = await answer.read()
-                self._record.tell_timing("prefill", answer.header("server-timing"))
+                self._record.add_agent_timing("prefill", answer.header("server-timing"))
                 prefill = native.read_prefill(raw, self._request, attempt.transfer_id)
         except AgentRejected:
             attempt.pinned = False
@@ -367,7 +367,7 @@ class Exchange:
                 # Nothing that a browser would run may be served from where the operator's page is.
                 raise BadResponse(f"{agent.address} answered {answer.content_type} where JSON was asked for")
             whole = await answer.read()
-            self._record.tell_timing("decode", answer.header("server-timing"))
+            self._record.add_agent_timing("decode", answer.header("server-timing"))
             return Answer(content_type=answer.content_type, body=whole)
 
     async def _relay(
@@ -387,7 +387,7 @@ class Exchange:
                 )
             relay = Relay(agent, progress, first_tokens, out, done=answer.finish_soon)
             try:
-                with out.drawing_from(answer):
+                with out.throttling(answer):
                     await answer.stream_to(relay.feed)
             except (AgentLost, AgentTimeout):
                 if not relay.done:

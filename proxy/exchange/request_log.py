@@ -8,13 +8,14 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.rate_limit import RateLimit
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, completion_tokens
+from kvferry.proxy.state_machine import transition
 from kvferry.proxy.telemetry.history import Failure, History
 from kvferry.proxy.telemetry.metrics import Metrics
 
@@ -26,7 +27,7 @@ MAX_PROMPT_CHARS = 4096
 
 
 class Phase(enum.StrEnum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     ROUTE = "route"
     PREFILL = "prefill"
@@ -37,7 +38,7 @@ class Phase(enum.StrEnum):
 
 
 # Back to ROUTE is a retry; from DECODE it is a migration.
-_NEXT: dict[Phase, frozenset[Phase]] = {
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.ROUTE: frozenset({Phase.PREFILL, Phase.DECODE_WAIT, Phase.ENDED}),
     Phase.PREFILL: frozenset({Phase.ROUTE, Phase.DECODE_WAIT, Phase.ENDED}),
     Phase.DECODE_WAIT: frozenset({Phase.ROUTE, Phase.DECODE, Phase.ENDED}),
@@ -54,8 +55,14 @@ _LEGS = {
 }
 
 
+class TokenLimit(Protocol):
+    """What tokens are charged to."""
+
+    def charge(self, tokens: int, now: float) -> None: ...
+
+
 class RequestLog:
-    """What happened to one request, from its arrival to its end. Every request ends exactly once."""
+    """The phases, times and facts of one request. Every request ends exactly once, by `end`."""
 
     def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, history: History) -> None:
         self.endpoint = endpoint
@@ -68,10 +75,10 @@ class RequestLog:
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
         self._transfer_ids: list[TransferId] = []
-        self._allowance: RateLimit | None = None
+        self._token_limit: TokenLimit | None = None
         self._choices = 1
         self._model = ""
-        self._told_timing: list[str] = []
+        self._agent_timing: list[str] = []
         self._events = 0
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
@@ -79,8 +86,8 @@ class RequestLog:
         metrics.in_flight.add(self.phase, 1)
 
     def enter(self, phase: Phase) -> None:
-        """Move on to `phase`. Raises `AssertionError` when the table does not allow it."""
-        assert phase in _NEXT[self.phase], f"request {self.request_id}: {self.phase} → {phase}"
+        """Move on to `phase`. Raises `IllegalTransition` when the table does not allow it."""
+        transition(PHASE_TRANSITIONS, self.phase, phase, self.request_id)
         now = time.monotonic()
         spent = now - self._phase_since
         self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
@@ -92,39 +99,37 @@ class RequestLog:
         if phase is not Phase.ENDED:
             self._metrics.in_flight.add(phase, 1)
 
-    def draw_on(self, allowance: RateLimit) -> None:
-        """The client's key has limits; raises `RateLimited` when they are reached."""
-        allowance.enter(time.monotonic())
-        if allowance.counts_tokens:
-            self._allowance = allowance
+    def charge_tokens_to(self, limit: TokenLimit) -> None:
+        """Charge the tokens of prompt and answer to `limit`, as they become known."""
+        self._token_limit = limit
 
-    def tell_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
-        """The body was read. `show_prompt`: its prompt is to be in the log."""
-        if self._allowance is not None:
-            self._allowance.used(routing_request(request, None).tokens, time.monotonic())
+    def set_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
+        """Record the parsed request. `show_prompt`: log its prompt too."""
+        if self._token_limit is not None:
+            self._token_limit.charge(routing_request(request, None).tokens, time.monotonic())
         self._choices = request.n
         self._model = request.model[:MAX_MODEL_CHARS]
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if show_prompt:
             self._facts["prompt"] = json.dumps(request.prompt, ensure_ascii=False)[:MAX_PROMPT_CHARS]
 
-    def tell_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
-        """The request was routed, maybe again."""
+    def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
+        """Record that the request was routed, perhaps again."""
         self._facts |= {"prefill": pair.prefill.info.address, "decode": pair.decode.info.address}
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
 
-    def tell_transfers(self, transfer_ids: Sequence[TransferId]) -> None:
-        """The attempt makes further transfers, as those of other engines are one for each choice."""
+    def add_transfers(self, transfer_ids: Sequence[TransferId]) -> None:
+        """Record further transfers of the attempt; other engines need one for each choice."""
         self._transfer_ids += transfer_ids
 
-    def tell_answer(self, body: bytes) -> None:
-        """A whole answer is about to be given to the client."""
-        if self._allowance is not None:
-            self._allowance.used(completion_tokens(body), time.monotonic())
+    def count_answer(self, body: bytes) -> None:
+        """Count the tokens of a complete answer."""
+        if self._token_limit is not None:
+            self._token_limit.charge(completion_tokens(body), time.monotonic())
 
     def events(self, events: bytes) -> None:
-        """Whole events are about to be given to the client."""
+        """Count whole events that are about to be sent to the client."""
         now = time.monotonic()
         if self.phase is Phase.DECODE_WAIT:
             self.enter(Phase.DECODE)
@@ -142,7 +147,7 @@ class RequestLog:
             self._history.first_text(now - self.arrived_at, now)
 
     def event(self, event: bytes) -> None:
-        """`events` for one event, nearly always of a stream that runs: the same figures for less."""
+        """`events` for a single event, with a cheaper path for all but the first."""
         last = self._last_event_at
         if self.phase is not Phase.DECODE or self._first_text_at is None or last is None:
             self.events(event)
@@ -152,13 +157,13 @@ class RequestLog:
         self._events += 1
         self._history.events(1, now)
 
-    def tell_timing(self, leg: str, told: str | None) -> None:
-        """What an agent's own `Server-Timing` header said of its leg."""
-        if told:
-            self._told_timing += [f"{leg}.{each.strip()}" for each in told.split(",")]
+    def add_agent_timing(self, leg: str, header: str | None) -> None:
+        """Record an agent's own `Server-Timing` header, if it sent one."""
+        if header:
+            self._agent_timing += [f"{leg}.{each.strip()}" for each in header.split(",")]
 
     def leg_seconds(self) -> dict[str, float]:
-        """How long routing and each leg took, as seen from here; those that have begun."""
+        """How long routing and each leg took, as measured here; only those that have begun."""
         since = 0.0 if self.phase is Phase.ENDED else time.monotonic() - self._phase_since
         seconds: dict[str, float] = {}
         for phase, name in _LEGS.items():
@@ -168,15 +173,15 @@ class RequestLog:
         return seconds
 
     def server_timing(self) -> str:
-        """The `Server-Timing` header (W3C), in milliseconds: the legs, then what agents said of theirs.
+        """The `Server-Timing` header (W3C), in milliseconds: the legs, then the agents' own timing.
 
-        Of a streamed answer it knows what came before its first event.
+        For a stream it covers what came before the first event.
         """
         legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
-        return ", ".join(legs + self._told_timing)
+        return ", ".join(legs + self._agent_timing)
 
     def end(self, status: int, code: str | None = None) -> None:
-        """The request has ended with this HTTP status (or the one its error event stands for)."""
+        """End the request with this HTTP status (for an error event: the one it stands for)."""
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
         self._metrics.ended(self.endpoint, status)
@@ -186,8 +191,8 @@ class RequestLog:
             per_event = (self._last_event_at - self._first_event_at) / later_events
             self._metrics.tpot.observe(per_event)
             self._history.per_event(per_event, self._phase_since)
-        if self._allowance is not None:
-            self._allowance.used(self._events, time.monotonic())
+        if self._token_limit is not None:
+            self._token_limit.charge(self._events, time.monotonic())
         self._remember(status, code)
         if logger.isEnabledFor(logging.INFO):
             logger.info("request %s", json.dumps(self._line(status, code, total)))
@@ -206,7 +211,7 @@ class RequestLog:
             self._history.failed(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
-        """No answers, and no prompts unless asked for: what users say stays out of the logs."""
+        """Never includes answers, and prompts only if configured: user content stays out of logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,

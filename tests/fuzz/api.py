@@ -60,10 +60,10 @@ async def _document(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as http, http.get(f"{url}/openapi.json") as response:
         document: dict[str, Any] = await response.json()
     schemas = document["components"]["schemas"]
-    _, _, *batches = schemas["Completion"]["properties"]["prompt"]["anyOf"]
+    _, _, *batches = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
     for batch in batches:
         batch["maxItems"] = 1
-    for name in ("Completion", "Chat"):
+    for name in ("CompletionRequest", "ChatRequest"):
         properties = schemas[name]["properties"]
         properties["model"] = {"enum": ["stand-in", "nobody's"]}
         for limit in ("max_tokens", "max_completion_tokens"):

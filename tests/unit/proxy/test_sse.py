@@ -62,8 +62,8 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_events_are_counted_and_told_apart() -> None:
     assert sse.count(STREAM) == 6
-    assert sse.holds_error(b"data: {}\n\n" + sse.event({"error": {"message": "m"}}))
-    assert not sse.holds_error(sse.event({"text": 'data: {"error"'}))
+    assert sse.has_error(b"data: {}\n\n" + sse.event({"error": {"message": "m"}}))
+    assert not sse.has_error(sse.event({"text": 'data: {"error"'}))
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_events_that_are_no_utf_8_are_passed_over() -> None:
     latin = b'data: {"choices":[{"text":"caf\xe9"}],"kvferry_timing":{}}\n\n'
     assert not sse.has_text(latin)
     assert sse.has_text(latin + sse.event({"choices": [{"text": "a"}]}))
-    assert sse.with_legs(latin, {"route": 1.0}) == latin
+    assert sse.with_leg_times(latin, {"route": 1.0}) == latin

@@ -76,7 +76,7 @@ async def test_a_body_that_does_not_come_is_a_408(start_stage: StartStage) -> No
 
 
 FAILED = {
-    "message": "the proxy failed; its log says why",
+    "message": "internal error of the proxy",
     "type": "server_error",
     "param": None,
     "code": "internal_error",

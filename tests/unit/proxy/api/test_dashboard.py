@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.api import dashboard_feed as live
+from kvferry.proxy.api import dashboard
 from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
@@ -133,9 +133,9 @@ async def test_viewers_share_one_snapshot_a_second(
         return real(self, now)
 
     monkeypatch.setattr(Registry, "snapshot", counted)
-    feeds = [stage.proxy.services.live.feed() for _ in range(5)]
+    feeds = [stage.proxy.services.dashboard.events() for _ in range(5)]
     for feed in feeds:
-        assert await anext(feed) == live.RECONNECT
+        assert await anext(feed) == dashboard.RECONNECT
     assert made == 0
     assert len({await anext(feed) for feed in feeds}) == 1
     assert made == 1
@@ -146,7 +146,7 @@ async def test_viewers_share_one_snapshot_a_second(
 async def test_a_viewer_too_many_is_told_so_and_one_that_leaves_makes_room(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(dashboard, "MAX_VIEWERS", 1)
     url = f"{stage.proxy.url}/ui/events"
     async with stage.http.get(url) as first:
         await next_snapshot(first)
@@ -155,7 +155,7 @@ async def test_a_viewer_too_many_is_told_so_and_one_that_leaves_makes_room(
             assert (await second.json())["error"]["code"] == "too_many_viewers"
         first.close()
     async with asyncio.timeout(5):
-        while stage.proxy.services.live.full:
+        while stage.proxy.services.dashboard.is_full:
             await asyncio.sleep(0.01)
 
 

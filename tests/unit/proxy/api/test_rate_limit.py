@@ -17,37 +17,37 @@ OTHER = "another-key-0123456789"
 BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 5}
 
 
-def refused(allowance: RateLimit, now: float) -> int | None:
+def refused(limit: RateLimit, now: float) -> int | None:
     """Seconds to wait, or None when the request is let in."""
     try:
-        allowance.enter(now)
+        limit.admit(now)
     except RateLimited as error:
         return int(error.headers["Retry-After"])
     return None
 
 
 def test_requests_may_come_all_at_once_and_then_at_their_rate() -> None:
-    allowance = RateLimit(Rate.parse("6/min"), None)
-    assert [refused(allowance, 100.0) for _ in range(7)] == [None] * 6 + [10]
-    assert refused(allowance, 105.0) == 5
-    assert [refused(allowance, 110.0) for _ in range(2)] == [None, 10]
-    assert [refused(allowance, 9999.0) for _ in range(7)] == [None] * 6 + [10], "no more is saved up"
+    limit = RateLimit(Rate.parse("6/min"), None)
+    assert [refused(limit, 100.0) for _ in range(7)] == [None] * 6 + [10]
+    assert refused(limit, 105.0) == 5
+    assert [refused(limit, 110.0) for _ in range(2)] == [None, 10]
+    assert [refused(limit, 9999.0) for _ in range(7)] == [None] * 6 + [10], "no more is saved up"
 
 
 def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
-    allowance = RateLimit(None, Rate.parse("60/min"))
-    assert refused(allowance, 0.0) is None
-    allowance.used(90, 1.0)
-    assert refused(allowance, 1.0) == 31
-    assert refused(allowance, 31.5) == 1
-    assert refused(allowance, 32.0) is None
+    limit = RateLimit(None, Rate.parse("60/min"))
+    assert refused(limit, 0.0) is None
+    limit.charge(90, 1.0)
+    assert refused(limit, 1.0) == 31
+    assert refused(limit, 31.5) == 1
+    assert refused(limit, 32.0) is None
 
 
 def test_a_refused_request_costs_nothing() -> None:
-    allowance = RateLimit(Rate.parse("1/s"), Rate.parse("10/s"))
-    allowance.used(20, 0.0)
-    assert refused(allowance, 0.0) == 2
-    assert refused(allowance, 1.5) is None
+    limit = RateLimit(Rate.parse("1/s"), Rate.parse("10/s"))
+    limit.charge(20, 0.0)
+    assert refused(limit, 0.0) == 2
+    assert refused(limit, 1.5) is None
 
 
 def test_processes_that_tell_one_another_keep_one_limit() -> None:
@@ -62,9 +62,9 @@ def test_processes_that_tell_one_another_keep_one_limit() -> None:
     both[0].share(tell_second)
     both[1].share(lambda *_: pytest.fail("an echo"))
     for _ in range(6):
-        both[0].enter(0.0)
+        both[0].admit(0.0)
     assert [refused(each, 0.0) for each in both] == [10, 10]
-    both[0].used(13, 0.0)
+    both[0].charge(13, 0.0)
     assert [refused(each, 10.0) for each in both] == [14, 14]
     assert told == [(1, 0)] * 6 + [(0, 13)]
 
