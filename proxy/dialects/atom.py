@@ -2,7 +2,7 @@
 """ATOM: serial; the decode server begins its answer with the prefill's first token. And its ping.
 
 Source: ATOM at 0c982ea92, `proxy.py` and `kv_transfer_engine.py`, and its later `first_token_id`
-(`atom-mori-lightllm.md` §1.3, §1.4, §1.10, §1.11); one msgpack map every 5 s. The prefill server's token is
+(docs/sources.md#atom); one msgpack map every 5 s. The prefill server's token is
 the answer's, so it draws with the client's own settings, and an answer may end there. Not taken over from the
 original proxy: chat sent to `/v1/completions`, `Bearer None`, and a token less.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang, whatever its transfer backend: the same body to both servers at once, which meet in a room.
 
-Source: SGLang 0.5.23 (`vllm-sglang.md` §4.1, §4.9, §4.10). The prefill server draws token 1 with the client's
+Source: SGLang 0.5.23 (docs/sources.md#sglang). The prefill server draws token 1 with the client's
 settings and ships it with the KV. A prefill server's `control` is its bootstrap server's URL. A room must
 never be used twice, and with `follow_bootstrap_room` the prefill's rank is the room modulo its number of
 ranks, so that is the rank which is asked for.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's connectors have in common: how a prefill leg is pared down, and how its answer is read.
 
-Source: vLLM 0.33.0, read for `vllm-sglang.md` §1.9 and §7.1. A vLLM decode server draws token 1 itself, so
+Source: vLLM 0.33.0 (docs/sources.md#vllm). A vLLM decode server draws token 1 itself, so
 the prefill leg's token is thrown away: what only shapes that token, or could end the answer with it, is left
 out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by its length and hands over.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM with MooncakeConnector: both legs at once; the prefill server writes into the decode server's blocks.
 
-Source: vLLM 0.33.0, `mooncake_connector_proxy.py` (`vllm-sglang.md` §1.5, §2.4). A prefill server's `control`
-is its bootstrap server's URL, whose `/query` names the engine id of each data-parallel rank. A restarted
-engine has another id, so what was looked up is kept for a short while only
+Source: vLLM 0.33.0, `mooncake_connector_proxy.py` (docs/sources.md#vllm-mooncake). A prefill server's
+`control` is its bootstrap server's URL, whose `/query` names the engine id of each data-parallel rank. A
+restarted engine has another id, so what was looked up is kept for a short while only
 (`proxy.dialects.kv_endpoint_cache`).
 """
 

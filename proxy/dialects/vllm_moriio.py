@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM with MoRIIOConnector: READ is serial, WRITE runs both legs at once; and its ping.
 
-Source: vLLM 0.33.0, `moriio_toy_proxy_server.py` and `moriio_connector.py` (`vllm-sglang.md` §1.4, §2.3); one
+Source: vLLM 0.33.0, `moriio_toy_proxy_server.py` and `moriio_connector.py` (docs/sources.md#vllm-moriio); one
 msgpack map every 3 s. Both servers find each other's addresses in the request id, which is the same on both
 legs. Not taken over from the toy proxy: one rank for both legs, which the smaller server may not have, and a
 token less.

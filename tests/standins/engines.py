@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in servers of other engines: their P/D protocols over real HTTP, with invented tokens and no KV.
 
-Each does what its engine was read to do in `vllm-sglang.md` and `atom-mori-lightllm.md`, as far as a router
+Each does what `docs/sources.md` says of its engine, as far as a router
 can tell: a decode server draws its tokens from the prompt that its *partner* was given, so KV of another
 prompt gives another answer; one that asks for KV too late is given another prompt's; servers of a concurrent
 protocol wait for each other. Whatever a real server would refuse, mix up or wait for in vain is noted in

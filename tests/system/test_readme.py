@@ -157,23 +157,3 @@ async def test_a_wrong_command_line_ends_at_once_and_names_it(words: list[str], 
     said = (await process.stderr.read()).decode()
     assert await process.wait() == 2
     assert named in said
-
-
-def test_links_lead_somewhere() -> None:
-    """R19: relative links and named files of the documents exist."""
-    for document in ("README.md", "CONTRIBUTING.md", "tests/README.md"):
-        text = (ROOT / document).read_text()
-        for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-            assert (ROOT / document).parent.joinpath(target).exists(), (document, target)
-        for name in re.findall(r"`((?:proxy|agent|transfer|deploy|tests)/[\w/.-]+)`", text):
-            assert (ROOT / name).exists(), (document, name)
-
-
-def test_the_defect_table_names_tests_that_exist() -> None:
-    text = (ROOT / "tests" / "README.md").read_text()
-    named = re.findall(r"`((?:unit|system|contract)/[\w/.]+\.py)(?:::(\w+))?", text)
-    assert named
-    for file, test in named:
-        path = ROOT / "tests" / file
-        assert path.exists(), file
-        assert f"def {test}" in path.read_text(), (file, test)

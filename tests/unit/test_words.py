@@ -22,7 +22,17 @@ CLEAN = [
     *("README.md", "CONTRIBUTING.md", "Makefile", "deploy", "docs/dialects"),
     *(
         f"docs/{page}.md"
-        for page in ("api", "cuda-ipc", "engines", "security", "streamed-pull", "two-proxies", "verify-kv")
+        for page in (
+            "api",
+            "architecture",
+            "cuda-ipc",
+            "engines",
+            "security",
+            "sources",
+            "streamed-pull",
+            "two-proxies",
+            "verify-kv",
+        )
     ),
     *("proxy/__main__.py", "proxy/cli.py", "proxy/state_machine.py"),
     *("agent/__main__.py", "agent/errors.py", "agent/ids.py", "agent/tls.py"),

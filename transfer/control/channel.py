@@ -2,7 +2,7 @@
 """A ZMQ socket on the asyncio loop: frames come by callback, sending never waits.
 
 Plain pyzmq driven by the socket's descriptor costs about half the CPU of pyzmq's asyncio form per round trip
-(reference/measured.md §6), and lets the state machines above it stay synchronous.
+(docs/sources.md#zmq), and lets the state machines above it stay synchronous.
 """
 
 from __future__ import annotations

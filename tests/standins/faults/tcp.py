@@ -47,7 +47,7 @@ _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 FLIPPED_BIT = 0x40
-"""The one bit of an element's top byte whose flip moves attention visibly (reference/measured.md §6)."""
+"""The one bit of an element's top byte whose flip moves attention visibly (docs/sources.md#pytorch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

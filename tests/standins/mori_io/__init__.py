@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the stand-in for `mori` lies: put this folder on the path, and `import mori.io` finds it.
 
-It has the public surface and the semantics of ROCm's MORI-IO (reference/atom-mori-lightllm.md §2.2, §2.3),
+It has the public surface and the semantics of ROCm's MORI-IO (docs/sources.md#mori-io),
 and moves host memory between processes with `process_vm_readv`: a one-sided read that needs nothing of the
 owner.
 """

@@ -54,7 +54,7 @@ async def until(claim: Callable[[], Any]) -> None:
 
 
 async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: Path) -> None:
-    """Under the cluster key; row 4 of vllm-sglang §5: a restarted server is another one."""
+    """Under the cluster key; row 4 of docs/sources.md#failures: a restarted server is another one."""
     key = tmp_path / "cluster.key"
     assert keygen([str(key)]) == 0
     config = ProxyConfig(port=0, discovery_port=0, cluster_key=key)

@@ -2,7 +2,7 @@
 """The nixl backend: one-sided reads through NIXL's UCX plugin (shared memory, RDMA, or TCP).
 
 Its progress thread stays off, as it keeps a core busy; so both ends must be polled, the target too.
-Releasing a handle does not stop a transfer (reference/measured.md §3), so a handle is kept until NIXL
+Releasing a handle does not stop a transfer (docs/sources.md#nixl), so a handle is kept until NIXL
 reports DONE or ERR: only then, or once the whole agent is gone, is the destination quiescent. NIXL has no
 deadline of its own.
 

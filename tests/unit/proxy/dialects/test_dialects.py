@@ -112,7 +112,7 @@ def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
 
 @pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
 def test_params_without_what_a_decode_server_needs_are_refused(name: str) -> None:
-    """`vllm-sglang.md` §2.2: the decode server would only warn, and compute the prompt again."""
+    """docs/sources.md#vllm-nixl: the decode server would only warn, and compute the prompt again."""
     told = json.loads((Path(__file__).parent / "exchanges/vllm_nixl_pull.json").read_text())["prefill_answer"]
     del told["kv_transfer_params"][name]
     with pytest.raises(BadResponse):
@@ -185,7 +185,7 @@ def test_a_client_without_a_seed_is_given_none() -> None:
 
 
 def test_the_ranks_of_both_legs_do_not_correlate() -> None:
-    """X8, `vllm-sglang.md` §8.12: every pair of ranks comes, about as often as any other."""
+    """X8, every pair of ranks comes, about as often as any other."""
     request = ask({"model": "m", "prompt": "p", "n": 128})
     transfer_ids = [TransferId(hashlib.md5(bytes([number])).hexdigest()) for number in range(128)]
     sizes = {"prefill": {"dp_size": 4}, "decode": {"dp_size": 2}}

@@ -244,7 +244,7 @@ def test_without_usage_asked_for_only_done_follows() -> None:
     ],
 )
 def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
-    """X27, and rows 3 and 8 of vllm-sglang §5: params are of this attempt, whole, and typed."""
+    """X27, and rows 3 and 8 of docs/sources.md#failures: params are of this attempt, whole, and typed."""
     with pytest.raises(BadResponse):
         native.read_prefill(raw, request(), TRANSFER)
 

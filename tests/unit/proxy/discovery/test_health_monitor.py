@@ -156,7 +156,7 @@ def incarnations(said: list[Register | Bye]) -> list[tuple[str, str]]:
 
 
 def test_a_restart_between_two_looks_is_a_new_incarnation() -> None:
-    """Row 4 of vllm-sglang §5."""
+    """Row 4 of docs/sources.md#failures."""
     watched, said = watch()
     for started_at in (1.0, 1.0, 500.0, 500.0):
         watched.seen(sighting(started_at))

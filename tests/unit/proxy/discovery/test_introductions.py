@@ -84,7 +84,7 @@ async def test_moriio_servers_that_ping_are_asked_for_their_model_and_served_thr
 
 
 async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> None:
-    """`vllm-sglang.md` §2.3: a MoRIIO ping proves only that a process lives."""
+    """docs/sources.md#vllm-moriio: a MoRIIO ping proves only that a process lives."""
     server = SERVERS["vllm-moriio"](role="prefill", fabric=Fabric())
     async with server:
         told = moriio_ping(server)

@@ -268,7 +268,7 @@ async def test_an_agent_that_keeps_failing_is_a_typed_error(
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("said", [400, 404, 429])
 async def test_an_agents_4xx_passes_through_and_is_not_retried(stage: Stage, leg: str, said: int) -> None:
-    """X6, and row 16 of vllm-sglang §5: a refused leg ends the other, and what it pinned is dropped."""
+    """X6, row 16 of docs/sources.md#failures: a refused leg ends the other, and what it pinned is dropped."""
     prefill, decode = await stage.pair()
     failing = prefill if leg == "prefill" else decode
     failing.faults.append(Fault(leg, "status", status=said))  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def transfers(server: StandInServer) -> list[str]:
 @every_kind
 @pytest.mark.parametrize(("path", "body"), [("completions", BODY), ("chat/completions", CHAT)])
 async def test_a_pair_answers_as_one_server_alone_does(fleet: Fleet, path: str, body: dict[str, Any]) -> None:
-    """A1, rows 7, 9 of `vllm-sglang.md` §5: n singles, one prompt counted, the prefill's cached tokens."""
+    """A1, rows 7, 9 of docs/sources.md#failures: n singles, one prompt counted, cached tokens of prefill."""
     await fleet.pair()
     for extra in ({}, {"n": 3}):
         await check_equal(fleet, body | extra, path)
@@ -174,7 +174,7 @@ async def test_one_token_is_one_token(fleet: Fleet) -> None:
 
 @every_kind
 async def test_every_leg_has_a_rank_of_its_own_server(fleet: Fleet) -> None:
-    """`vllm-sglang.md` §1.4: the toy proxy sends one rank to both. The servers check the range."""
+    """docs/sources.md#vllm: the toy proxy sends one rank to both. The servers check the range."""
     prefill = await fleet.server("prefill", dp_size=4)
     decode = await fleet.server("decode", dp_size=2)
     await fleet.stage.ask({**BODY, "n": 16})
@@ -344,7 +344,7 @@ async def test_the_prompts_logprobs_are_computed_where_the_tokens_are_drawn(flee
 
 @only("vllm-nixl-pull")
 async def test_a_prefill_that_hands_nothing_over_is_counted(fleet: Fleet) -> None:
-    """`vllm-sglang.md` §7.2: the decode server computes the prompt, and the operator can see it."""
+    """docs/sources.md#vllm-nixl: the decode server computes the prompt, and the operator can see it."""
     prefill, decode = await fleet.pair()
     prefill.hands_over = False
     _, answer = await fleet.stage.ask(BODY)
@@ -355,7 +355,7 @@ async def test_a_prefill_that_hands_nothing_over_is_counted(fleet: Fleet) -> Non
 
 @only("vllm-nixl-push")
 async def test_a_push_is_concurrent_once_it_was_learned_and_until_a_failure(fleet: Fleet) -> None:
-    """`vllm-sglang.md` §1.7, row 4: what was learned of a server that fails is forgotten."""
+    """docs/sources.md#failures, row 4: what was learned of a server that fails is forgotten."""
     _, decode = await fleet.pair()
 
     def told() -> list[bool]:

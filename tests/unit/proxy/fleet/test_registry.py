@@ -94,7 +94,7 @@ def test_a_bye_of_a_stranger_changes_nothing() -> None:
 
 
 def test_a_new_incarnation_takes_the_address_and_the_old_one_stays_out() -> None:
-    """X23, and row 4 of vllm-sglang §5: a restart invalidates all that was known."""
+    """X23, and row 4 of docs/sources.md#failures: a restart invalidates all that was known."""
     registry = Registry()
     old, new = ONE, registration("both", 1, incarnation="f" * 16)
     registry.register(old, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in behaves as reference/atom-mori-lightllm.md §2.2 and §2.3 say that the real library does."""
+"""The stand-in behaves as the real library does (docs/sources.md#mori-io)."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ time.sleep(30)
 @needs_nixl
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each side")
 async def test_a_busy_interpreter_does_not_starve_the_transfer_thread() -> None:
-    """measured.md §6: beside a pure Python loop NIXL's first read took 2.4 s or never came."""
+    """docs/sources.md#nixl: beside a pure Python loop NIXL's first read took 2.4 s or never came."""
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="nixl") as decode:
         stop = threading.Event()
 

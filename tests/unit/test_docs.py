@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages say what the code says: links, anchors, and names of files and tests lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEST = re.compile(r"`((?:unit|system|contract|chaos|model|fuzz)/[\w/]+\.py)?(?:::(\w+)…?)?`")
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("deploy/**/*.md"),
+    *ROOT.glob("tests/**/*.md"),
+]
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """Return the files of the repository with one of these endings."""
+    folders = ("agent", "deploy", "proxy", "transfer", "tests", "tools", "docs")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return [*found, *ROOT.glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that the headings of a page have."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            path = page.parent / name if name else page
+            assert path.exists(), (page, target)
+            assert not anchor or anchor in anchors(path), (page, target)
+
+
+def test_cited_pages_and_anchors_exist() -> None:
+    """Code cites pages of `docs`, with an anchor, and nothing outside the repository."""
+    for path in tracked(".py", ".json", ".md", ".yml"):
+        text = path.read_text()
+        for name, anchor in re.findall(r"(docs/[\w/-]+\.md)(?:#([\w-]+))?", text):
+            assert (ROOT / name).exists(), (path, name)
+            assert not anchor or anchor in anchors(ROOT / name), (path, name, anchor)
+        if path != Path(__file__):
+            assert not re.search(r"\breference/[\w-]+\.md|(?<![/\w])(measured|vllm-sglang)\.md", text), path
+
+
+def test_files_named_on_pages_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:proxy|agent|transfer|deploy|tests|tools|docs)/[\w/.-]+)`", page.read_text()
+        ):
+            assert (ROOT / name).exists() or "DATE" in name, (page, name)
+
+
+def test_tests_named_on_pages_exist() -> None:
+    """A test is named by its path below `tests/`, then by its function, which `…` may cut short.
+
+    `::function` alone is one of the file that was named last.
+    """
+    named = 0
+    for page in PAGES:
+        file = ""
+        for path, function in TEST.findall(page.read_text()):
+            if not path and not function:
+                continue
+            file = path or file
+            assert (ROOT / "tests" / file).exists(), (page, file)
+            assert f"def {function}" in (ROOT / "tests" / file).read_text(), (page, file, function)
+            named += 1
+    assert named > 100
