@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy is told at start: parsed and checked once, here; the rest of the proxy only reads it."""
+"""The proxy's settings: parsed and validated once, here, into a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ class ProxyConfig:
         host: Address that the HTTP server and discovery bind.
         port: HTTP port; 0 lets the OS choose.
         workers: Processes that serve clients on that port; with 1, one process does everything.
-        discovery_port: Port that agents announce themselves to; 0 lets the OS choose.
+        discovery_port: Port that agents register at; 0 lets the OS choose.
         prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
         decode: Decode server of another engine, likewise.
-        dialect: What the servers speak that name no dialect of their own.
-        nodes: YAML file that names servers of other engines.
+        dialect: Dialect of the servers for which none is given.
+        nodes: YAML file that lists servers of other engines.
         max_body_bytes: Largest request body accepted.
         body_timeout_s: Deadline for a client to send a request's head, and then one for its body, in seconds.
         connect_timeout_s: Deadline for connecting to an agent, in seconds.
-        first_byte_timeout_s: Deadline for a prefill's answer or a stream's first event, in seconds.
-        idle_timeout_s: Longest silence within a stream, in seconds.
+        first_byte_timeout_s: Deadline for a prefill's response or a stream's first event, in seconds.
+        idle_timeout_s: Longest time without data within a stream, in seconds.
         total_timeout_s: Deadline for a whole request, in seconds.
-        retries: Times that a request is given to another pair when an agent is lost before its first event;
-            one may lose a prefill and then a decode agent.
-        migrations: Times that a stream which breaks off later is continued on another pair.
-        prefill_policy: How to choose among prefill agents.
-        decode_policy: How to choose among decode agents.
-        split_min_tokens: Prompts of which fewer tokens than this are to be computed (an estimate) are served
-            by one decode agent alone; 0 splits every request.
-        stream_pull_min_tokens: Prompts of which at least this many tokens are to be computed (an estimate)
-            are pulled meanwhile; 0 pulls none so; when not given, those of more than one chunk.
-        prefill_limit: Most requests in flight at one prefill agent; what the agent reports when not given.
-        decode_limit: Most sequences in flight at one decode agent; what the agent reports when not given.
-        queue_limit: Most requests that wait for an agent with room; more are refused with 429.
-        queue_timeout_s: Longest wait for an agent with room, in seconds; then 429.
-        breaker_failures: Failures in a row after which an agent gets only a probe now and then.
-        breaker_pause_s: Seconds before its first probe; twice as long after each probe that fails.
+        retries: How often a request is retried on another pair when an agent is lost before its first event;
+            2 covers the loss of a prefill and then of a decode agent.
+        migrations: How often a stream that breaks later is continued on another pair.
+        prefill_policy: Policy for choosing among prefill agents.
+        decode_policy: Policy for choosing among decode agents.
+        split_min_tokens: Requests with fewer uncached prompt tokens than this (an estimate) are served by one
+            decode agent alone; 0 splits every request.
+        stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
+            pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
+        prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
+        decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
+        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
+        queue_timeout_s: Longest time in that queue, in seconds; then 429.
+        breaker_failures: Consecutive failures that open an agent's circuit breaker.
+        breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
             `kv_lease_duration`.
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
-        max_connections: Most connections open to all agents together.
-        keepalive_s: Seconds that an unused connection to an agent stays open.
-        client_stall_s: A client that takes nothing for so long, while 64 KiB wait for it, is cut off.
-        drain_s: Seconds that running requests get to finish when the proxy is told to stop.
-        api_keys: File of the keys that clients must send; anybody is served when not given.
+        max_connections: Maximum of open connections to all agents together.
+        keepalive_s: Seconds that an idle connection to an agent stays open.
+        client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is
+        disconnected. drain_s: Seconds that running requests may take to finish when the proxy stops.
+        api_keys: File of the API keys that clients must send. Default: no authentication.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
-            others are refused. Any when not given.
-        cluster_key: File made by `kvferry keygen`; with it, only agents that hold the same key are let in.
-        tls_cert: PEM file with the certificate (and its chain) for serving clients by https; needs tls_key.
-        tls_key: PEM file with the key that belongs to it, without a password.
-        agent_ca: PEM file with the authority that signed the agents' certificates. With it, only agents of
-            https are let in; without it, those of https are checked by the system's authorities.
-        log_prompts: Write the beginning of every prompt to the log, with the request's line.
-        log_level: Least severe log line written.
+            registrations from others are rejected. Default: any.
+        cluster_key: File made by `kvferry keygen`; with it, only agents with the same key may register.
+        tls_cert: PEM file with the certificate (and its chain) for serving clients over https; needs tls_key.
+        tls_key: PEM file with the certificate's key, without a password.
+        agent_ca: PEM file with the authority that signed the agents' certificates. With it, only https agents
+            may register; without it, https agents are verified against the system's authorities.
+        log_prompts: Include the beginning of every prompt in the request log.
+        log_level: Minimum level of log messages.
     """
 
     host: str = "127.0.0.1"
@@ -136,7 +136,7 @@ class ProxyConfig:
                 raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
         self.named_servers()
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
+            raise ValueError("tls_cert and tls_key must be given together")
         AddressRules(self.allow_address)
         for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
             if (getattr(self, name) or 0) < 0:
@@ -161,7 +161,7 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         ProxyConfig,
         argv,
         prog="kvferry proxy",
-        description="Takes OpenAI requests through a pair of prefill and decode agents.",
+        description="Serve an OpenAI-compatible API through pairs of prefill and decode agents.",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can go wrong with a request, as the client is told it (OpenAI's error shape)."""
+"""The errors of a request, in OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvferry.proxy.wire.messages import Incarnation
 
 RETRY_AFTER_S = 1
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the JSON asked for; not only its own errors."""
+"""What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
 
 
 class ProxyError(Exception):
-    """A request that ends without an answer. Subclasses fix the status and a stable code."""
+    """Why a request failed. Subclasses define the status and a stable code."""
 
     status: int = 500
     kind: ClassVar[str] = "server_error"
@@ -28,7 +28,7 @@ class ProxyError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the HTTP answer, beside its content type."""
+        """Headers of the HTTP response, besides its content type."""
         return {}
 
     def body(self) -> bytes:
@@ -38,7 +38,7 @@ class ProxyError(Exception):
 
 
 class InvalidRequest(ProxyError):
-    """The client's body cannot be served as it stands."""
+    """The request's body is invalid, or asks for something unsupported."""
 
     status = 400
     kind = "invalid_request_error"
@@ -46,7 +46,7 @@ class InvalidRequest(ProxyError):
 
 
 class Unauthorized(ProxyError):
-    """The proxy asks for keys, and the request brought none that opens what it asks for."""
+    """The proxy requires API keys, and the request has none with access to its path."""
 
     status = 401
     kind = "invalid_request_error"
@@ -58,7 +58,7 @@ class Unauthorized(ProxyError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """For what people look at, a browser is told to ask them; programs send the key as Bearer."""
+        """Pages make a browser prompt for the key; programs send it as Bearer."""
         scheme = (
             'Basic realm="kvferry: an admin key as password", charset="UTF-8"' if self.basic else "Bearer"
         )
@@ -66,7 +66,7 @@ class Unauthorized(ProxyError):
 
 
 class ModelNotFound(ProxyError):
-    """No agent serves the model that was asked for."""
+    """No agent serves the requested model."""
 
     status = 404
     kind = "invalid_request_error"
@@ -74,7 +74,7 @@ class ModelNotFound(ProxyError):
 
 
 class NotFound(ProxyError):
-    """No such path or method."""
+    """The path, method or agent does not exist."""
 
     kind = "invalid_request_error"
     code = "not_found"
@@ -85,7 +85,7 @@ class NotFound(ProxyError):
 
 
 class WrongMethod(NotFound):
-    """The path is there, for another method."""
+    """The path exists, for another method."""
 
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(405, message)
@@ -97,7 +97,7 @@ class WrongMethod(NotFound):
 
 
 class HeadTooSlow(ProxyError):
-    """The client began a request and did not send its head in time."""
+    """The client did not send the request's head in time."""
 
     status = 408
     kind = "invalid_request_error"
@@ -105,7 +105,7 @@ class HeadTooSlow(ProxyError):
 
 
 class HeadTooLarge(ProxyError):
-    """The request's line and headers are over the limit."""
+    """The request's line and headers exceed the limit."""
 
     status = 431
     kind = "invalid_request_error"
@@ -113,7 +113,7 @@ class HeadTooLarge(ProxyError):
 
 
 class BodyTooSlow(ProxyError):
-    """The client did not send its body in time."""
+    """The client did not send the request's body in time."""
 
     status = 408
     kind = "invalid_request_error"
@@ -121,7 +121,7 @@ class BodyTooSlow(ProxyError):
 
 
 class BodyTooLarge(ProxyError):
-    """The request's body is over the limit."""
+    """The request's body exceeds the limit."""
 
     status = 413
     kind = "invalid_request_error"
@@ -140,14 +140,14 @@ class NoAgent(ProxyError):
 
 
 class TooManyViewers(ProxyError):
-    """The operator's page is looked at by as many as it serves at once."""
+    """The dashboard has as many viewers as it serves at once."""
 
     status = 503
     code = "too_many_viewers"
 
 
 class Overloaded(ProxyError):
-    """Every agent that could serve has all that it can run, and the queue for them is no help."""
+    """Every agent that could serve is at its limit, and the queue is full or did not advance in time."""
 
     status = 429
     code = "overloaded"
@@ -162,7 +162,7 @@ class Overloaded(ProxyError):
 
 
 class RateLimited(ProxyError):
-    """The client's key has asked for as much as it may for now."""
+    """The client's key has reached its rate limit."""
 
     status = 429
     kind = "rate_limit_error"
@@ -210,21 +210,21 @@ class AgentLost(ProxyError):
 
 
 class StreamBroken(ProxyError):
-    """An agent broke off in mid-answer, and no other may be asked any more."""
+    """An agent was lost in mid-stream, and no further migration is allowed."""
 
     status = 502
     code = "stream_broken"
 
 
 class BadResponse(ProxyError):
-    """An agent answered, but not in its dialect."""
+    """An agent's response violates its dialect."""
 
     status = 502
     code = "bad_agent_answer"
 
 
 class AnswerDiverged(ProxyError):
-    """A retried prefill drew another first token than the one that the client already has."""
+    """A retried prefill sampled another first token than the one that was already sent to the client."""
 
     status = 502
     code = "answer_diverged"
@@ -238,13 +238,13 @@ class AgentTimeout(ProxyError):
 
 
 class AgentRejected(ProxyError):
-    """An agent answered 4xx: its verdict on the client's request is passed through as it is."""
+    """An agent rejected the request with a 4xx, which is passed through to the client."""
 
     kind = "invalid_request_error"
     code = "agent_refused"
 
     def __init__(self, status: int, content_type: str, raw: bytes, retry_after: str | None) -> None:
-        super().__init__(f"the agent answered HTTP {status}")
+        super().__init__(f"the agent returned HTTP {status}")
         self.status = status
         self.content_type = content_type
         self.raw = raw
@@ -255,7 +255,7 @@ class AgentRejected(ProxyError):
         return {} if self.retry_after is None else {"Retry-After": self.retry_after}
 
     def body(self) -> bytes:
-        """The agent's own error object, or one of ours around a body that is none."""
+        """The agent's own error object, or a generic one if its body contains none."""
         return (
             msgspec.json.encode({"error": parsed}) if (parsed := error_object(self.raw)) else super().body()
         )

@@ -67,7 +67,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         await page.until("document.getElementById('readiness').textContent === 'not ready'")
         await page.until("document.querySelector('.role.decode .cards').children.length === 0")
         await cluster.proxy.stop()
-        await page.until("document.getElementById('link').textContent.includes('does not answer')")
+        await page.until("document.getElementById('connection').textContent.includes('does not respond')")
 
 
 async def walk_by_keyboard(page: Page) -> None:
@@ -75,9 +75,9 @@ async def walk_by_keyboard(page: Page) -> None:
     await page.press("Tab")
     assert await page.evaluate(f"{FOCUSED}.id") == "pause"
     await page.press("Enter")
-    await page.until("document.getElementById('link').textContent === 'paused'")
+    await page.until("document.getElementById('connection').textContent === 'paused'")
     await page.press("Enter")
-    await page.until("document.getElementById('link').textContent === 'live'")
+    await page.until("document.getElementById('connection').textContent === 'live'")
 
     for _ in range(4):
         await page.press("Tab")

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator's page: draws each snapshot that /ui/events sends. Elements are changed in place, so that
-// focus, scrolling and opened nodes survive; text from outside only ever becomes text, never markup.
+// The operator's dashboard: renders each snapshot from /ui/events. Elements are updated in place, so that
+// focus, scrolling and opened nodes survive; data only ever becomes text, never markup.
 "use strict";
 
 const PHASES = { route: "Routing", prefill: "Prefill", decode_wait: "Decode wait", decode: "Decode" };
 const ROLES = ["prefill", "decode", "both"];
 const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", refusing: "bad", tripped: "bad", stalled: "bad" };
 const RETRY_MS = 5000;
-const SILENCE_MS = 4000;
+const STALE_MS = 4000;
 const RECENT_S = 20;
 
 const byId = (id) => document.getElementById(id);
@@ -20,8 +20,8 @@ function make(tag, className = "", text = "") {
   return element;
 }
 
-/** Set text only where it differs: a selection survives, and screen readers are told of changes alone. */
-function say(element, text) {
+/** Set text only where it differs: a selection survives, and screen readers announce only changes. */
+function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
 
@@ -55,13 +55,13 @@ function niceCeiling(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
 
-/** One figure: lines over the last minutes, and the values under a cursor or of now. */
+/** One figure: lines over the last minutes, and the values at the cursor or the latest ones. */
 class Chart {
   constructor(title, series, format, floor) {
     this.title = title;
     this.series = series; // [{ key, label, tone, area?, hideZero? }]
     this.format = format;
-    this.floor = floor; // the least top of the scale
+    this.floor = floor; // the smallest maximum of the scale
     this.cursor = null; // slices before the last one, or null
     this.data = null;
     this.figure = make("figure");
@@ -128,7 +128,7 @@ class Chart {
       parts.push(shape("line", { class: "cursor", x1: at, x2: at, y1: EDGE.top, y2: height - EDGE.bottom }));
     }
     this.svg.replaceChildren(...parts);
-    this.tell();
+    this.showValues();
   }
 
   *scale(width, height, top, y) {
@@ -142,7 +142,7 @@ class Chart {
     yield shape("text", { x: width - EDGE.right, y: height - 5, "text-anchor": "end" }, "now");
   }
 
-  /** Runs of values as lines, and a dot for a value that stands alone. */
+  /** Consecutive values as lines, and a dot for a value without neighbours. */
   *line(values, tone, area, x, y) {
     let path = "";
     for (let start = 0; start < values.length; start++) {
@@ -164,15 +164,15 @@ class Chart {
     if (path) yield shape("path", { class: tone, d: path });
   }
 
-  /** The values under the cursor; without one, the latest of the last seconds. */
-  tell() {
+  /** Show the values at the cursor; without one, the latest of the last seconds. */
+  showValues() {
     const parts = this.series.map(({ key, label, tone }) => {
       const value = this.value(this.data[key]);
       const part = make("span", `series ${tone}`, `${label} `);
       part.append(make("b", "", value === null ? "–" : this.format(value)), " ");
       return part;
     });
-    say(this.when, this.cursor === null ? "" : age((this.cursor + 1) * this.data.slice_s));
+    setText(this.when, this.cursor === null ? "" : age((this.cursor + 1) * this.data.slice_s));
     this.output.replaceChildren(...parts);
     this.svg.setAttribute("aria-label", `${this.title} ${this.when.textContent}: ${this.output.textContent.trim()}`);
   }
@@ -220,9 +220,9 @@ function showPhases(inFlight) {
   let total = 0;
   for (const [phase, count] of phaseCounts) {
     total += inFlight[phase] ?? 0;
-    say(count, inFlight[phase] ?? 0);
+    setText(count, inFlight[phase] ?? 0);
   }
-  say(byId("flight-total"), total);
+  setText(byId("flight-total"), total);
 }
 
 /* ---- nodes ---- */
@@ -240,12 +240,12 @@ function makeMeter(label) {
     show(parts, whole, text) {
       first.style.width = `${(100 * parts[0]) / Math.max(whole, 1)}%`;
       second.style.width = `${(100 * parts[1]) / Math.max(whole, 1)}%`;
-      say(words, text);
+      setText(words, text);
     },
   };
 }
 
-/** One agent: a summary that is always seen, and the rest of what /nodes says once it is opened. */
+/** One agent: a summary that is always visible, and the other fields of /nodes once it is opened. */
 class NodeCard {
   constructor() {
     this.details = make("details");
@@ -266,15 +266,15 @@ class NodeCard {
 
   show(node, busiest) {
     const { running, waiting, kv_blocks_free: free, kv_blocks_total: total, kv_blocks_leased: leased } = node.load;
-    say(this.address, host(node.address));
-    say(this.state, node.state);
+    setText(this.address, host(node.address));
+    setText(this.state, node.state);
     this.state.className = `pill ${STATE_TONES[node.state] ?? "warn"}`;
-    say(this.ping, `ping ${node.last_ping_s.toFixed(1)} s`);
+    setText(this.ping, `ping ${node.last_ping_s.toFixed(1)} s`);
     const capacity = node.load.max_running || busiest;
     this.load.show([running, waiting], Math.max(capacity, running + waiting), `${running} running, ${waiting} waiting`);
     const percent = total ? Math.round((100 * (total - free)) / total) : 0;
     this.kv.show([Math.max(total - free - leased, 0), leased], total, `${percent} % of ${total} blocks`);
-    say(this.problem, node.not_paired ? `Not paired: ${node.not_paired}` : "");
+    setText(this.problem, node.not_paired ? `Not paired: ${node.not_paired}` : "");
     this.problem.hidden = !node.not_paired;
     for (const [key, value] of Object.entries(node)) {
       if (value !== null && (typeof value !== "object" || Array.isArray(value))) this.fact(key, value);
@@ -287,7 +287,7 @@ class NodeCard {
       this.facts.append(make("dt", "", key.replaceAll("_", " ")), cell);
       this.factValues.set(key, cell);
     }
-    say(this.factValues.get(key), Array.isArray(value) ? value.join(", ") : value);
+    setText(this.factValues.get(key), Array.isArray(value) ? value.join(", ") : value);
   }
 }
 
@@ -299,7 +299,7 @@ const roleColumns = new Map(
     const count = make("span", "count");
     title.append(count);
     const list = make("div", "cards");
-    const empty = make("p", "empty", `No ${role} agent is known.`);
+    const empty = make("p", "empty", `No ${role} agents.`);
     column.append(title, empty, list);
     byId("roles").append(column);
     return [role, { column, count, list, empty }];
@@ -307,7 +307,7 @@ const roleColumns = new Map(
 );
 
 function showNodes(nodes, total) {
-  say(byId("num-nodes"), nodes.length < total ? `${total}, the first ${nodes.length} shown` : total);
+  setText(byId("num-nodes"), nodes.length < total ? `${total}, the first ${nodes.length} shown` : total);
   const busiest = Math.max(4, ...nodes.map((node) => node.load.running + node.load.waiting));
   const present = new Set(nodes.map((node) => node.incarnation));
   for (const [incarnation, card] of cards) {
@@ -323,7 +323,7 @@ function showNodes(nodes, total) {
       card.show(node, busiest);
       if (list.children[index] !== card.details) list.insertBefore(card.details, list.children[index] ?? null);
     });
-    say(count, mine.length);
+    setText(count, mine.length);
     empty.hidden = mine.length > 0;
     column.hidden = role === "both" && !mine.length;
   }
@@ -344,20 +344,20 @@ function showRows(table, rows, emptyText) {
       cell.className = className ?? "";
       cell.title = className?.includes("cut") ? text : "";
       cell.colSpan = rows.length ? 1 : table.tHead.rows[0].cells.length;
-      say(cell, text);
+      setText(cell, text);
     });
   });
 }
 
-function showRefused(pairings, total) {
-  say(byId("num-refused"), pairings.length < total ? `${total}, the first ${pairings.length} shown` : total);
+function showIncompatiblePairs(pairings, total) {
+  setText(byId("num-incompatible"), pairings.length < total ? `${total}, the first ${pairings.length} shown` : total);
   const rows = pairings.map(({ prefill, decode, reason }) => [[host(prefill), "mono"], [host(decode), "mono"], [reason]]);
-  showRows(byId("refused"), rows, "Every prefill agent fits every decode agent of its model.");
+  showRows(byId("incompatible"), rows, "Every prefill agent is compatible with every decode agent of its model.");
 }
 
-function showRefusedAgents(agents) {
-  byId("turned-away").hidden = !agents.length;
-  say(byId("num-turned-away"), agents.length);
+function showRejectedAgents(agents) {
+  byId("rejected").hidden = !agents.length;
+  setText(byId("num-rejected"), agents.length);
   const rows = agents.map((agent) => [
     [host(agent.address), "mono"],
     [host(agent.control), "mono"],
@@ -366,11 +366,11 @@ function showRefusedAgents(agents) {
     [agent.count],
     [age(agent.last_ping_s)],
   ]);
-  showRows(byId("refused-agents"), rows, "None.");
+  showRows(byId("rejected-agents"), rows, "None.");
 }
 
 function showFailures(failures) {
-  say(byId("num-failures"), failures.reduce((sum, failure) => sum + failure.count, 0));
+  setText(byId("num-failures"), failures.reduce((sum, failure) => sum + failure.count, 0));
   const rows = failures.map((failure) => [
     [failure.status],
     [failure.code.replaceAll("_", " ")],
@@ -384,10 +384,10 @@ function showFailures(failures) {
 
 function showReadiness({ ready, waiting }) {
   const pill = byId("readiness");
-  say(pill, ready ? "ready" : "not ready");
+  setText(pill, ready ? "ready" : "not ready");
   pill.className = `pill ${ready ? "good" : "bad"}`;
   const reasons = Object.entries(waiting).map(([model, why]) => (model ? `${model}: ${why}` : why));
-  say(byId("reason"), reasons.join("; "));
+  setText(byId("reason"), reasons.join("; "));
   document.title = ready ? "kvferry" : "kvferry: not ready";
 }
 
@@ -396,15 +396,15 @@ function show(snapshot) {
   showPhases(snapshot.in_flight);
   charts.forEach((chart) => chart.show(snapshot.charts));
   showNodes(snapshot.nodes, snapshot.num_nodes);
-  showRefused(snapshot.refused_pairings, snapshot.num_refused_pairings);
-  showRefusedAgents(snapshot.refused_agents);
+  showIncompatiblePairs(snapshot.refused_pairings, snapshot.num_refused_pairings);
+  showRejectedAgents(snapshot.refused_agents);
   showFailures(snapshot.failures);
   document.body.dataset.snapshot = snapshot.time;
 }
 
 /* ---- the feed ---- */
 
-/** Listens while somebody looks: not while the page is hidden or paused. */
+/** Subscribes to events while the page is visible and not paused. */
 class Feed {
   constructor() {
     this.paused = false;
@@ -423,28 +423,28 @@ class Feed {
     this.source = new EventSource("ui/events");
     this.source.onmessage = (event) => {
       show(JSON.parse(event.data));
-      this.tell("live");
+      this.setStatus("live");
       clearTimeout(this.timer);
-      this.timer = setTimeout(() => this.tell("no news from the proxy", true), SILENCE_MS);
+      this.timer = setTimeout(() => this.setStatus("no update from the proxy", true), STALE_MS);
     };
     this.source.onerror = () => {
-      this.tell("the proxy does not answer; trying again", true);
-      // The browser comes back by itself after a broken connection, but not after a refusal.
+      this.setStatus("the proxy does not respond; retrying", true);
+      // The browser reconnects by itself after a broken connection, but not after an HTTP error.
       if (this.source?.readyState !== EventSource.CLOSED) return;
-      this.close("the proxy does not answer; trying again", true);
+      this.close("the proxy does not respond; retrying", true);
       this.timer = setTimeout(() => this.update(), RETRY_MS);
     };
   }
 
-  close(words, stale = false) {
+  close(text, stale = false) {
     clearTimeout(this.timer);
     this.source?.close();
     this.source = null;
-    this.tell(words, stale);
+    this.setStatus(text, stale);
   }
 
-  tell(words, stale = false) {
-    say(byId("link"), words);
+  setStatus(text, stale = false) {
+    setText(byId("connection"), text);
     document.body.classList.toggle("stale", stale);
   }
 }
@@ -453,7 +453,7 @@ const feed = new Feed();
 document.addEventListener("visibilitychange", () => feed.update());
 byId("pause").addEventListener("click", (event) => {
   feed.paused = !feed.paused;
-  say(event.currentTarget, feed.paused ? "Resume" : "Pause");
+  setText(event.currentTarget, feed.paused ? "Resume" : "Pause");
   feed.update();
 });
 feed.update();
