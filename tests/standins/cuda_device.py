@@ -12,41 +12,41 @@ import time
 
 import numpy as np
 
-from kvferry.transfer.backends.cuda_ipc.device import MAX_FLIGHTS
-from kvferry.transfer.backends.cuda_ipc.driver import HANDLE_BYTES, Borrowed, CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc.device import MAX_LAUNCHES
+from kvferry.transfer.backends.cuda_ipc.driver import HANDLE_BYTES, CudaError, ExportedMemory, MappedMemory
 from kvferry.transfer.backends.cuda_ipc.work import Work
 
 _ADDRESS = struct.Struct("<Q")
 
 
-class HostFlight:
+class HostLaunch:
     """A launch that copies when it is told to."""
 
     def __init__(self, work: Work, device: HostDevice) -> None:
         self._device = device
-        self._over = False
+        self._done = False
         self.work = work
         self.begun, self.seconds = time.monotonic(), 0.0
 
-    def land(self) -> None:
+    def end(self) -> None:
         """Copy. Idempotent."""
-        if self._over:
+        if self._done:
             return
-        self._over = True
+        self._done = True
         num_spans = self.work.num_spans
         table = np.zeros(self.work.table_size(num_spans), dtype=np.int64)
         self.work.write_table(table, num_spans, 1, 1)
         for destination, source, length in self.work.spans(table, num_spans).tolist():
             self._device.check_mapped(source)
             ctypes.memmove(destination, source, length)
-        self._device.flights.remove(self)
+        self._device.in_flight.remove(self)
         self.seconds = time.monotonic() - self.begun
 
-    def landed(self) -> bool:
-        return self._over
+    def done(self) -> bool:
+        return self._done
 
     def wait(self) -> None:
-        self.land()
+        self.end()
 
 
 class HostDevice:
@@ -55,42 +55,42 @@ class HostDevice:
     def __init__(self) -> None:
         self.hold = False
         self.unreachable = False
-        self.launched: list[HostFlight] = []
-        self.flights: list[HostFlight] = []
-        self.borrowed: list[Borrowed] = []
+        self.launched: list[HostLaunch] = []
+        self.in_flight: list[HostLaunch] = []
+        self.mapped: list[MappedMemory] = []
         self.closed = False
 
-    def lend(self, address: int, nbytes: int) -> Lent:
-        return Lent(handle=_ADDRESS.pack(address).ljust(HANDLE_BYTES), offset=0, nbytes=nbytes)
+    def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
+        return ExportedMemory(handle=_ADDRESS.pack(address).ljust(HANDLE_BYTES), offset=0, nbytes=nbytes)
 
-    def borrow(self, lent: Lent) -> Borrowed:
+    def map_memory(self, exported: ExportedMemory) -> MappedMemory:
         if self.unreachable:
             raise CudaError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)")
-        (address,) = _ADDRESS.unpack_from(lent.handle)
-        borrowed = Borrowed(address=address, nbytes=lent.nbytes, mapping=address)
-        self.borrowed.append(borrowed)
-        return borrowed
+        (address,) = _ADDRESS.unpack_from(exported.handle)
+        mapped = MappedMemory(address=address, nbytes=exported.nbytes, mapping=address)
+        self.mapped.append(mapped)
+        return mapped
 
-    def give_back(self, borrowed: Borrowed) -> None:
-        self.borrowed.remove(borrowed)
+    def unmap_memory(self, mapped: MappedMemory) -> None:
+        self.mapped.remove(mapped)
 
-    def peek(self, borrowed: Borrowed) -> bytes:
-        return ctypes.string_at(borrowed.address, borrowed.nbytes)
+    def read_bytes(self, mapped: MappedMemory) -> bytes:
+        return ctypes.string_at(mapped.address, mapped.nbytes)
 
-    def launch(self, work: Work) -> HostFlight:
-        assert len(self.flights) < MAX_FLIGHTS
-        flight = HostFlight(work, self)
-        self.launched.append(flight)
-        self.flights.append(flight)
+    def launch(self, work: Work) -> HostLaunch:
+        assert len(self.in_flight) < MAX_LAUNCHES
+        launch = HostLaunch(work, self)
+        self.launched.append(launch)
+        self.in_flight.append(launch)
         if not self.hold:
-            flight.land()
-        return flight
+            launch.end()
+        return launch
 
     def close(self) -> None:
-        assert not self.flights, "a launch is under way"
-        assert not self.borrowed, "memory is still borrowed"
+        assert not self.in_flight, "a launch is under way"
+        assert not self.mapped, "memory is still borrowed"
         self.closed = True
 
     def check_mapped(self, address: int) -> None:
         """A GPU would fault here."""
-        assert any(0 <= address - each.address < each.nbytes for each in self.borrowed), "read while unmapped"
+        assert any(0 <= address - each.address < each.nbytes for each in self.mapped), "read while unmapped"

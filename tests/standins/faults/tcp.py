@@ -23,12 +23,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 from unittest import mock
 
+from kvferry.transfer.backends.common.handshake import HandshakeServer
 from kvferry.transfer.backends.tcp import engine
-from kvferry.transfer.backends.tcp.server import ServedConnection
+from kvferry.transfer.backends.tcp.session import TcpSession
 from kvferry.transfer.engine import EngineOptions, Region
+from kvferry.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:
     import torch
@@ -147,19 +149,22 @@ class FaultyTcpEngine(engine.TcpEngine):
         self._item_bytes = pool.element_size()
         return super().register(pool)
 
-    def _serve(self, connection: socket.socket) -> ServedConnection:
-        return FaultyConnection(
-            *(connection, self._selector, self._pool(), self._check),
-            faults=self._faults,
-            item_bytes=self._item_bytes,
-        )
+    def _new_session(self, connection: socket.socket, server: HandshakeServer) -> TcpSession:
+        return FaultyTcpSession(connection, server, self._pool(), self._faults, self._item_bytes)
 
 
-class FaultyConnection(ServedConnection):
-    """Answers like a `ServedConnection`, but for the transfers that suffer."""
+class FaultyTcpSession(TcpSession):
+    """Answers like a `TcpSession`, but for the transfers that suffer."""
 
-    def __init__(self, *args: Any, faults: FaultInjector, item_bytes: int) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        connection: socket.socket,
+        server: HandshakeServer,
+        memory: PoolMemory,
+        faults: FaultInjector,
+        item_bytes: int,
+    ) -> None:
+        super().__init__(connection, server, memory)
         self._faults = faults
         self._item_bytes = item_bytes
         self._held: list[memoryview] = []
@@ -170,21 +175,20 @@ class FaultyConnection(ServedConnection):
         self._closing = False
         """The connection ends with what is still to be sent."""
 
-    def expire(self, now: float) -> None:
-        super().expire(now)
+    def progress(self, now: float) -> None:
+        super().progress(now)
         if self._held and self._due <= now and not self.closed:
             self._blocked = False
             self._send_held()
-            self.on_ready(0)
 
     def next_deadline(self) -> float | None:
         return self._due if self._held and not self.closed else super().next_deadline()
 
-    def _next_message(self) -> bool:
-        return not self._blocked and super()._next_message()
+    def _next_request(self) -> bool:
+        return not self._blocked and super()._next_request()
 
-    def _send(self) -> int:
-        sent = super()._send()
+    def _send_some(self) -> int:
+        sent = super()._send_some()
         if self._closing and not self._outbox:
             self.close()
         return sent
@@ -215,7 +219,7 @@ class FaultyConnection(ServedConnection):
             self._send_held()
 
     def _send_held(self) -> None:
-        self._outbox.extend(self._held)
+        self._queue(*self._held)
         self._held.clear()
 
 

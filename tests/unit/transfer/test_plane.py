@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.transfer.backends.tcp.client import TcpPeer
+from kvferry.transfer.backends.tcp.peer import TcpPeer
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.engine import PeerUnreachable, usable
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent

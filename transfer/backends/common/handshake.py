@@ -1,202 +1,273 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection that a reader keeps to a producer rank whose memory it reads without its help.
+"""The handshake of two ranks: a reader names the engine it means and proves that it was admitted.
 
-A library may block on a peer that is stopped, and hold the interpreter while it does: that would stop this
-rank's model too. So a reader first greets the peer here, without blocking, and only one that answers is
-connected to. The greeting also tells who is there (another process may have got a dead one's port), carries
-the token that the data plane does not ask for, and its end is the first sign of a peer's death.
+The reader connects and sends HELLO; the server answers WELCOME or closes. Little endian, in this order:
+
+    HELLO    magic, nonce of the engine that is meant, the backend's own bytes, token
+    WELCOME  magic, 1 if accepted, the backend's own bytes
+
+A backend whose library may block on a peer that is stopped, and holds the interpreter meanwhile, connects
+only to a peer that has answered here. The nonce distinguishes a restarted peer from the one that was
+described, the token is what many libraries do not check, and the end of the connection is the first sign of a
+peer's death.
 """
 
 from __future__ import annotations
 
 import enum
-import os
 import secrets
 import selectors
 import socket
+import struct
 import time
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
+from kvferry.transfer import tokens
 from kvferry.transfer.backends.common import sockets
-from kvferry.transfer.backends.common.address import Port
-from kvferry.transfer.backends.tcp.wire import GREETING, NONCE_BYTES, WELCOME
+from kvferry.transfer.backends.common.connection import Connection, ProtocolError
+from kvferry.transfer.backends.common.sockets import Port
+from kvferry.transfer.backends.common.transfer import BaseTransfer
+from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.state_machine import Transitions, transition, transitions
+from kvferry.transfer.tokens import TOKEN_BYTES
 
-_MAGIC = b"KVG1"
-_MAX_VISITORS = 1024
-_GREETING_S = 5.0
-"""A connection that has not said who it is by then is closed."""
+NONCE_BYTES = 16
+_HANDSHAKE_S = 5.0
+"""A reader that has not sent HELLO by then is disconnected."""
+_MAX_SESSIONS = 1024
 
 
-class GreetingAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank takes greetings, and which engine it is."""
+class HandshakeAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank's engine listens, and which engine it is."""
 
     host: str
     port: Port
     nonce: bytes
 
 
-class Doorkeeper:
-    """The producer's side: answers readers, and notices when they leave."""
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One backend's form of the handshake: its magic, and the sizes of its own bytes."""
 
-    def __init__(self, host: str, selector: selectors.BaseSelector, admits: Callable[[bytes], bool]) -> None:
-        self._selector = selector
-        self._admits = admits
+    magic: bytes
+    hello_bytes: int = 0
+    welcome_bytes: int = 0
+
+    @property
+    def hello(self) -> struct.Struct:
+        return struct.Struct(f"<4s{NONCE_BYTES}s{self.hello_bytes}s{TOKEN_BYTES}s")
+
+    @property
+    def welcome(self) -> struct.Struct:
+        return struct.Struct(f"<4sB{self.welcome_bytes}s")
+
+
+LIVENESS = Protocol(b"KVG1")
+"""Of backends that move their bytes elsewhere: the connection carries nothing but the handshake."""
+
+
+class HandshakeServer:
+    """Accepts readers; each becomes a session. `admit` sets the secret of the tokens that are accepted."""
+
+    def __init__(
+        self,
+        host: str,
+        selector: selectors.BaseSelector,
+        protocol: Protocol = LIVENESS,
+        new_session: Callable[[socket.socket, HandshakeServer], ServerSession] | None = None,
+        max_sessions: int = _MAX_SESSIONS,
+    ) -> None:
+        """Raises OSError if the host cannot be bound."""
+        self.selector = selector
+        self.protocol = protocol
+        self.sessions: list[ServerSession] = []
+        self._new_session = new_session or ServerSession
+        self._max_sessions = max_sessions
+        self._secret: bytes | None = None
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._visitors: list[_Visitor] = []
         self._listener = sockets.listen(host)
         selector.register(self._listener, selectors.EVENT_READ, self)
 
-    def address(self, host: str) -> GreetingAddress:
-        """What a reader is told, with the host that it must dial."""
-        return GreetingAddress(host=host, port=self._listener.getsockname()[1], nonce=self._nonce)
+    def admit(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def address(self, host: str) -> HandshakeAddress:
+        """What readers need, with the host that they must dial."""
+        return HandshakeAddress(host=host, port=self._listener.getsockname()[1], nonce=self._nonce)
 
     def on_ready(self, events: int) -> None:
-        """Somebody knocks."""
+        """Accept a connection, unless there are too many."""
         connection = sockets.accept(self._listener)
         if connection is None:
             return
-        self._visitors = [visitor for visitor in self._visitors if not visitor.closed]
-        if len(self._visitors) >= _MAX_VISITORS:
+        self._forget_closed()
+        if len(self.sessions) >= self._max_sessions:
             connection.close()
             return
-        self._visitors.append(_Visitor(connection, self._selector, self._expects))
+        self.sessions.append(self._new_session(connection, self))
 
-    def expire(self, now: float) -> None:
-        """Close connections that keep silent about who they are."""
-        for visitor in self._visitors:
-            visitor.expire(now)
+    def progress(self, now: float) -> None:
+        for session in self.sessions:
+            session.progress(now)
+        self._forget_closed()
 
     def next_deadline(self) -> float | None:
-        times = [visitor.deadline for visitor in self._visitors if visitor.deadline is not None]
-        return min(times, default=None)
+        times = [session.next_deadline() for session in self.sessions]
+        return min((each for each in times if each is not None), default=None)
 
     def close(self) -> None:
-        for visitor in self._visitors:
-            visitor.close()
-        self._selector.unregister(self._listener)
+        for session in self.sessions:
+            session.close()
+        self.selector.unregister(self._listener)
         self._listener.close()
 
-    def _expects(self, greeting: bytes) -> bool:
-        magic, nonce, token = GREETING.unpack(greeting)
-        return magic == _MAGIC and nonce == self._nonce and self._admits(token)
+    def accepts(self, nonce: bytes, token: bytes) -> bool:
+        """Whether a reader means this engine and was admitted by our engine process."""
+        return nonce == self._nonce and self._secret is not None and tokens.verify(self._secret, token)
+
+    def _forget_closed(self) -> None:
+        self.sessions = [session for session in self.sessions if not session.closed]
 
 
-class _Visitor:
-    """One reader's connection. `deadline` is set until it has greeted."""
+class ServerSession(Connection):
+    """One reader's connection."""
 
-    def __init__(
-        self, connection: socket.socket, selector: selectors.BaseSelector, expects: Callable[[bytes], bool]
-    ) -> None:
-        self.closed = False
-        self.deadline: float | None = time.monotonic() + _GREETING_S
-        self._socket = connection
-        self._selector = selector
-        self._expects = expects
-        self._inbox = b""
-        selector.register(connection, selectors.EVENT_READ, self)
+    def __init__(self, connection: socket.socket, server: HandshakeServer) -> None:
+        super().__init__(connection, server.selector)
+        self._server = server
+        self._deadline: float | None = time.monotonic() + _HANDSHAKE_S
+        """Set until the handshake is done."""
 
-    def on_ready(self, events: int) -> None:
-        try:
-            received = self._socket.recv(GREETING.size)
-        except BlockingIOError:
+    def progress(self, now: float) -> None:
+        """Disconnect a reader that sends no HELLO in time."""
+        if self._deadline is not None and self._deadline <= now:
+            self.close()
+
+    def next_deadline(self) -> float | None:
+        return self._deadline
+
+    def _received(self, inbox: bytearray) -> None:
+        if self._deadline is None:
+            self._requested(inbox)
             return
-        except OSError:
-            received = b""
-        self._inbox += received
-        if not received or len(self._inbox) > GREETING.size:
-            self.close()
-        elif len(self._inbox) == GREETING.size:
-            self._answer()
+        protocol = self._server.protocol
+        if len(inbox) < protocol.hello.size:
+            return
+        magic, nonce, own, token = protocol.hello.unpack_from(inbox)
+        del inbox[: protocol.hello.size]
+        if magic != protocol.magic or not self._server.accepts(nonce, token):
+            self.send(protocol.welcome.pack(protocol.magic, 0, b""))
+            raise ProtocolError("not admitted")
+        self._deadline = None
+        self._queue(protocol.welcome.pack(protocol.magic, 1, self._accepted(own)))
+        self._requested(inbox)
 
-    def expire(self, now: float) -> None:
-        if self.deadline is not None and self.deadline <= now:
-            self.close()
+    def _accepted(self, hello: bytes) -> bytes:
+        """Prepare what the backend serves. Takes and returns its own bytes of HELLO and WELCOME."""
+        return b""
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.deadline = None
-            self._selector.unregister(self._socket)
-            self._socket.close()
+    def _requested(self, inbox: bytearray) -> None:
+        """Remove complete requests from the inbox and act on them. May raise `ProtocolError`."""
+        if inbox:
+            raise ProtocolError("bytes after the handshake")
 
-    def _answer(self) -> None:
-        admitted = self._expects(self._inbox)
-        self.deadline = None
-        try:
-            self._socket.send(WELCOME.pack(_MAGIC, admitted))  # the first bytes on it: they fit
-        except OSError:
-            admitted = False
-        if not admitted:
-            self.close()
+    def _ended(self, reason: str) -> None:
+        self._deadline = None
 
 
-class VisitState(enum.Enum):
+class PeerState(enum.Enum):
     GREETING = "greeting"
-    WELCOME = "welcome"
-    """The peer is alive, and the one that was described."""
+    READY = "ready"
+    """The peer is alive, is the one that was described, and has accepted us."""
     LOST = "lost"
 
 
-class Visit:
-    """The reader's side of one connection. Raises `PeerUnreachable` for an address that makes no sense."""
+PEER_TRANSITIONS: Transitions[PeerState] = transitions(
+    {
+        PeerState.GREETING: {PeerState.READY, PeerState.LOST},
+        PeerState.READY: {PeerState.LOST},
+    }
+)
+
+Read = TypeVar("Read", bound=BaseTransfer)
+
+
+class HandshakePeer(Connection, Generic[Read]):
+    """The reader's side: one producer rank; see `transfer.engine.Peer`.
+
+    It ends with its connection, and its `transfers` fail with it. Raises `PeerUnreachable` for an address
+    that makes no sense.
+    """
 
     def __init__(
-        self, address: GreetingAddress, token: bytes, selector: selectors.BaseSelector, deadline: float
+        self,
+        backend: str,
+        address: HandshakeAddress,
+        token: bytes,
+        selector: selectors.BaseSelector,
+        deadline: float,
+        protocol: Protocol = LIVENESS,
+        own: bytes = b"",
     ) -> None:
-        self.state = VisitState.GREETING
-        self.error = ""
-        self._selector = selector
+        super().__init__(sockets.dial(address.host, address.port), selector)
+        self.state = PeerState.GREETING
+        self.transfers: list[Read] = []
+        """Reads that are not quiescent, and maybe some that are."""
+        self._backend = backend
+        self._protocol = protocol
         self._deadline = deadline
-        self._outbox = GREETING.pack(_MAGIC, address.nonce, token)
-        self._inbox = b""
-        self._socket = sockets.dial(address.host, address.port)
-        selector.register(self._socket, selectors.EVENT_WRITE, self)
+        self._error = ""
+        self._queue(protocol.hello.pack(protocol.magic, address.nonce, own, token))
 
-    def on_ready(self, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send()
-            if events & selectors.EVENT_READ:
-                self._receive()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(os.strerror(error.errno or 0))
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._backend} {self.state.value}>"
 
-    def expire(self, now: float) -> None:
-        if self.state is VisitState.GREETING and self._deadline <= now:
-            self._lose("no greeting within the deadline")
+    def poll(self) -> bool:
+        if self.state is PeerState.LOST:
+            raise PeerUnreachable(f"{self._backend}: {self._error}")
+        return self.state is PeerState.READY
+
+    def progress(self, now: float) -> None:
+        """Give up a handshake that has passed its deadline."""
+        if self.state is PeerState.GREETING and self._deadline <= now:
+            self._end("no handshake within the deadline")
 
     def next_deadline(self) -> float | None:
-        return self._deadline if self.state is VisitState.GREETING else None
+        return self._deadline if self.state is PeerState.GREETING else None
 
-    def close(self) -> None:
-        self._lose("closed")
+    @abstractmethod
+    def _accepted(self, welcome: bytes) -> None:
+        """Prepare what reads need. Takes the backend's own bytes of WELCOME.
 
-    def _send(self) -> None:
-        error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, os.strerror(error))
-        self._outbox = self._outbox[self._socket.send(self._outbox) :]
-        if not self._outbox:
-            self._selector.modify(self._socket, selectors.EVENT_READ, self)
+        Raises `PeerUnreachable` if there is no way to read from this peer.
+        """
 
-    def _receive(self) -> None:
-        received = self._socket.recv(WELCOME.size)
-        self._inbox += received
-        if not received:
-            self._lose("connection closed by the peer")
-        elif self.state is VisitState.GREETING and len(self._inbox) >= WELCOME.size:
-            if self._inbox == WELCOME.pack(_MAGIC, 1):
-                self.state = VisitState.WELCOME
-            else:
-                self._lose("refused by the peer")
+    def _received(self, inbox: bytearray) -> None:
+        welcome = self._protocol.welcome
+        if self.state is PeerState.READY:
+            raise ProtocolError("unexpected bytes from the peer")
+        if len(inbox) < welcome.size:
+            return
+        magic, accepted, own = welcome.unpack_from(inbox)
+        del inbox[: welcome.size]
+        if magic != self._protocol.magic or accepted != 1:
+            raise ProtocolError("refused by the peer")
+        try:
+            self._accepted(own)
+        except PeerUnreachable as error:
+            raise ProtocolError(str(error)) from error
+        self._transition(PeerState.READY)
 
-    def _lose(self, why: str) -> None:
-        if self.state is not VisitState.LOST:
-            self.state = VisitState.LOST
-            self.error = why
-            self._selector.unregister(self._socket)
-            self._socket.close()
+    def _ended(self, reason: str) -> None:
+        self._transition(PeerState.LOST)
+        self._error = reason
+        for transfer in self.transfers:
+            transfer.fail("peer_lost")
+
+    def _transition(self, to: PeerState) -> None:
+        self.state = transition(self, PEER_TRANSITIONS, self.state, to)

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import socket
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvferry.transfer import net
 from kvferry.transfer.engine import PeerUnreachable
 
+Port = Annotated[int, Meta(ge=1, le=65_535)]
 _BACKLOG = 128
 
 
@@ -36,17 +40,18 @@ def listen(host: str) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The connection of whoever knocks; None if there is none to be had."""
+    """The next connection; None if there is none."""
     try:
         connection, _ = listener.accept()
     except OSError:
-        return None  # it left again, or we are out of descriptors; it will find out by its own deadline
+        return None  # it has left, or we are out of descriptors: it gives up by its own deadline
     _prepare(connection)
     return connection
 
 
 def _prepare(connection: socket.socket) -> None:
     connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, net.KEEPALIVE_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, net.KEEPALIVE_INTERVAL_S)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvferry.transfer.backends.cuda_ipc.driver import Borrowed, CudaError, Driver, Lent
+from kvferry.transfer.backends.cuda_ipc.driver import CudaError, Driver, ExportedMemory, MappedMemory
 from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
 from kvferry.transfer.backends.cuda_ipc.work import WIDE_BYTES, Shape, Words, Work
 from kvferry.transfer.engine import BackendUnavailable
@@ -20,12 +20,12 @@ from kvferry.transfer.engine import BackendUnavailable
 if TYPE_CHECKING:
     import torch
 
-MAX_FLIGHTS = 2
+MAX_LAUNCHES = 2
 """Launches under way: one that copies, and the next, so that the link does not wait for us."""
 _TABLE_ENTRIES = 1 << 16
 
 
-class Flight(Protocol):
+class Launch(Protocol):
     """One launch.
 
     `begun` is when the device was told (`time.monotonic`), `seconds` how long it took once it has landed, by
@@ -35,7 +35,7 @@ class Flight(Protocol):
     begun: float
     seconds: float
 
-    def landed(self) -> bool:
+    def done(self) -> bool:
         """Whether everything is in our pool. Never waits."""
 
     def wait(self) -> None:
@@ -45,20 +45,20 @@ class Flight(Protocol):
 class Device(Protocol):
     """What an engine needs of a GPU."""
 
-    def lend(self, address: int, nbytes: int) -> Lent:
+    def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
         """Make our memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
 
-    def borrow(self, lent: Lent) -> Borrowed:
+    def map_memory(self, exported: ExportedMemory) -> MappedMemory:
         """Map another process's memory. Raises `CudaError` with the reason if we cannot reach it."""
 
-    def give_back(self, borrowed: Borrowed) -> None:
+    def unmap_memory(self, mapped: MappedMemory) -> None:
         """Unmap it. No launch may be reading from it."""
 
-    def peek(self, borrowed: Borrowed) -> bytes:
+    def read_bytes(self, mapped: MappedMemory) -> bytes:
         """Its bytes, for a few of them."""
 
-    def launch(self, work: Work) -> Flight:
-        """Begin to copy. At most `MAX_FLIGHTS` may be under way."""
+    def launch(self, work: Work) -> Launch:
+        """Begin to copy. At most `MAX_LAUNCHES` may be under way."""
 
     def close(self) -> None:
         """Let go of the GPU. No launch may be under way."""
@@ -90,24 +90,24 @@ class CudaDevice:
         # priority goes first wherever both could start.
         self._gathers = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
-        self._slots = deque(_Slot(pool.device) for _ in range(MAX_FLIGHTS))
+        self._slots = deque(_Slot(pool.device) for _ in range(MAX_LAUNCHES))
         self._driver.relax_capture()
         self._kernels: dict[bool, Any] = {}
         self._compile(gather, pool.device)
 
-    def lend(self, address: int, nbytes: int) -> Lent:
-        return self._driver.lend(address, nbytes)
+    def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
+        return self._driver.export_memory(address, nbytes)
 
-    def borrow(self, lent: Lent) -> Borrowed:
-        return self._driver.borrow(lent)
+    def map_memory(self, exported: ExportedMemory) -> MappedMemory:
+        return self._driver.map_memory(exported)
 
-    def give_back(self, borrowed: Borrowed) -> None:
-        self._driver.give_back(borrowed)
+    def unmap_memory(self, mapped: MappedMemory) -> None:
+        self._driver.unmap_memory(mapped)
 
-    def peek(self, borrowed: Borrowed) -> bytes:
-        return self._driver.peek(borrowed)
+    def read_bytes(self, mapped: MappedMemory) -> bytes:
+        return self._driver.read_bytes(mapped)
 
-    def launch(self, work: Work) -> Flight:
+    def launch(self, work: Work) -> Launch:
         computing, num_gathered = self._computing.is_set(), work.num_spans
         if self._driver.has_batches:
             num_gathered = self._settings.num_gathered(work.num_spans, work.nbytes, computing)
@@ -132,7 +132,7 @@ class CudaDevice:
                 slot.copying.end(self._copies)
         finally:
             self._driver.leave()
-        return CudaFlight(slot, self._slots, begun, stretches)
+        return CudaLaunch(slot, self._slots, begun, stretches)
 
     def close(self) -> None:
         self._slots.clear()
@@ -177,8 +177,8 @@ class CudaDevice:
             raise BackendUnavailable(f"cuda_ipc: its kernel does not work here: {error}") from error
 
 
-class CudaFlight:
-    """One launch on a GPU; see `Flight`. Its slot goes back to the free ones when it has landed."""
+class CudaLaunch:
+    """One launch on a GPU; see `Launch`. Its slot goes back to the free ones when it has landed."""
 
     def __init__(self, slot: _Slot, free: deque[_Slot], begun: float, stretches: Sequence[_Stretch]) -> None:
         self._slot: _Slot | None = slot
@@ -187,10 +187,10 @@ class CudaFlight:
         self.begun = begun
         self.seconds = 0.0
 
-    def landed(self) -> bool:
+    def done(self) -> bool:
         # The host has seen the events, so whatever is launched from now on, an attention kernel above all,
         # sees the bytes: nothing on the GPU needs to wait for these streams.
-        if self._slot is not None and all(each.over() for each in self._stretches):
+        if self._slot is not None and all(each.finished() for each in self._stretches):
             self._free_slot(self._slot)
         return self._slot is None
 
@@ -221,7 +221,7 @@ class _Stretch:
     def end(self, stream: torch.cuda.Stream) -> None:
         self._end.record(stream)
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return bool(self._end.query())
 
     def wait(self) -> None:

@@ -27,7 +27,7 @@ class CudaError(Exception):
     """The driver refused a call; the message names the call and the error."""
 
 
-class Lent(msgspec.Struct, frozen=True, kw_only=True):
+class ExportedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of this process that another one may open.
 
     `handle` stands for the whole allocation that holds it, `offset` bytes before it.
@@ -38,7 +38,7 @@ class Lent(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Borrowed(msgspec.Struct, frozen=True, kw_only=True):
+class MappedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of another process: where it lies for our device, and where the mapping that holds it begins."""
 
     address: int
@@ -95,37 +95,39 @@ class Driver:
         """What was the calling thread's context before `enter` is so again."""
         self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def lend(self, address: int, nbytes: int) -> Lent:
+    def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
         """Make memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
         with self._current():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return Lent(handle=bytes(handle.reserved), offset=address - base.value, nbytes=nbytes)
+        return ExportedMemory(handle=bytes(handle.reserved), offset=address - base.value, nbytes=nbytes)
 
-    def borrow(self, lent: Lent) -> Borrowed:
+    def map_memory(self, exported: ExportedMemory) -> MappedMemory:
         """Map another process's memory into our device's context, whichever device it lies on.
 
         Raises `CudaError` if that process is gone or elsewhere, or the two devices cannot reach each other.
         """
-        if len(lent.handle) != HANDLE_BYTES or lent.offset < 0 or lent.nbytes < 0:
+        if len(exported.handle) != HANDLE_BYTES or exported.offset < 0 or exported.nbytes < 0:
             raise CudaError("not a handle of lent memory")
         mapping = ctypes.c_uint64()
-        handle = _IpcHandle.from_buffer_copy(lent.handle)
+        handle = _IpcHandle.from_buffer_copy(exported.handle)
         with self._current():
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(mapping), handle, _LAZY_ENABLE_PEER_ACCESS)
-        return Borrowed(address=mapping.value + lent.offset, nbytes=lent.nbytes, mapping=mapping.value)
+        return MappedMemory(
+            address=mapping.value + exported.offset, nbytes=exported.nbytes, mapping=mapping.value
+        )
 
-    def give_back(self, borrowed: Borrowed) -> None:
+    def unmap_memory(self, mapped: MappedMemory) -> None:
         """Unmap. Memory whose owner is dead is free only once every borrower has done so."""
         with self._current():
-            self._call("cuIpcCloseMemHandle", borrowed.mapping)
+            self._call("cuIpcCloseMemHandle", mapped.mapping)
 
-    def peek(self, borrowed: Borrowed) -> bytes:
+    def read_bytes(self, mapped: MappedMemory) -> bytes:
         """Copy borrowed memory to the host, and wait for it."""
-        host = (ctypes.c_char * borrowed.nbytes)()
+        host = (ctypes.c_char * mapped.nbytes)()
         with self._current():
-            self._call("cuMemcpyDtoH_v2", host, borrowed.address, borrowed.nbytes)
+            self._call("cuMemcpyDtoH_v2", host, mapped.address, mapped.nbytes)
         return host.raw
 
     def upload(self, there: int, here: int, nbytes: int, stream: int) -> None:

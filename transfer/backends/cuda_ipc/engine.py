@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvferry.transfer import tokens
-from kvferry.transfer.backends.common.handshake import Doorkeeper, Visit
-from kvferry.transfer.backends.common.timer import Timer
+from kvferry.transfer.backends.common.handshake import HandshakeServer
+from kvferry.transfer.backends.common.settings import parse_settings
+from kvferry.transfer.backends.common.wakeups import Timer
 from kvferry.transfer.backends.cuda_ipc.device import CudaDevice, Device
-from kvferry.transfer.backends.cuda_ipc.driver import CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc.driver import CudaError, ExportedMemory
 from kvferry.transfer.backends.cuda_ipc.launches import CudaIpcTransfer, Launches
-from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcPeer, EngineAddress
-from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings, parse_settings
+from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcAddress, CudaIpcPeer
+from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
 from kvferry.transfer.layout import SpanTable
 
 if TYPE_CHECKING:
     import torch
 
-_PROOF_BYTES = 32
+_CANARY_BYTES = 32
 
 OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event], Device]
 
@@ -51,10 +51,10 @@ class CudaIpcRegion:
         """Raises `CudaError` if the pool's memory cannot be lent."""
         self.address = pool.data_ptr()
         self.nbytes = pool.numel() * pool.element_size()
-        self._lent = device.lend(self.address, self.nbytes)
+        self._exported = device.export_memory(self.address, self.nbytes)
 
     def describe(self) -> bytes:
-        return msgspec.msgpack.encode(self._lent)
+        return msgspec.msgpack.encode(self._exported)
 
 
 class CudaIpcEngine:
@@ -64,29 +64,28 @@ class CudaIpcEngine:
 
     def __init__(self, options: EngineOptions, open_device: OpenDevice = CudaDevice) -> None:
         self._options = options
-        self._settings = parse_settings(options.backend_options)
+        self._settings = parse_settings("cuda_ipc", CudaIpcSettings, options.backend_options)
         self._open_device = open_device
-        self._secret: bytes | None = None
-        self._proof = secrets.token_bytes(_PROOF_BYTES)
-        self._proof_tensor: torch.Tensor | None = None
+        self._canary = secrets.token_bytes(_CANARY_BYTES)
+        self._canary_tensor: torch.Tensor | None = None
         self._device: Device | None = None
         self._region: CudaIpcRegion | None = None
         self._launches: Launches | None = None
         self._peers: list[CudaIpcPeer] = []
         self._selector = selectors.EpollSelector()
         self._timer = Timer()
-        self._selector.register(self._timer, selectors.EVENT_READ, self)
-        self._door = Doorkeeper(options.bind_host, self._selector, self._admits)
+        self._selector.register(self._timer, selectors.EVENT_READ, self._timer)
+        self._server = HandshakeServer(options.bind_host, self._selector)
 
     def admit(self, secret: bytes) -> None:
-        self._secret = secret
+        self._server.admit(secret)
 
     def register(self, pool: torch.Tensor) -> Region:
         import torch
 
         self._device = device = self._open_device(pool, self._settings, self._options.computing)
-        proof = torch.frombuffer(bytearray(self._proof), dtype=torch.uint8)
-        self._proof_tensor = proof.to(pool.device, copy=True)
+        canary = torch.frombuffer(bytearray(self._canary), dtype=torch.uint8)
+        self._canary_tensor = canary.to(pool.device, copy=True)
         try:
             self._region = CudaIpcRegion(device, pool)
         except CudaError as error:
@@ -95,26 +94,28 @@ class CudaIpcEngine:
         return self._region
 
     def describe(self) -> bytes:
-        proof = self._proof_tensor
-        if proof is None or self._device is None:
+        canary = self._canary_tensor
+        if canary is None or self._device is None:
             raise AssertionError("no pool is registered")
-        address = EngineAddress(
-            greeting=self._door.address(self._options.advertise_host),
-            proof=self._proof,
-            proof_memory=self._device.lend(proof.data_ptr(), _PROOF_BYTES),
+        address = CudaIpcAddress(
+            greeting=self._server.address(self._options.advertise_host),
+            canary=self._canary,
+            canary_memory=self._device.export_memory(canary.data_ptr(), _CANARY_BYTES),
         )
         return msgspec.msgpack.encode(address)
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
-            address = msgspec.msgpack.decode(peer, type=EngineAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=Lent)
+            address = msgspec.msgpack.decode(peer, type=CudaIpcAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=ExportedMemory)
         except (msgspec.MsgspecError, IndexError) as error:
             raise PeerUnreachable(f"not a cuda_ipc engine's description: {error}") from error
         if self._device is None or self._launches is None or self._region is None:
             raise AssertionError("no pool is registered")
-        visit = Visit(address.greeting, token, self._selector, time.monotonic() + timeout_s)
-        client = CudaIpcPeer(self._device, self._launches, visit, address, pool, self._region.nbytes)
+        deadline = time.monotonic() + timeout_s
+        client = CudaIpcPeer(
+            self._device, self._launches, address, pool, self._region.nbytes, token, self._selector, deadline
+        )
         self._peers.append(client)
         return client
 
@@ -126,43 +127,37 @@ class CudaIpcEngine:
         for key, events in self._selector.select(0):
             key.data.on_ready(events)
         now = time.monotonic()
-        self._door.expire(now)
+        self._server.progress(now)
         for peer in self._peers:
             peer.progress(now)
         if self._launches is not None:
             self._launches.progress(now)
-            self._timer.set(self._launches.next_look())
+            self._timer.set(self._launches.next_poll())
         for peer in self._peers:
-            peer.let_go()
-        self._peers = [peer for peer in self._peers if not peer.over]
+            peer.release_memory()
+        self._peers = [peer for peer in self._peers if not peer.finished]
 
     def fileno(self) -> int | None:
         return self._selector.fileno()
 
     def next_deadline(self) -> float | None:
-        times = [self._door.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
+        times = [self._server.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
         if self._launches is not None:
             times.append(self._launches.next_deadline())
         return min((each for each in times if each is not None), default=None)
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
         if self._launches is not None:
             self._launches.settle()
         for peer in self._peers:
             peer.close()
-            peer.let_go()
+            peer.release_memory()
         self._peers.clear()
         if self._device is not None:
             self._device.close()
         self._selector.close()
         self._timer.close()
-
-    def on_ready(self, events: int) -> None:
-        """It is time to look whether a launch has landed, which `progress` does anyhow."""
-
-    def _admits(self, token: bytes) -> bool:
-        return self._secret is not None and tokens.verify(self._secret, token)
 
 
 def open_backend(options: EngineOptions) -> CudaIpcEngine:

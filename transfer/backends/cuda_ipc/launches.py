@@ -12,14 +12,18 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvferry.transfer.backends.common.transfer import BaseTransfer
-from kvferry.transfer.backends.cuda_ipc.device import MAX_FLIGHTS, Device, Flight
-from kvferry.transfer.backends.cuda_ipc.pace import Pace
+from kvferry.transfer.backends.cuda_ipc.device import MAX_LAUNCHES, Device, Launch
 from kvferry.transfer.backends.cuda_ipc.work import Work
 from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable
 
 LAUNCH_BYTES = 1 << 30
 """A launch takes no further read beyond this, about 3 ms of an NVLink's time."""
+_POLL_S, _LATE_SHARE = 20e-6, 0.1
+"""Between two looks: at least so long, and so much of the time by which a launch is late."""
+_TELLING_BYTES = 64 << 20
+"""Less tells more about the launch than about the link."""
+_FORGET = 0.995
 
 
 class CudaIpcTransfer(BaseTransfer):
@@ -37,21 +41,41 @@ class CudaIpcTransfer(BaseTransfer):
     def quiescent(self) -> bool:
         return self._status is not Status.PENDING and not self._in_flight
 
-    def take_off(self) -> None:
+    def begin(self) -> None:
         self._in_flight = True
 
-    def land(self) -> None:
+    def end(self) -> None:
         """Its bytes are in the pool."""
         self._in_flight = False
         self.succeed()
 
 
-@dataclass(slots=True)
-class _Launch:
-    """One launch under way."""
+class PollPacer:
+    """How long launches take at least, learned from those before. They take longer while the model computes.
 
-    flight: Flight
-    batch: list[CudaIpcTransfer]
+    All times are `time.monotonic`'s.
+    """
+
+    def __init__(self) -> None:
+        self._best = 0.0  # bytes per second
+
+    def next_poll(self, nbytes: int, begun: float, now: float) -> float:
+        """When to look next at a launch that has not landed."""
+        first = begun + (nbytes / self._best if self._best else 0.0)
+        return max(first, now + max(_POLL_S, _LATE_SHARE * (now - first)))
+
+    def learn(self, nbytes: int, seconds: float) -> None:
+        """A launch took so long, by the device's own clock."""
+        if nbytes >= _TELLING_BYTES and seconds > 0:
+            self._best = max(_FORGET * self._best, nbytes / seconds)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Reads that one launch carries out."""
+
+    launch: Launch
+    reads: list[CudaIpcTransfer]
     nbytes: int
 
 
@@ -62,10 +86,10 @@ class Launches:
         self._device = device
         self._destination = destination
         self._waiting: deque[CudaIpcTransfer] = deque()
-        self._flights: deque[_Launch] = deque()
+        self._in_flight: deque[_Batch] = deque()
         self._begun = 0.0
         """When the GPU turned to the first of them."""
-        self._pace = Pace()
+        self._pacer = PollPacer()
 
     def add(self, transfer: CudaIpcTransfer) -> None:
         """Queue a read for the next launch."""
@@ -74,19 +98,19 @@ class Launches:
 
     def progress(self, now: float) -> None:
         """End what has landed or run out of time, and launch what waits."""
-        while self._flights and self._flights[0].flight.landed():
-            self._land()
+        while self._in_flight and self._in_flight[0].launch.done():
+            self._end_first()
         for transfer in self._all():
             if transfer.deadline <= now:
                 transfer.fail("deadline")
-        while len(self._flights) < MAX_FLIGHTS and (batch := self._next_batch()):
-            self._launch(batch)
+        while len(self._in_flight) < MAX_LAUNCHES and (reads := self._next_reads()):
+            self._launch(reads)
 
-    def next_look(self) -> float | None:
+    def next_poll(self) -> float | None:
         """When a launch may have landed that has not yet."""
-        if not self._flights:
+        if not self._in_flight:
             return None
-        return self._pace.next_look(self._flights[0].nbytes, self._begun, time.monotonic())
+        return self._pacer.next_poll(self._in_flight[0].nbytes, self._begun, time.monotonic())
 
     def next_deadline(self) -> float | None:
         pending = (each.deadline for each in self._all() if each.poll() is Status.PENDING)
@@ -97,36 +121,36 @@ class Launches:
         for transfer in self._all():
             transfer.fail("peer_lost")
         self._waiting.clear()
-        while self._flights:
-            self._flights[0].flight.wait()
-            self._land()
+        while self._in_flight:
+            self._in_flight[0].launch.wait()
+            self._end_first()
 
-    def _launch(self, batch: list[CudaIpcTransfer]) -> None:
-        work = Work([(each.spans, self._destination, each.source) for each in batch])
-        flight = self._device.launch(work)
-        if not self._flights:
-            self._begun = flight.begun
-        self._flights.append(_Launch(flight, batch, work.nbytes))
-        for transfer in batch:
-            transfer.take_off()
+    def _launch(self, reads: list[CudaIpcTransfer]) -> None:
+        work = Work([(each.spans, self._destination, each.source) for each in reads])
+        launch = self._device.launch(work)
+        if not self._in_flight:
+            self._begun = launch.begun
+        self._in_flight.append(_Batch(launch, reads, work.nbytes))
+        for transfer in reads:
+            transfer.begin()
 
-    def _land(self) -> None:
-        launch = self._flights.popleft()
-        self._pace.learn(launch.nbytes, launch.flight.seconds)
+    def _end_first(self) -> None:
+        batch = self._in_flight.popleft()
+        self._pacer.learn(batch.nbytes, batch.launch.seconds)
         self._begun = time.monotonic()
-        for transfer in launch.batch:
-            transfer.land()
+        for transfer in batch.reads:
+            transfer.end()
 
-    def _next_batch(self) -> list[CudaIpcTransfer]:
+    def _next_reads(self) -> list[CudaIpcTransfer]:
         """Reads that wait, in order, but those that have failed."""
-        batch: list[CudaIpcTransfer] = []
+        reads: list[CudaIpcTransfer] = []
         nbytes = 0
         while self._waiting and nbytes < LAUNCH_BYTES:
             transfer = self._waiting.popleft()
             if transfer.poll() is Status.PENDING:
-                batch.append(transfer)
+                reads.append(transfer)
                 nbytes += transfer.nbytes
-        return batch
+        return reads
 
     def _all(self) -> list[CudaIpcTransfer]:
-        return [*(each for launch in self._flights for each in launch.batch), *self._waiting]
+        return [*(each for batch in self._in_flight for each in batch.reads), *self._waiting]

@@ -3,56 +3,60 @@
 
 from __future__ import annotations
 
+import selectors
 import time
 
 import msgspec
 
-from kvferry.transfer.backends.common.handshake import GreetingAddress, Visit
-from kvferry.transfer.backends.common.peer import GreetedPeer, PeerState
+from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
 from kvferry.transfer.backends.cuda_ipc.device import Device
-from kvferry.transfer.backends.cuda_ipc.driver import Borrowed, CudaError, Lent
+from kvferry.transfer.backends.cuda_ipc.driver import CudaError, ExportedMemory, MappedMemory
 from kvferry.transfer.backends.cuda_ipc.launches import CudaIpcTransfer, Launches
 from kvferry.transfer.engine import PeerUnreachable
 from kvferry.transfer.layout import SpanTable, check_bounds
 
 
-class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank takes greetings, and memory of its device that holds the bytes of `proof`."""
+class CudaIpcAddress(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_memory": "proof_memory"}
+):
+    """Where a rank takes greetings, and memory of its device that holds the bytes of `canary`."""
 
-    greeting: GreetingAddress
-    proof: bytes
-    proof_memory: Lent
+    greeting: HandshakeAddress
+    canary: bytes
+    canary_memory: ExportedMemory
 
 
-class CudaIpcPeer(GreetedPeer[CudaIpcTransfer]):
+class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
     """One producer rank; see `transfer.engine.Peer`. `pool` is its memory, `pool_bytes` the size of ours."""
 
     def __init__(
         self,
         device: Device,
         launches: Launches,
-        visit: Visit,
-        address: EngineAddress,
-        pool: Lent,
+        address: CudaIpcAddress,
+        pool: ExportedMemory,
         pool_bytes: int,
+        token: bytes,
+        selector: selectors.BaseSelector,
+        deadline: float,
     ) -> None:
-        super().__init__("cuda_ipc", visit)
+        super().__init__("cuda_ipc", address.greeting, token, selector, deadline)
         self._device = device
         self._launches = launches
         self._address = address
         self._pool = pool
         self._pool_bytes = pool_bytes
-        self._borrowed: Borrowed | None = None
+        self._mapped: MappedMemory | None = None
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Lost, and its memory given back."""
-        return self.state is PeerState.LOST and self._borrowed is None
+        return self.state is PeerState.LOST and self._mapped is None
 
     def read(self, spans: SpanTable, timeout_s: float) -> CudaIpcTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
         check_bounds(spans, self._pool_bytes, self._pool.nbytes)
-        source = self._borrowed.address if self._borrowed is not None else 0
+        source = self._mapped.address if self._mapped is not None else 0
         transfer = CudaIpcTransfer(spans, source, time.monotonic() + timeout_s)
         if self.state is not PeerState.READY:
             transfer.fail("peer_lost")
@@ -60,28 +64,28 @@ class CudaIpcPeer(GreetedPeer[CudaIpcTransfer]):
         self._launches.add(transfer)
         return transfer
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory of a lost peer back, once no launch reads from it: a dead owner's stays taken until
         then.
         """
         self.transfers = [each for each in self.transfers if not each.quiescent]
-        if self.state is PeerState.LOST and self._borrowed is not None and not self.transfers:
-            self._device.give_back(self._borrowed)
-            self._borrowed = None
+        if self.state is PeerState.LOST and self._mapped is not None and not self.transfers:
+            self._device.unmap_memory(self._mapped)
+            self._mapped = None
 
-    def _meet(self) -> None:
+    def _accepted(self, welcome: bytes) -> None:
         """Try it rather than trust that we share a host: a handle of another might mean something here."""
         theirs = self._address
-        if theirs.proof_memory.nbytes != len(theirs.proof):
+        if theirs.canary_memory.nbytes != len(theirs.canary):
             raise PeerUnreachable("its proof is not as long as it says")
         try:
-            proof = self._device.borrow(theirs.proof_memory)
+            canary = self._device.map_memory(theirs.canary_memory)
             try:
-                seen = self._device.peek(proof)
+                seen = self._device.read_bytes(canary)
             finally:
-                self._device.give_back(proof)
-            if seen != theirs.proof:
+                self._device.unmap_memory(canary)
+            if seen != theirs.canary:
                 raise PeerUnreachable("its handles lead to other memory")
-            self._borrowed = self._device.borrow(self._pool)
+            self._mapped = self._device.map_memory(self._pool)
         except CudaError as error:
             raise PeerUnreachable(str(error)) from error

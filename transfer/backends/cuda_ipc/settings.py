@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import msgspec
 
 _MIXED_PART = 8
 """Of a mixed launch the kernel takes one part of so many. Between two H200s, with spans of 2.4 MB: an eighth
@@ -61,15 +57,3 @@ class CudaIpcSettings:
     def num_programs(self, multiprocessors: int, computing: bool) -> int:
         """Programs of one launch. The GPU spreads them, at first one to a multiprocessor."""
         return max(1, int(multiprocessors * (self.busy_sm_share if computing else self.sm_share)))
-
-
-def parse_settings(options: Mapping[str, str]) -> CudaIpcSettings:
-    """Settings from text. Raises ValueError naming the option at fault."""
-    known = {field.name for field in dataclasses.fields(CudaIpcSettings)}
-    for name in options:
-        if name not in known:
-            raise ValueError(f"unknown option cuda_ipc.{name}; known: {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(dict(options), CudaIpcSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"options of cuda_ipc: {error}") from error

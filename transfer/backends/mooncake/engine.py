@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from kvferry.transfer.backends.common.waker import Waker
+from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mooncake.library import (
-    PROOF_BYTES,
-    Library,
+    CANARY_BYTES,
     MooncakeAddress,
-    PoolAddress,
+    MooncakeLibrary,
+    MooncakePoolAddress,
     probe,
 )
 from kvferry.transfer.backends.mooncake.peer import MooncakePeer, MooncakeTransfer, cut
@@ -53,7 +53,7 @@ class MooncakeRegion:
     """A pool that peers may read."""
 
     def __init__(self, pool: torch.Tensor) -> None:
-        self.address = PoolAddress(address=pool.data_ptr(), nbytes=pool.numel() * pool.element_size())
+        self.address = MooncakePoolAddress(address=pool.data_ptr(), nbytes=pool.numel() * pool.element_size())
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self.address)
@@ -66,13 +66,13 @@ class MooncakeEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._host = options.advertise_host
-        self._serving = Library(self._host)
+        self._serving = MooncakeLibrary(self._host)
         self._waker = Waker()
         self._region: MooncakeRegion | None = None
         self._peers: list[MooncakePeer] = []
-        self._spare: list[Library] = []
-        self._proof = np.frombuffer(secrets.token_bytes(PROOF_BYTES), dtype=np.uint8).copy()
-        self._serving.pin(self._proof.ctypes.data, PROOF_BYTES)
+        self._spare: list[MooncakeLibrary] = []
+        self._canary = np.frombuffer(secrets.token_bytes(CANARY_BYTES), dtype=np.uint8).copy()
+        self._serving.pin(self._canary.ctypes.data, CANARY_BYTES)
 
     def admit(self, secret: bytes) -> None:
         """Mooncake has no way to check a token."""
@@ -88,20 +88,20 @@ class MooncakeEngine:
     def describe(self) -> bytes:
         address = MooncakeAddress(
             segment=self._serving.segment(),
-            proof=self._proof.tobytes(),
-            proof_address=self._proof.ctypes.data,
+            canary=self._canary.tobytes(),
+            canary_address=self._canary.ctypes.data,
         )
         return msgspec.msgpack.encode(address)
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=MooncakeAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=MooncakePoolAddress)
         except (msgspec.MsgspecError, IndexError) as error:
             raise PeerUnreachable(f"not a mooncake engine's description: {error}") from error
         if any(each.opening and each.segment == address.segment for each in self._peers):
             raise PeerUnreachable(f"mooncake: {address.segment} has not answered an earlier attempt yet")
-        client = MooncakePeer(self._library_for(address), address, pool, self._waker, timeout_s)
+        client = MooncakePeer(self._acquire_library(address), address, pool, self._waker, timeout_s)
         self._peers.append(client)
         return client
 
@@ -152,27 +152,27 @@ class MooncakeEngine:
         self._spare += [peer.library for peer in idle]
         self._peers = [peer for peer in self._peers if peer not in idle]
 
-    def _library_for(self, address: MooncakeAddress) -> Library:
+    def _acquire_library(self, address: MooncakeAddress) -> MooncakeLibrary:
         """A spare engine, but none that knows an earlier life of the same address; or a new one."""
         for library in self._spare:
-            if library.met.get(address.segment, address.proof) == address.proof:
+            if library.known_peers.get(address.segment, address.canary) == address.canary:
                 self._spare.remove(library)
                 break
         else:
             library = self._new_library()
-        library.met[address.segment] = address.proof
-        library.landing[:] = 0
+        library.known_peers[address.segment] = address.canary
+        library.bounce_buffer[:] = 0
         return library
 
-    def _new_library(self) -> Library:
+    def _new_library(self) -> MooncakeLibrary:
         try:
-            library = Library(self._host)
+            library = MooncakeLibrary(self._host)
         except BackendUnavailable as error:
             raise PeerUnreachable(str(error)) from error
         library.pin_pool(self._pool())
         return library
 
-    def _pool(self) -> PoolAddress:
+    def _pool(self) -> MooncakePoolAddress:
         if self._region is None:
             raise AssertionError("no pool is registered")
         return self._region.address

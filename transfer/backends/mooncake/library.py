@@ -12,23 +12,25 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvferry.transfer.backends.common.address import MemoryAddress, NumBytes
+from kvferry.transfer.backends.common.regions import MemoryAddress, NumBytes
 from kvferry.transfer.engine import BackendUnavailable, PeerUnreachable, Status
 
-PROOF_BYTES = 32
+CANARY_BYTES = 32
 _ACCEPT_TIMEOUT = struct.pack("@ll", 0, 100_000)
 """A `struct timeval`."""
 
 
-class MooncakeAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs: Mooncake's name for the engine, and where a copy of `proof` lies."""
+class MooncakeAddress(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_address": "proof_address"}
+):
+    """What a reader needs: Mooncake's name for the engine, and where a copy of `canary` lies."""
 
     segment: str
-    proof: bytes
-    proof_address: MemoryAddress
+    canary: bytes
+    canary_address: MemoryAddress
 
 
-class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
+class MooncakePoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pool lies in its owner's address space."""
 
     address: MemoryAddress
@@ -43,24 +45,25 @@ class Piece(NamedTuple):
     length: int
 
 
-class Library:
-    """One of Mooncake's engines, with a landing place for a peer's proof.
+class MooncakeLibrary:
+    """One of Mooncake's engines, with a bounce buffer for a peer's canary.
 
-    `met` holds the proof of every segment that it was used for: Mooncake keeps what it learns about one.
+    `known_peers` holds the canary of every segment that it was used for: Mooncake caches what it learns about
+    a segment.
     """
 
     def __init__(self, host: str) -> None:
         module = _load()
         self.moves_cuda = bool(getattr(module, "SUPPORT_CUDA", False))
-        self.met: dict[str, bytes] = {}
-        self.landing = np.zeros(PROOF_BYTES, dtype=np.uint8)
+        self.known_peers: dict[str, bytes] = {}
+        self.bounce_buffer = np.zeros(CANARY_BYTES, dtype=np.uint8)
         self._host = host
-        self._pool: PoolAddress | None = None
+        self._pool: MooncakePoolAddress | None = None
         self._engine: Any = module.TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", _protocol(), "") != 0:
             raise BackendUnavailable(f"mooncake: its engine does not start as {host}")
         _shorten_accept(self._engine.get_rpc_port())
-        self.pin(self.landing.ctypes.data, PROOF_BYTES)
+        self.pin(self.bounce_buffer.ctypes.data, CANARY_BYTES)
 
     def segment(self) -> str:
         """What peers open."""
@@ -71,7 +74,7 @@ class Library:
         if self._engine.register_memory(address, nbytes) != 0:
             raise BackendUnavailable(f"mooncake: {nbytes} bytes of memory cannot be registered")
 
-    def pin_pool(self, pool: PoolAddress) -> None:
+    def pin_pool(self, pool: MooncakePoolAddress) -> None:
         """Make the pool that reads go to known to the engine. Raises `PeerUnreachable` if it refuses."""
         try:
             self.pin(pool.address, pool.nbytes)
@@ -107,7 +110,7 @@ class Library:
 def probe() -> str | None:
     """Why Mooncake does not run in this process, or None if it does."""
     try:
-        Library("127.0.0.1").close()
+        MooncakeLibrary("127.0.0.1").close()
     except BackendUnavailable as error:
         return str(error)
     return None

@@ -7,19 +7,18 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from types import MappingProxyType
 
-from kvferry.transfer.backends.common.waker import Waker
+from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mooncake.library import (
-    PROOF_BYTES,
-    Library,
+    CANARY_BYTES,
     MooncakeAddress,
+    MooncakeLibrary,
+    MooncakePoolAddress,
     Piece,
-    PoolAddress,
 )
 from kvferry.transfer.engine import PeerUnreachable, Status
 from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 PIECE_BYTES = 64 << 20
 """Longest single read. Mooncake takes none back, so this is the most that a cancelled one still brings."""
@@ -59,7 +58,7 @@ class MooncakeTransfer:
             self._failed = True
             self.waiting.clear()
 
-    def post(self, library: Library, segment: str) -> int:
+    def post(self, library: MooncakeLibrary, segment: str) -> int:
         """Hand the next piece to Mooncake; returns its bytes. Waits for the peer if the segment is new."""
         piece = self.waiting[0]
         batch = library.start_read(segment, piece)
@@ -70,7 +69,7 @@ class MooncakeTransfer:
         self.waiting.popleft()
         return piece.length
 
-    def collect(self, library: Library) -> int:
+    def collect(self, library: MooncakeLibrary) -> int:
         """Take note of the pieces that are over; returns their bytes."""
         over = 0
         for batch in list(self.flying):
@@ -87,21 +86,20 @@ class MooncakeTransfer:
         self.flying.clear()
 
 
-class PeerState(enum.Enum):
+class MooncakeState(enum.Enum):
     OPENING = "opening"
     """A thread opens the segment and posts the first read."""
-    PROVING = "proving"
+    CHECKING = "checking"
     """The first read, of the peer's proof, is under way."""
     READY = "ready"
     ENDED = "ended"
 
 
-_TABLE: Mapping[PeerState, frozenset[PeerState]] = MappingProxyType(
+MOONCAKE_TRANSITIONS: Transitions[MooncakeState] = transitions(
     {
-        PeerState.OPENING: frozenset({PeerState.PROVING, PeerState.ENDED}),
-        PeerState.PROVING: frozenset({PeerState.READY, PeerState.ENDED}),
-        PeerState.READY: frozenset({PeerState.ENDED}),
-        PeerState.ENDED: frozenset(),
+        MooncakeState.OPENING: {MooncakeState.CHECKING, MooncakeState.ENDED},
+        MooncakeState.CHECKING: {MooncakeState.READY, MooncakeState.ENDED},
+        MooncakeState.READY: {MooncakeState.ENDED},
     }
 )
 
@@ -113,19 +111,24 @@ class MooncakePeer:
     """
 
     def __init__(
-        self, library: Library, address: MooncakeAddress, pool: PoolAddress, waker: Waker, timeout_s: float
+        self,
+        library: MooncakeLibrary,
+        address: MooncakeAddress,
+        pool: MooncakePoolAddress,
+        waker: Waker,
+        timeout_s: float,
     ) -> None:
         self.library = library
         self.segment = address.segment
         self.pool = pool
-        self.state = PeerState.OPENING
-        self._proof = address.proof
+        self.state = MooncakeState.OPENING
+        self._canary = address.canary
         self._deadline = time.monotonic() + timeout_s
         self._error = ""
         self._transfers: list[MooncakeTransfer] = []
         self._bytes_flying = 0
-        landing = Piece(library.landing.ctypes.data, address.proof_address, PROOF_BYTES)
-        self._first = MooncakeTransfer([landing], 1, self._deadline)
+        bounce_buffer = Piece(library.bounce_buffer.ctypes.data, address.canary_address, CANARY_BYTES)
+        self._first = MooncakeTransfer([bounce_buffer], 1, self._deadline)
         self._waker = waker
         self._opened = threading.Event()
         threading.Thread(target=self._open, name=f"mooncake-{self.segment}", daemon=True).start()
@@ -141,19 +144,19 @@ class MooncakePeer:
     @property
     def idle(self) -> bool:
         """It has ended, and nothing runs in its engine any more."""
-        return self.state is PeerState.ENDED and not self.opening and not self._under_way()
+        return self.state is MooncakeState.ENDED and not self.opening and not self._under_way()
 
     def poll(self) -> bool:
-        if self.state is PeerState.ENDED:
+        if self.state is MooncakeState.ENDED:
             raise PeerUnreachable(f"mooncake: {self._error}")
-        return self.state is PeerState.READY
+        return self.state is MooncakeState.READY
 
     def close(self) -> None:
         self._end("closed")
 
     def read(self, transfer: MooncakeTransfer) -> None:
         """Queue a transfer; it fails at once if the peer has gone."""
-        if self.state is not PeerState.READY:
+        if self.state is not MooncakeState.READY:
             transfer.fail("peer_lost")
             return
         self._transfers.append(transfer)
@@ -172,7 +175,7 @@ class MooncakePeer:
     def next_deadline(self, now: float) -> float | None:
         """Now, while a read is in flight: Mooncake has nothing that could wake us."""
         if self.opening:
-            return self._deadline if self.state is PeerState.OPENING else None
+            return self._deadline if self.state is MooncakeState.OPENING else None
         return now if self._under_way() else None
 
     def abandon(self) -> None:
@@ -196,25 +199,25 @@ class MooncakePeer:
 
     def _meet(self) -> None:
         """Move on from OPENING to READY, or find that this is not the peer that was described."""
-        if self.state is PeerState.OPENING:
-            self._transition(PeerState.PROVING)
-        if self.state is PeerState.ENDED:
+        if self.state is MooncakeState.OPENING:
+            self._transition(MooncakeState.CHECKING)
+        if self.state is MooncakeState.ENDED:
             self._first.cancel()
-        if self.state is not PeerState.PROVING:
+        if self.state is not MooncakeState.CHECKING:
             return
         status = self._first.poll()
         if status is Status.FAILED:
             self._end(f"first read failed: {self._first.reason}")
-        elif status is Status.DONE and self.library.landing.tobytes() != self._proof:
+        elif status is Status.DONE and self.library.bounce_buffer.tobytes() != self._canary:
             self._end("the peer is not the one that was described")
         elif status is Status.DONE:
-            self._transition(PeerState.READY)
+            self._transition(MooncakeState.READY)
 
     def _expire(self, now: float) -> None:
         for transfer in self._transfers:
             if transfer.deadline <= now:
                 transfer.fail("deadline")
-        if self.state in (PeerState.OPENING, PeerState.PROVING) and self._deadline <= now:
+        if self.state in (MooncakeState.OPENING, MooncakeState.CHECKING) and self._deadline <= now:
             self._end("no answer within the deadline")
 
     def _post(self) -> None:
@@ -227,17 +230,15 @@ class MooncakePeer:
         return flying < WINDOW and self._bytes_flying < _WINDOW_BYTES
 
     def _end(self, error: str) -> None:
-        if self.state is PeerState.ENDED:
+        if self.state is MooncakeState.ENDED:
             return
-        self._transition(PeerState.ENDED)
+        self._transition(MooncakeState.ENDED)
         self._error = error
         for transfer in self._under_way():
             transfer.fail("peer_lost")
 
-    def _transition(self, to: PeerState) -> None:
-        if to not in _TABLE[self.state]:
-            raise AssertionError(f"{self!r} cannot become {to.value}")
-        self.state = to
+    def _transition(self, to: MooncakeState) -> None:
+        self.state = transition(self, MOONCAKE_TRANSITIONS, self.state, to)
 
 
 def cut(spans: SpanTable, local_base: int, remote_base: int) -> list[Piece]:

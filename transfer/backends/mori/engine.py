@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvferry.transfer import tokens
-from kvferry.transfer.backends.common.handshake import Doorkeeper, GreetingAddress, Visit
-from kvferry.transfer.backends.mori.library import Library
+from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakeServer
+from kvferry.transfer.backends.common.settings import parse_settings
+from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.peer import MoriPeer
 from kvferry.transfer.backends.mori.probe import find_reason
-from kvferry.transfer.backends.mori.regions import MoriRegion, PoolAddress, RemotePool
-from kvferry.transfer.backends.mori.settings import parse_settings
+from kvferry.transfer.backends.mori.regions import MoriPoolAddress, MoriRegion, RemotePool
+from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import (
     BackendUnavailable,
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.001
 
 
-class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs: MORI's own description of the engine, and where to greet it."""
+class MoriAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs: MORI's own description of the engine, and where its handshake is."""
 
     engine: bytes
-    greeting: GreetingAddress
+    greeting: HandshakeAddress
 
 
 class MoriEngine:
@@ -60,41 +60,42 @@ class MoriEngine:
 
     name = "mori"
 
-    def __init__(self, options: EngineOptions, library: Library) -> None:
+    def __init__(self, options: EngineOptions, library: MoriLibrary) -> None:
         self._options = options
         self._library = library
-        self._secret: bytes | None = None
         self._region: MoriRegion | None = None
         self._peers: list[MoriPeer] = []
         self._selector = selectors.EpollSelector()
-        self._door = Doorkeeper(options.bind_host, self._selector, self._admits)
+        self._server = HandshakeServer(options.bind_host, self._selector)
 
     def admit(self, secret: bytes) -> None:
-        self._secret = secret
+        self._server.admit(secret)
 
     def register(self, pool: torch.Tensor) -> Region:
         self._region = MoriRegion(pool, self._library)
         return self._region
 
     def describe(self) -> bytes:
-        address = EngineAddress(
+        address = MoriAddress(
             engine=self._library.engine.get_engine_desc().pack(),
-            greeting=self._door.address(self._options.advertise_host),
+            greeting=self._server.address(self._options.advertise_host),
         )
         return msgspec.msgpack.encode(address)
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
-            address = msgspec.msgpack.decode(peer, type=EngineAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+            address = msgspec.msgpack.decode(peer, type=MoriAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=MoriPoolAddress)
         except (msgspec.MsgspecError, IndexError) as error:
             raise PeerUnreachable(f"not a mori engine's description: {error}") from error
         remote = RemotePool(self._library.module, address.engine, pool)
         if remote.key in self._library.broken:
             raise PeerBroken("mori: our queue pairs to it are in error")
-        visit = Visit(address.greeting, token, self._selector, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        client = MoriPeer(
+            self._library, self._pool(), remote, address.greeting, token, self._selector, deadline
+        )
         self._library.engine.register_remote_engine(remote.engine)
-        client = MoriPeer(self._library, self._pool(), remote, visit)
         self._peers.append(client)
         return client
 
@@ -105,7 +106,7 @@ class MoriEngine:
         for key, events in self._selector.select(0):
             key.data.on_ready(events)
         now = time.monotonic()
-        self._door.expire(now)
+        self._server.progress(now)
         for peer in self._peers:
             peer.progress(now)
         self._forget_lost()
@@ -117,11 +118,11 @@ class MoriEngine:
         """MORI wakes nobody: while something is under way it is polled."""
         if any(peer.underway for peer in self._peers):
             return time.monotonic() + _POLL_S
-        times = [self._door.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
+        times = [self._server.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
         return min((each for each in times if each is not None), default=None)
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
         for peer in self._peers:
             peer.forget_sessions()
         self._library.close()
@@ -130,19 +131,16 @@ class MoriEngine:
         self._peers.clear()
         self._selector.close()
 
-    def _admits(self, token: bytes) -> bool:
-        return self._secret is not None and tokens.verify(self._secret, token)
-
     def _forget_lost(self) -> None:
-        """Let go of peers that are over; the library forgets an engine with the last peer that means it."""
-        over = [peer for peer in self._peers if peer.over]
-        if not over:
+        """Forget finished peers; the library forgets an engine with its last peer."""
+        finished = [peer for peer in self._peers if peer.finished]
+        if not finished:
             return
-        self._peers = [peer for peer in self._peers if not peer.over]
-        for peer in over:
+        self._peers = [peer for peer in self._peers if not peer.finished]
+        for peer in finished:
             peer.forget_sessions()
         in_use = {peer.remote.key for peer in self._peers}
-        for remote in {peer.remote.key: peer.remote for peer in over}.values():
+        for remote in {peer.remote.key: peer.remote for peer in finished}.values():
             if remote.key not in in_use:
                 self._library.engine.deregister_remote_engine(remote.engine)
 
@@ -156,7 +154,7 @@ def open_backend(options: EngineOptions) -> MoriEngine:
     """Make an engine. Raises `BackendUnavailable` with the reason if MORI-IO does not run here, and
     ValueError for an option that makes no sense.
     """
-    settings = parse_settings(options.backend_options)
+    settings = parse_settings("mori", MoriSettings, options.backend_options)
     try:
         host = socket.gethostbyname(options.advertise_host)  # MORI takes numbers only, of version 4
     except OSError as error:
@@ -165,7 +163,7 @@ def open_backend(options: EngineOptions) -> MoriEngine:
     if reason is not None:
         raise BackendUnavailable(reason)
     try:
-        return MoriEngine(options, Library(options.name, host, settings))
+        return MoriEngine(options, MoriLibrary(options.name, host, settings))
     except OSError as error:
         raise BackendUnavailable(f"mori on {options.bind_host}: {error}") from error
 

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from kvferry.transfer.backends.mori.settings import MoriSettings, create_engine
+from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import Lanes
 from kvferry.transfer.engine import BackendUnavailable
 
 
-class Library:
+class MoriLibrary:
     """`mori.io` (`module`), our engine in it, and keys of engines to which its queue pairs are broken."""
 
     def __init__(self, name: str, host: str, settings: MoriSettings) -> None:
@@ -37,3 +38,17 @@ class Library:
     def close(self) -> None:
         """Destroy the engine, and with it everything that could still write."""
         self.engine = None
+
+
+def create_engine(library: Any, name: str, host: str, settings: MoriSettings) -> Any:
+    """Make the library's engine with every way to move memory that exists here: RDMA, and XGMI between GPUs.
+
+    Raises RuntimeError with the reason when there is none, but may as well end the process: call it in a
+    process that matters only after `mori_probe` got through.
+    """
+    os.environ.update(settings.environment())
+    # Only with a literal 0 does the library add XGMI to RDMA, or make do with it where there is no NIC.
+    os.environ.setdefault("MORI_DISABLE_AUTO_XGMI", "0")
+    engine = library.IOEngine(name, library.IOEngineConfig(host, 0))
+    engine.create_backend(library.BackendType.RDMA, settings.rdma_config(library))
+    return engine

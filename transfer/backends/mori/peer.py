@@ -3,23 +3,32 @@
 
 from __future__ import annotations
 
+import selectors
 from collections import deque
 from typing import Any
 
-from kvferry.transfer.backends.common.handshake import Visit
-from kvferry.transfer.backends.common.peer import GreetedPeer, PeerState
-from kvferry.transfer.backends.mori.library import Library
+from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
+from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.regions import MoriRegion, RemotePool, by_regions
 from kvferry.transfer.backends.mori.transfer import BatchState, MoriBatch, MoriTransfer
 from kvferry.transfer.engine import PeerUnreachable
 from kvferry.transfer.layout import SpanTable, check_bounds
 
 
-class MoriPeer(GreetedPeer[MoriTransfer]):
+class MoriPeer(HandshakePeer[MoriTransfer]):
     """One producer rank; see `transfer.engine.Peer`. A session is made when its regions are first used."""
 
-    def __init__(self, library: Library, local: MoriRegion, remote: RemotePool, visit: Visit) -> None:
-        super().__init__("mori", visit)
+    def __init__(
+        self,
+        library: MoriLibrary,
+        local: MoriRegion,
+        remote: RemotePool,
+        address: HandshakeAddress,
+        token: bytes,
+        selector: selectors.BaseSelector,
+        deadline: float,
+    ) -> None:
+        super().__init__("mori", address, token, selector, deadline)
         self.remote = remote
         self._library = library
         self._local = local
@@ -33,7 +42,7 @@ class MoriPeer(GreetedPeer[MoriTransfer]):
         return any(transfer.underway for transfer in self.transfers)
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Lost, and no byte of its transfers can come any more."""
         return self.state is PeerState.LOST and not self.transfers
 
@@ -56,13 +65,13 @@ class MoriPeer(GreetedPeer[MoriTransfer]):
             transfer.progress(now)
         if any(transfer.broken for transfer in self.transfers):
             self._library.broken.add(self.remote.key)
-            self._lose("its queue pairs are in error")
+            self._end("its queue pairs are in error")
         self.transfers = [transfer for transfer in self.transfers if not transfer.quiescent]
         self._post()
 
     def abandon(self) -> None:
         """The engine has been destroyed."""
-        self._lose("closed")
+        self._end("closed")
         for transfer in self.transfers:
             transfer.abandon()
 
@@ -73,7 +82,7 @@ class MoriPeer(GreetedPeer[MoriTransfer]):
             for batch in transfer.batches:
                 batch.forget_session()
 
-    def _meet(self) -> None:
+    def _accepted(self, welcome: bytes) -> None:
         """Make the queue pairs, with the first session."""
         try:
             session = self._session(0, 0)

@@ -22,7 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.transfer.backends.mori.settings import create_engine, parse_settings
+from kvferry.transfer.backends.common.settings import parse_settings
+from kvferry.transfer.backends.mori.library import create_engine
+from kvferry.transfer.backends.mori.settings import MoriSettings
 
 _MODULE = "kvferry.transfer.backends.mori.probe"
 _TIMEOUT_S = 30.0
@@ -66,7 +68,7 @@ def _try(host: str, options: Mapping[str, str]) -> str | None:
         import mori.io as library
     except ImportError as error:
         return str(error)
-    settings = parse_settings(options)
+    settings = parse_settings("mori", MoriSettings, options)
     try:
         reader, owner = (create_engine(library, name, host, settings) for name in ("reader", "owner"))
         reader.register_remote_engine(owner.get_engine_desc())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from kvferry.transfer.backends.mori.library import Library
+from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.engine import BackendUnavailable, PeerUnreachable
 from kvferry.transfer.layout import SpanTable
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
+class MoriPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """A pool of `nbytes`, in regions of `region_bytes` (the last may be shorter), as MORI describes them."""
 
     nbytes: int
@@ -31,7 +31,7 @@ class MoriRegion:
     Raises `BackendUnavailable` for memory that the library does not take.
     """
 
-    def __init__(self, pool: torch.Tensor, library: Library) -> None:
+    def __init__(self, pool: torch.Tensor, library: MoriLibrary) -> None:
         on_host = pool.device.type == "cpu"
         device = -1 if on_host else pool.get_device()
         kind = library.module.MemoryLocationType.CPU if on_host else library.module.MemoryLocationType.GPU
@@ -49,14 +49,14 @@ class MoriRegion:
     def describe(self) -> bytes:
         packed = tuple(each.pack() for each in self.memory)
         return msgspec.msgpack.encode(
-            PoolAddress(nbytes=self.nbytes, region_bytes=self.region_bytes, regions=packed)
+            MoriPoolAddress(nbytes=self.nbytes, region_bytes=self.region_bytes, regions=packed)
         )
 
 
 class RemotePool:
     """A peer's engine and pool in the library's own terms. Raises `PeerUnreachable` for what is neither."""
 
-    def __init__(self, module: Any, engine: bytes, pool: PoolAddress) -> None:
+    def __init__(self, module: Any, engine: bytes, pool: MoriPoolAddress) -> None:
         if pool.region_bytes < 1 or len(pool.regions) != -(-pool.nbytes // pool.region_bytes):
             raise PeerUnreachable("mori: a pool that does not add up")
         try:

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the mori backend is set up: its options, and what they are to the library."""
+"""Options of the mori backend, and what they are to the library."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 MAX_REGION_BYTES = (2 << 30) - (64 << 10)
 """Some NICs refuse to register 2 GiB in one piece."""
@@ -92,29 +87,3 @@ class MoriSettings:
         config.max_cqe_num = self.max_cqe_num
         config.max_msg_sge = self.max_msg_sge
         return config
-
-
-def parse_settings(options: Mapping[str, str]) -> MoriSettings:
-    """Settings from text. Raises ValueError naming the option at fault."""
-    known = {field.name for field in dataclasses.fields(MoriSettings)}
-    for name in options:
-        if name not in known:
-            raise ValueError(f"unknown option mori.{name}; known: {', '.join(sorted(known))}")
-    try:
-        return msgspec.convert(dict(options), MoriSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"options of mori: {error}") from error
-
-
-def create_engine(library: Any, name: str, host: str, settings: MoriSettings) -> Any:
-    """Make the library's engine with every way to move memory that exists here: RDMA, and XGMI between GPUs.
-
-    Raises RuntimeError with the reason when there is none, but may as well end the process: call it in a
-    process that matters only after `mori_probe` got through.
-    """
-    os.environ.update(settings.environment())
-    # Only with a literal 0 does the library add XGMI to RDMA, or make do with it where there is no NIC.
-    os.environ.setdefault("MORI_DISABLE_AUTO_XGMI", "0")
-    engine = library.IOEngine(name, library.IOEngineConfig(host, 0))
-    engine.create_backend(library.BackendType.RDMA, settings.rdma_config(library))
-    return engine

@@ -13,14 +13,14 @@ so all it can touch is a destination that is still held back.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 _FENCE_BYTES = 8
 _NEVER_POSTED = (
@@ -47,16 +47,11 @@ class BatchState(enum.Enum):
     """It failed, and only the end of the whole engine can prove that it has stopped."""
 
 
-_TABLE: Mapping[BatchState, frozenset[BatchState]] = MappingProxyType(
+BATCH_TRANSITIONS: Transitions[BatchState] = transitions(
     {
-        BatchState.WAITING: frozenset(
-            {BatchState.POSTED, BatchState.FENCED, BatchState.SETTLED, BatchState.STUCK}
-        ),
-        BatchState.POSTED: frozenset({BatchState.DONE, BatchState.FENCED, BatchState.STUCK}),
-        BatchState.FENCED: frozenset({BatchState.SETTLED, BatchState.STUCK}),
-        BatchState.DONE: frozenset(),
-        BatchState.SETTLED: frozenset(),
-        BatchState.STUCK: frozenset(),
+        BatchState.WAITING: {BatchState.POSTED, BatchState.FENCED, BatchState.SETTLED, BatchState.STUCK},
+        BatchState.POSTED: {BatchState.DONE, BatchState.FENCED, BatchState.STUCK},
+        BatchState.FENCED: {BatchState.SETTLED, BatchState.STUCK},
     }
 )
 
@@ -164,9 +159,7 @@ class MoriBatch:
         self._transition(BatchState.SETTLED if proven else BatchState.STUCK)
 
     def _transition(self, to: BatchState) -> None:
-        if to not in _TABLE[self.state]:
-            raise AssertionError(f"batch {self.state.value} → {to.value}")
-        self.state = to
+        self.state = transition("mori batch", BATCH_TRANSITIONS, self.state, to)
         if not self.underway:
             self._session = None  # sessions must be gone before their engine is
 

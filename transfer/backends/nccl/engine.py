@@ -12,8 +12,8 @@ encrypted nor authenticated. NCCL's kernels run beside the model's own; where bo
 
 from __future__ import annotations
 
-import secrets
 import selectors
+import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvferry.transfer import tokens
-from kvferry.transfer.backends.common import sockets
-from kvferry.transfer.backends.common.waker import Waker
-from kvferry.transfer.backends.nccl.client import NcclPeer, NcclTransfer
-from kvferry.transfer.backends.nccl.server import ServedPair
-from kvferry.transfer.backends.nccl.wire import ID_BYTES, NcclAddress
+from kvferry.transfer.backends.common.handshake import HandshakeServer
+from kvferry.transfer.backends.common.regions import SizedRegion, region_size
+from kvferry.transfer.backends.common.wakeups import Waker
+from kvferry.transfer.backends.nccl.peer import NcclPeer, NcclTransfer
+from kvferry.transfer.backends.nccl.session import NcclSession
+from kvferry.transfer.backends.nccl.wire import PROTOCOL, NcclAddress
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
 from kvferry.transfer.layout import SpanTable
 
@@ -35,17 +35,6 @@ if TYPE_CHECKING:
 
 _MAX_PAIRS = 256
 _CLOSE_S = 2.0
-_POOL_SIZE = struct.Struct("<Q")
-
-
-class NcclRegion:
-    """A pool that peers may read; its description is its size in bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def describe(self) -> bytes:
-        return _POOL_SIZE.pack(self._nbytes)
 
 
 class NcclEngine:
@@ -55,38 +44,34 @@ class NcclEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._nonce = secrets.token_bytes(ID_BYTES)
-        self._secret: bytes | None = None
         self._fabric = "gloo"
         self._registered: torch.Tensor | None = None
         self._peers: list[NcclPeer] = []
-        self._served: list[ServedPair] = []
         everywhere = options.bind_host in ("0.0.0.0", "::")
         self._own_host = options.advertise_host if everywhere else options.bind_host
         self._waker = Waker()
         self._selector = selectors.EpollSelector()
-        self._listener = sockets.listen(options.bind_host)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._waker, selectors.EVENT_READ, lambda events: self._waker.drain())
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
+        self._server = HandshakeServer(
+            options.bind_host, self._selector, PROTOCOL, self._new_session, _MAX_PAIRS
+        )
 
     def admit(self, secret: bytes) -> None:
-        self._secret = secret
+        self._server.admit(secret)
 
     def register(self, pool: torch.Tensor) -> Region:
         self._fabric = _fabric(pool, self._options.explicit)
         self._registered = pool
-        return NcclRegion(pool.numel() * pool.element_size())
+        return SizedRegion(pool.numel() * pool.element_size())
 
     def describe(self) -> bytes:
-        port = self._listener.getsockname()[1]
-        return msgspec.msgpack.encode(
-            NcclAddress(host=self._options.advertise_host, port=port, nonce=self._nonce, fabric=self._fabric)
-        )
+        address = self._server.address(self._options.advertise_host)
+        return msgspec.msgpack.encode(NcclAddress(**msgspec.structs.asdict(address), fabric=self._fabric))
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=NcclAddress)
-            (pool_bytes,) = _POOL_SIZE.unpack(regions[0])
+            pool_bytes = region_size(regions[0])
         except (msgspec.MsgspecError, struct.error, IndexError) as error:
             raise PeerUnreachable(f"not an nccl engine's description: {error}") from error
         if address.fabric != self._fabric:
@@ -102,56 +87,38 @@ class NcclEngine:
 
     def progress(self) -> None:
         for key, events in self._selector.select(0):
-            key.data(events)
+            key.data.on_ready(events)
         now = time.monotonic()
         for peer in self._peers:
             peer.progress(now)
-        for pair in self._served:
-            pair.progress(now)
-        self._peers = [peer for peer in self._peers if not peer.idle]
-        self._served = [pair for pair in self._served if not pair.closed]
+        self._server.progress(now)
+        self._peers = [peer for peer in self._peers if not peer.finished]
 
     def fileno(self) -> int | None:
         return self._selector.fileno()
 
     def next_deadline(self) -> float | None:
-        now = time.monotonic()
-        times = [peer.next_deadline(now) for peer in self._peers]
-        times += [pair.next_deadline() for pair in self._served]
+        times = [self._server.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
         return min((each for each in times if each is not None), default=None)
 
     def close(self) -> None:
         """End every pair. A thread that waits for a stopped peer ends later, by its deadline; the pool is out
         of its reach.
         """
-        pairs: list[NcclPeer | ServedPair] = [*self._peers, *self._served]
+        sessions = cast("list[NcclSession]", self._server.sessions)
+        pairs: list[NcclPeer | NcclSession] = [*self._peers, *sessions]
         for pair in pairs:
             pair.close()
+        self._server.close()
         until = time.monotonic() + _CLOSE_S
         for pair in pairs:
             pair.end(max(0.0, until - time.monotonic()))
         self._selector.close()
-        self._listener.close()
         self._waker.close()
 
-    def _accept(self, events: int) -> None:
-        """A peer knocks at the listener."""
-        connection = sockets.accept(self._listener)
-        if connection is None:
-            return
-        if len(self._served) >= _MAX_PAIRS:
-            connection.close()
-            return
+    def _new_session(self, connection: socket.socket, server: HandshakeServer) -> NcclSession:
         hosts = (self._options.bind_host, self._own_host)
-        self._served.append(
-            ServedPair(
-                connection, self._selector, self._pool(), hosts, self._fabric, self._check, self._waker
-            )
-        )
-
-    def _check(self, nonce: bytes, token: bytes) -> bool:
-        """Whether a reader means this engine and was admitted by our engine process."""
-        return nonce == self._nonce and self._secret is not None and tokens.verify(self._secret, token)
+        return NcclSession(connection, server, self._pool(), hosts, self._fabric, self._waker)
 
     def _pool(self) -> torch.Tensor:
         if self._registered is None:

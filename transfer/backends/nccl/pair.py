@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.transfer.backends.common.waker import Waker
-from kvferry.transfer.backends.nccl.fabric import (
+from kvferry.transfer.backends.common.wakeups import Waker
+from kvferry.transfer.backends.nccl.communicator import (
     Communicator,
     GlooPair,
     NcclPair,
@@ -60,7 +60,7 @@ class PairThread:
         pair_id: bytes,
         staging: Staging,
         build: Callable[[], Communicator],
-        meet: Job,
+        first: Job,
         waker: Waker,
     ) -> None:
         self.pair_id = pair_id
@@ -68,7 +68,7 @@ class PairThread:
         self.state = PairState.BUILDING
         self.error = ""
         self._build = build
-        self._meet = meet
+        self._first = first
         self._waker = waker
         self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_JOBS)
         self._closing = threading.Event()
@@ -128,7 +128,7 @@ class PairThread:
 
     def _work(self) -> None:
         self._communicator = self._build()
-        self._meet(self)
+        self._first(self)
         self.state = PairState.READY
         self._waker.wake()
         while not self._closing.is_set():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of the nccl backend: what a reader and a server say on their socket, and the head of a message.
+"""The bytes of the nccl backend: the reader's requests on the connection, and the messages that answer them.
 
-A reader connects and sends GREETING; the server answers WELCOME, and both build a communicator of two. Then
-any number of REQUESTs, each followed by its (offset, length) pieces, are answered in order over the
-communicator: one message per part of the read, HEAD and then the bytes. Little endian throughout.
+WELCOME names the port where the two ends build a communicator. Then any number of REQUESTs, each followed by
+its (offset, length) pieces, are answered in order over the communicator: one message per part of the read,
+HEAD and then the bytes. Little endian throughout.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-import msgspec
+from kvferry.transfer.backends.common.handshake import HandshakeAddress, Protocol
 
-from kvferry.transfer.backends.common.address import Port
-from kvferry.transfer.tokens import TOKEN_BYTES
-
-MAGIC = b"KVN1"
 ID_BYTES = 16
 MAX_PIECES = 1 << 20
 PART_BYTES = 8 << 20
 """Most bytes of a pool in one message."""
 
-GREETING = struct.Struct(f"<4s{ID_BYTES}s{ID_BYTES}sI{TOKEN_BYTES}s")
-"""Magic, the engine that is meant, id of the new pair, milliseconds to build it in, token."""
+HELLO = struct.Struct(f"<{ID_BYTES}sI")
+"""Id of the new pair, milliseconds to build it in."""
 
-WELCOME = struct.Struct("<4sBH")
-"""Magic, 1 if the greeting was accepted, port where the two meet to build their communicator."""
+WELCOME = struct.Struct("<H")
+"""Port where the two ends build their communicator."""
+
+PROTOCOL = Protocol(b"KVN1", hello_bytes=HELLO.size, welcome_bytes=WELCOME.size)
 
 REQUEST = struct.Struct(f"<{ID_BYTES}sIQ")
 """Id of the read, milliseconds that it may take, count of pieces."""
@@ -44,22 +42,19 @@ Pieces = list[tuple[int, int]]
 """(offset, length) in a pool, in the order of the stream."""
 
 
-class NcclAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank's engine listens, which engine it is, and what moves its bytes: gloo or nccl."""
+class NcclAddress(HandshakeAddress, frozen=True, kw_only=True):
+    """An engine, and what moves its bytes: gloo or nccl."""
 
-    host: str
-    port: Port
-    nonce: bytes
     fabric: str
 
 
 def pack_head(read_id: bytes, number: int, nbytes: int) -> bytes:
     """The head of one message, padded."""
-    return HEAD.pack(MAGIC, read_id, number, nbytes).ljust(HEAD_BYTES, b"\0")
+    return HEAD.pack(PROTOCOL.magic, read_id, number, nbytes).ljust(HEAD_BYTES, b"\0")
 
 
 def tag(read_id: bytes, number: int) -> int:
-    """What gloo matches a message by. NCCL knows no tags, and the head decides there."""
+    """Tag by which gloo matches a message. NCCL has no tags: there the head decides."""
     return zlib.crc32(number.to_bytes(8, "little"), zlib.crc32(read_id)) & 0x7FFFFFFF
 
 

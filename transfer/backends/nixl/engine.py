@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
-from kvferry.transfer.backends.common.address import MemoryAddress
+from kvferry.transfer.backends.common.regions import MemoryAddress
 from kvferry.transfer.backends.common.transfer import BaseTransfer
-from kvferry.transfer.backends.nixl.lists import DescriptorLists, PoolAddress
+from kvferry.transfer.backends.nixl.descriptor_lists import DescriptorLists, NixlPoolAddress
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
 from kvferry.transfer.layout import SpanTable
 
@@ -33,17 +33,19 @@ if TYPE_CHECKING:
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_PROOF_BYTES = 32
+_CANARY_BYTES = 32
 _SETTLE_S = 0.02
 _SETTLE_STEP_S = 0.001
 
 
-class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs: NIXL's own metadata, and where a copy of `proof` can be read as a first test."""
+class NixlAddress(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_address": "proof_address"}
+):
+    """What a reader needs: NIXL's own metadata, and where a copy of `canary` can be read as a first test."""
 
     metadata: bytes
-    proof: bytes
-    proof_address: MemoryAddress
+    canary: bytes
+    canary_address: MemoryAddress
 
 
 class NixlRegion:
@@ -51,7 +53,7 @@ class NixlRegion:
 
     def __init__(self, pool: torch.Tensor) -> None:
         on_host = pool.device.type == "cpu"
-        self.address = PoolAddress(
+        self.address = NixlPoolAddress(
             address=pool.data_ptr(),
             nbytes=pool.numel() * pool.element_size(),
             device=0 if on_host else pool.get_device(),
@@ -137,16 +139,16 @@ class NixlPeer:
     """One producer rank; see `transfer.engine.Peer`. Its proof is read first, so it is known to answer."""
 
     def __init__(
-        self, engine: NixlEngine, name: str, lists: DescriptorLists, address: AgentAddress, timeout_s: float
+        self, engine: NixlEngine, name: str, lists: DescriptorLists, address: NixlAddress, timeout_s: float
     ) -> None:
         self.name = name
         self.lists = lists
         self.transfers: list[NixlTransfer] = []
         self.closed = False
-        self.landing = np.zeros(_PROOF_BYTES, dtype=np.uint8)
-        self.registration = engine.register_host(self.landing)
-        self._proof = address.proof
-        self._first = engine.read_proof(self, address.proof_address, timeout_s)
+        self.bounce_buffer = np.zeros(_CANARY_BYTES, dtype=np.uint8)
+        self.registration = engine.register_host(self.bounce_buffer)
+        self._canary = address.canary
+        self._first = engine.read_canary(self, address.canary_address, timeout_s)
 
     def poll(self) -> bool:
         if self.closed:
@@ -154,7 +156,7 @@ class NixlPeer:
         status = self._first.poll()
         if status is Status.FAILED:
             raise PeerUnreachable(f"nixl: first read failed: {self._first.reason}")
-        if status is Status.DONE and self.landing.tobytes() != self._proof:
+        if status is Status.DONE and self.bounce_buffer.tobytes() != self._canary:
             raise PeerUnreachable("nixl: the peer is not the one that was described")
         return status is Status.DONE
 
@@ -173,8 +175,8 @@ class NixlEngine:
         self._api = api
         self._peers: list[NixlPeer] = []
         self._region: NixlRegion | None = None
-        self._proof = np.frombuffer(secrets.token_bytes(_PROOF_BYTES), dtype=np.uint8).copy()
-        self._registrations = [self.register_host(self._proof)]
+        self._canary = np.frombuffer(secrets.token_bytes(_CANARY_BYTES), dtype=np.uint8).copy()
+        self._registrations = [self.register_host(self._canary)]
 
     def admit(self, secret: bytes) -> None:
         """NIXL has no way to check a token."""
@@ -188,17 +190,17 @@ class NixlEngine:
         return region
 
     def describe(self) -> bytes:
-        address = AgentAddress(
+        address = NixlAddress(
             metadata=self._api.agent.get_agent_metadata(),
-            proof=self._proof.tobytes(),
-            proof_address=self._proof.ctypes.data,
+            canary=self._canary.tobytes(),
+            canary_address=self._canary.ctypes.data,
         )
         return msgspec.msgpack.encode(address)
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
-            address = msgspec.msgpack.decode(peer, type=AgentAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=PoolAddress)
+            address = msgspec.msgpack.decode(peer, type=NixlAddress)
+            pool = msgspec.msgpack.decode(regions[0], type=NixlPoolAddress)
             name = self._api.agent.add_remote_agent(address.metadata)
         except self._api.connect_errors as error:
             raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
@@ -216,12 +218,12 @@ class NixlEngine:
         """Make a buffer in host memory known to NIXL; returns what takes it back."""
         return self._api.agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
 
-    def read_proof(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
+    def read_canary(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
         """Begin to read a peer's proof into its landing."""
         agent = self._api.agent
-        ours = agent.get_xfer_descs([(peer.landing.ctypes.data, _PROOF_BYTES, 0)], "DRAM")
-        theirs = agent.get_xfer_descs([(address, _PROOF_BYTES, 0)], "DRAM")
-        transfer = NixlTransfer(self._api, _PROOF_BYTES, 1, time.monotonic() + timeout_s)
+        ours = agent.get_xfer_descs([(peer.bounce_buffer.ctypes.data, _CANARY_BYTES, 0)], "DRAM")
+        theirs = agent.get_xfer_descs([(address, _CANARY_BYTES, 0)], "DRAM")
+        transfer = NixlTransfer(self._api, _CANARY_BYTES, 1, time.monotonic() + timeout_s)
         return self._post(peer, transfer, lambda: agent.initialize_xfer("READ", ours, theirs, peer.name))
 
     def progress(self) -> None:
@@ -288,7 +290,7 @@ class NixlEngine:
         for name in {peer.name for peer in gone} - in_use:
             self._api.remove(name)
 
-    def _pool(self) -> PoolAddress:
+    def _pool(self) -> NixlPoolAddress:
         if self._region is None:
             raise AssertionError("no pool is registered")
         return self._region.address

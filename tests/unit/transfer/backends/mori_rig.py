@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.mori.engine import MoriEngine
-from kvferry.transfer.backends.mori.library import Library
-from kvferry.transfer.backends.mori.settings import parse_settings
+from kvferry.transfer.backends.mori.library import MoriLibrary
+from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import EngineOptions, Peer, Status
 from kvferry.transfer.tokens import mint, new_secret
@@ -75,7 +76,7 @@ class Pair:
 
 def open_quickly(name: str, options: dict[str, str]) -> MoriEngine:
     """An engine without the child process that tries first."""
-    library = Library(name, "127.0.0.1", parse_settings(options))
+    library = MoriLibrary(name, "127.0.0.1", parse_settings("mori", MoriSettings, options))
     return MoriEngine(EngineOptions(name=name, bind_host="127.0.0.1", advertise_host="127.0.0.1"), library)
 
 

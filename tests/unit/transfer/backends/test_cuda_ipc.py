@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.cuda_ipc.engine import CudaIpcEngine, open_backend, probe
 from kvferry.transfer.backends.cuda_ipc.launches import LAUNCH_BYTES
-from kvferry.transfer.backends.cuda_ipc.peer import EngineAddress
-from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings, parse_settings
+from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcAddress
+from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status, Transfer
 from kvferry.transfer.tokens import mint, new_secret
 from tests.standins.cuda_device import HostDevice
@@ -73,7 +74,7 @@ class Rig:
     def kill_producer(self) -> None:
         """What a reader sees of it: the connection ends. The memory stays as long as it is mapped."""
         self.running.remove(self.producer.engine)
-        self.producer.engine._door.close()
+        self.producer.engine._server.close()
 
     def close(self) -> None:
         for side in (self.reader, self.producer):
@@ -105,13 +106,13 @@ def test_no_more_is_in_flight_than_keeps_the_link_busy(rig: Rig) -> None:
     for place in range(4):
         reads.append(rig.read(peer, place * 64))
         rig.reader.engine.progress()
-    assert [flight.work.num_spans for flight in device.launched] == [1, 1]
-    device.flights[0].land()
+    assert [launch.work.num_spans for launch in device.launched] == [1, 1]
+    device.in_flight[0].end()
     rig.until(lambda: len(device.launched) == 3)
     assert device.launched[2].work.num_spans == 2
     assert [read.poll() for read in reads] == [Status.DONE] + [Status.PENDING] * 3
-    for flight in list(device.flights):
-        flight.land()
+    for launch in list(device.in_flight):
+        launch.end()
     rig.until(lambda: all(read.poll() is Status.DONE for read in reads))
 
 
@@ -123,7 +124,7 @@ def test_a_launch_takes_no_more_reads_once_it_is_long_enough(
     peer = rig.connect()
     reads = [rig.read(peer, place * 64) for place in range(5)]
     rig.until(lambda: all(read.poll() is Status.DONE for read in reads))
-    assert [flight.work.num_spans for flight in rig.reader.device.launched] == [2, 2, 1]
+    assert [launch.work.num_spans for launch in rig.reader.device.launched] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "peer_lost"])
@@ -140,7 +141,7 @@ def test_what_fails_in_flight_is_quiescent_only_when_it_has_landed(rig: Rig, how
     rig.until(lambda: read.poll() is Status.FAILED)
     assert read.reason == how
     assert not read.quiescent
-    rig.reader.device.flights[0].land()
+    rig.reader.device.in_flight[0].end()
     rig.until(lambda: read.quiescent)
     assert read.poll() is Status.FAILED
 
@@ -164,9 +165,9 @@ def test_a_dead_producers_memory_is_given_back_once_no_kernel_reads_it(rig: Rig)
     rig.kill_producer()
     rig.until(lambda: read.poll() is Status.FAILED)
     assert read.reason == "peer_lost"
-    assert len(device.borrowed) == 1
-    device.flights[0].land()
-    rig.until(lambda: not device.borrowed)
+    assert len(device.mapped) == 1
+    device.in_flight[0].end()
+    rig.until(lambda: not device.mapped)
     assert read.quiescent
     with pytest.raises(PeerUnreachable):
         peer.poll()
@@ -175,7 +176,7 @@ def test_a_dead_producers_memory_is_given_back_once_no_kernel_reads_it(rig: Rig)
 def test_an_idle_peer_that_dies_is_unmapped_too(rig: Rig) -> None:
     rig.connect()
     rig.kill_producer()
-    rig.until(lambda: not rig.reader.device.borrowed)
+    rig.until(lambda: not rig.reader.device.mapped)
 
 
 def test_a_read_from_a_peer_that_is_gone_fails_before_anything_is_launched(rig: Rig) -> None:
@@ -200,7 +201,7 @@ def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
 
 
 def test_whoever_sleeps_on_the_descriptor_is_woken_until_it_has_seen_the_landing(rig: Rig) -> None:
-    """R24: nobody has to poll for the end of a kernel; how often it is looked for, `Pace` says."""
+    """R24: nobody has to poll for the end of a kernel; how often it is looked for, `PollPacer` says."""
     peer = rig.connect()
     engine = rig.reader.engine
     rig.reader.device.hold = True
@@ -211,7 +212,7 @@ def test_whoever_sleeps_on_the_descriptor_is_woken_until_it_has_seen_the_landing
     assert select.select([descriptor], [], [], 5.0)[0]
     engine.progress()
     assert transfer.poll() is Status.PENDING
-    rig.reader.device.flights[0].land()
+    rig.reader.device.in_flight[0].end()
     assert select.select([descriptor], [], [], 5.0)[0]
     engine.progress()
     assert transfer.poll() is Status.DONE
@@ -227,11 +228,11 @@ def test_a_device_that_cannot_reach_the_other_makes_the_peer_unreachable_and_say
 
 def test_a_handle_that_leads_to_other_memory_is_not_trusted(rig: Rig) -> None:
     """What another host's handle might do here."""
-    address = msgspec.msgpack.decode(rig.producer.engine.describe(), type=EngineAddress)
-    wrong = msgspec.structs.replace(address, proof=b"x" * 32)
+    address = msgspec.msgpack.decode(rig.producer.engine.describe(), type=CudaIpcAddress)
+    wrong = msgspec.structs.replace(address, canary=b"x" * 32)
     with pytest.raises(PeerUnreachable, match="other memory"):
         rig.connect(description=msgspec.msgpack.encode(wrong))
-    assert not rig.reader.device.borrowed
+    assert not rig.reader.device.mapped
 
 
 def test_a_reader_without_a_token_of_this_agent_is_refused(rig: Rig) -> None:
@@ -254,18 +255,18 @@ def test_an_empty_read_is_done(rig: Rig) -> None:
 
 
 def test_settings_bound_the_share_of_the_gpu() -> None:
-    settings = parse_settings({"sm_share": "0.125", "busy_sm_share": "0.0625"})
+    settings = parse_settings("cuda_ipc", CudaIpcSettings, {"sm_share": "0.125", "busy_sm_share": "0.0625"})
     assert (settings.num_programs(132, computing=False), settings.num_programs(132, computing=True)) == (
         16,
         8,
     )
     assert CudaIpcSettings(sm_share=0.001).num_programs(132, computing=False) == 1
     with pytest.raises(ValueError, match="sm_share"):
-        parse_settings({"sm_share": "1.5"})
+        parse_settings("cuda_ipc", CudaIpcSettings, {"sm_share": "1.5"})
     with pytest.raises(ValueError, match="num_warps"):
-        parse_settings({"num_warps": "24"})
+        parse_settings("cuda_ipc", CudaIpcSettings, {"num_warps": "24"})
     with pytest.raises(ValueError, match="unknown option"):
-        parse_settings({"share": "1"})
+        parse_settings("cuda_ipc", CudaIpcSettings, {"share": "1"})
 
 
 def test_settings_say_what_is_the_kernels() -> None:
@@ -279,7 +280,7 @@ def test_settings_say_what_is_the_kernels() -> None:
     never = CudaIpcSettings(copy_engine_bytes=0, mixed_bytes=0)
     assert {never.num_gathered(3, 1 << 30, computing) for computing in (False, True)} == {3}
     with pytest.raises(ValueError, match="mixed_bytes"):
-        parse_settings({"mixed_bytes": "-1"})
+        parse_settings("cuda_ipc", CudaIpcSettings, {"mixed_bytes": "-1"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

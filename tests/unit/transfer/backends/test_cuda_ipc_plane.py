@@ -47,8 +47,8 @@ async def test_a_pull_over_cuda_ipc_lands_and_a_producer_that_goes_is_unmapped(
             assert done.backend == "cuda_ipc"
             assert_same_kv(prefill, THEIRS, decode, OURS)
             reader = devices[0]
-            assert len(reader.borrowed) == 1
+            assert len(reader.mapped) == 1
         gone = time.monotonic()
-        while reader.borrowed:
+        while reader.mapped:
             assert time.monotonic() - gone < LEASE_S + 1
             await asyncio.sleep(0.01)

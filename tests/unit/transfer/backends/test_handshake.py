@@ -10,98 +10,180 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.transfer.backends.common import handshake as greeting
-from kvferry.transfer.backends.common.handshake import Doorkeeper, Visit, VisitState
-from kvferry.transfer.engine import PeerUnreachable
-from kvferry.transfer.tokens import TOKEN_BYTES
+from kvferry.transfer.backends.common import handshake
+from kvferry.transfer.backends.common.handshake import (
+    HandshakeAddress,
+    HandshakePeer,
+    HandshakeServer,
+    PeerState,
+    Protocol,
+    ServerSession,
+)
+from kvferry.transfer.backends.common.transfer import BaseTransfer
+from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.tokens import TOKEN_BYTES, mint, new_secret
 
-TOKEN = b"t" * TOKEN_BYTES
+SECRET = new_secret()
+PROTOCOL = Protocol(b"TEST", hello_bytes=5, welcome_bytes=7)
 
 
-class Hall:
-    """A doorkeeper and its visitors on one selector."""
+class Reader(HandshakePeer[BaseTransfer]):
+    """A peer that keeps what the server says in WELCOME."""
+
+    welcome: bytes | None = None
+    unusable = False
+
+    def _accepted(self, welcome: bytes) -> None:
+        if self.unusable:
+            raise PeerUnreachable("no way to its memory")
+        self.welcome = welcome
+
+
+class Echo(ServerSession):
+    """Answers with the first bytes of HELLO's own, and two more."""
+
+    def _accepted(self, hello: bytes) -> bytes:
+        return hello + b"!!"
+
+
+class Rig:
+    """A server and its readers on one selector."""
 
     def __init__(self) -> None:
         self.selector = selectors.EpollSelector()
-        self.door = Doorkeeper("127.0.0.1", self.selector, lambda token: token == TOKEN)
-        self.address = self.door.address("127.0.0.1")
+        self.server = self.new_server()
+        self.address = self.server.address("127.0.0.1")
 
-    def visit(self, token: bytes = TOKEN, timeout_s: float = 5.0) -> Visit:
-        return Visit(self.address, token, self.selector, time.monotonic() + timeout_s)
+    def new_server(self) -> HandshakeServer:
+        server = HandshakeServer("127.0.0.1", self.selector)
+        server.admit(SECRET)
+        return server
 
-    def wait(self, condition: Callable[[], bool], *visits: Visit) -> None:
+    def connect(self, token: bytes | None = None, timeout_s: float = 5.0) -> Reader:
+        deadline = time.monotonic() + timeout_s
+        return Reader("test", self.address, token or mint(SECRET), self.selector, deadline)
+
+    def wait(self, condition: Callable[[], bool], *readers: Reader) -> None:
         deadline = time.monotonic() + 5.0
         while not condition():
             assert time.monotonic() < deadline
             for key, events in self.selector.select(0.01):
                 key.data.on_ready(events)
-            for each in (self.door, *visits):
-                each.expire(time.monotonic())
+            for each in (self.server, *readers):
+                each.progress(time.monotonic())
 
 
 @pytest.fixture
-def hall() -> Iterator[Hall]:
-    made = Hall()
+def rig() -> Iterator[Rig]:
+    made = Rig()
     yield made
-    made.door.close()
+    made.server.close()
     assert not made.selector.get_map(), "a socket was left behind"
     made.selector.close()
 
 
-def test_a_visitor_with_a_token_is_welcome_until_one_side_leaves(hall: Hall) -> None:
-    visit = hall.visit()
-    hall.wait(lambda: visit.state is VisitState.WELCOME)
-    assert hall.door.next_deadline() is None
-    assert visit.next_deadline() is None
-    visit.close()
-    other = hall.visit()
-    hall.wait(lambda: other.state is VisitState.WELCOME)
-    hall.door.close()
-    hall.wait(lambda: other.state is VisitState.LOST)
-    assert other.error
-    hall.door = Doorkeeper("127.0.0.1", hall.selector, lambda token: False)
+def test_a_reader_with_a_token_is_accepted_until_one_side_leaves(rig: Rig) -> None:
+    reader = rig.connect()
+    rig.wait(reader.poll)
+    assert rig.server.next_deadline() is None
+    assert reader.next_deadline() is None
+    reader.close()
+    other = rig.connect()
+    rig.wait(other.poll)
+    transfer = BaseTransfer(1, 1, time.monotonic() + 5.0)
+    other.transfers.append(transfer)
+    rig.server.close()
+    rig.wait(lambda: other.state is PeerState.LOST)
+    assert (transfer.poll(), transfer.reason) == (Status.FAILED, "peer_lost")
+    with pytest.raises(PeerUnreachable, match="test: connection closed by the peer"):
+        other.poll()
+    rig.server = rig.new_server()
 
 
-def test_a_stranger_is_refused(hall: Hall) -> None:
+def test_a_stranger_is_refused(rig: Rig) -> None:
     """X22."""
-    visit = hall.visit(token=b"x" * TOKEN_BYTES)
-    hall.wait(lambda: visit.state is VisitState.LOST)
-    assert visit.error == "refused by the peer"
+    for token in (b"x" * TOKEN_BYTES, mint(new_secret())):
+        reader = rig.connect(token=token)
+        rig.wait(lambda reader=reader: reader.state is PeerState.LOST)
+        with pytest.raises(PeerUnreachable, match="refused by the peer"):
+            reader.poll()
+    rig.server.progress(time.monotonic())
+    assert not rig.server.sessions
 
 
-def test_another_engine_at_the_same_port_is_not_taken_for_the_one_that_was_meant(hall: Hall) -> None:
+def test_another_engine_at_the_same_port_is_not_taken_for_the_one_that_was_meant(rig: Rig) -> None:
     """X23: a restarted peer is another peer, whatever its address."""
-    hall.address = greeting.GreetingAddress(host="127.0.0.1", port=hall.address.port, nonce=b"o" * 16)
-    visit = hall.visit()
-    hall.wait(lambda: visit.state is VisitState.LOST)
+    rig.address = HandshakeAddress(host="127.0.0.1", port=rig.address.port, nonce=b"o" * 16)
+    reader = rig.connect()
+    rig.wait(lambda: reader.state is PeerState.LOST)
 
 
-def test_a_silent_connection_is_closed_and_nonsense_too(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "_GREETING_S", 0.05)
+def test_a_silent_connection_is_closed_and_nonsense_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.05)
     for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
-        with socket.create_connection(("127.0.0.1", hall.address.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", rig.address.port)) as stranger:
             stranger.setblocking(False)
             stranger.send(said)
-            hall.wait(lambda stranger=stranger: _is_closed(stranger))
-    assert hall.door.next_deadline() is None
+            rig.wait(lambda stranger=stranger: _is_closed(stranger))
+    assert rig.server.next_deadline() is None
 
 
-def test_a_door_that_never_answers_is_given_up_by_the_deadline() -> None:
+def test_bytes_behind_the_handshake_end_a_connection_that_carries_nothing(rig: Rig) -> None:
+    reader = rig.connect()
+    rig.wait(reader.poll)
+    reader.send(b"?")
+    rig.wait(lambda: reader.state is PeerState.LOST)
+
+
+def test_a_server_that_never_answers_is_given_up_by_the_deadline() -> None:
     """X13."""
     selector = selectors.EpollSelector()
     with socket.create_server(("127.0.0.1", 0)) as silent, selector:
-        address = greeting.GreetingAddress(host="127.0.0.1", port=silent.getsockname()[1], nonce=bytes(16))
-        visit = Visit(address, TOKEN, selector, time.monotonic() + 0.05)
-        deadline = visit.next_deadline()
+        address = HandshakeAddress(host="127.0.0.1", port=silent.getsockname()[1], nonce=bytes(16))
+        reader = Reader("test", address, mint(SECRET), selector, time.monotonic() + 0.05)
+        deadline = reader.next_deadline()
         assert deadline is not None
-        visit.expire(deadline)
-        assert (visit.state, visit.error) == (VisitState.LOST, "no greeting within the deadline")
+        reader.progress(deadline)
+        with pytest.raises(PeerUnreachable, match="no handshake within the deadline"):
+            reader.poll()
+
+
+def test_a_peer_that_cannot_be_used_is_lost_with_the_reason(rig: Rig) -> None:
+    reader = rig.connect()
+    reader.unusable = True
+    rig.wait(lambda: reader.state is PeerState.LOST)
+    with pytest.raises(PeerUnreachable, match="no way to its memory"):
+        reader.poll()
+
+
+def test_a_backend_s_own_bytes_go_both_ways(rig: Rig) -> None:
+    server = HandshakeServer("127.0.0.1", rig.selector, PROTOCOL, Echo)
+    server.admit(SECRET)
+    address = server.address("127.0.0.1")
+    deadline = time.monotonic() + 5.0
+    reader = Reader("test", address, mint(SECRET), rig.selector, deadline, PROTOCOL, b"hello")
+    rig.wait(reader.poll, reader)
+    assert reader.welcome == b"hello!!"
+    reader.close()
+    server.close()
+
+
+def test_no_more_readers_than_allowed_are_served(rig: Rig) -> None:
+    server = HandshakeServer("127.0.0.1", rig.selector, max_sessions=1)
+    server.admit(SECRET)
+    rig.address = server.address("127.0.0.1")
+    first = rig.connect()
+    rig.wait(first.poll)
+    second = rig.connect()
+    rig.wait(lambda: second.state is PeerState.LOST)
+    first.close()
+    server.close()
 
 
 def test_an_address_that_makes_no_sense_is_unreachable() -> None:
-    address = greeting.GreetingAddress(host="no-such-host.invalid", port=1, nonce=bytes(16))
+    address = HandshakeAddress(host="no-such-host.invalid", port=1, nonce=bytes(16))
     with selectors.EpollSelector() as selector, pytest.raises(PeerUnreachable, match="no-such-host"):
-        Visit(address, TOKEN, selector, time.monotonic())
+        Reader("test", address, mint(SECRET), selector, time.monotonic())
 
 
 def _is_closed(connection: socket.socket) -> bool:

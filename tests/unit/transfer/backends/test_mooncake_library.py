@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.transfer.backends.mooncake.library import Library, MooncakeAddress, Piece, PoolAddress, probe
+from kvferry.transfer.backends.mooncake.library import (
+    MooncakeAddress,
+    MooncakeLibrary,
+    MooncakePoolAddress,
+    Piece,
+    probe,
+)
 from kvferry.transfer.engine import Status
 from tests.contract.conftest import POOL_BYTES, ServingPeer
 
@@ -37,10 +43,10 @@ class Reading:
 
     def __init__(self, peer: ServingPeer) -> None:
         self.segment = msgspec.msgpack.decode(peer.engine, type=MooncakeAddress).segment
-        self.remote = msgspec.msgpack.decode(peer.region, type=PoolAddress).address
+        self.remote = msgspec.msgpack.decode(peer.region, type=MooncakePoolAddress).address
         self.pool = np.zeros(POOL_BYTES, dtype=np.uint8)
-        self.library = Library("127.0.0.1")
-        self.library.pin_pool(PoolAddress(address=self.pool.ctypes.data, nbytes=POOL_BYTES))
+        self.library = MooncakeLibrary("127.0.0.1")
+        self.library.pin_pool(MooncakePoolAddress(address=self.pool.ctypes.data, nbytes=POOL_BYTES))
 
     def post(self, at: int) -> int:
         """Begin to read one piece."""

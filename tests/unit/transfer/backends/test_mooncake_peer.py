@@ -15,12 +15,17 @@ import torch
 
 import kvferry.transfer.backends.mooncake.engine as backend
 from kvferry.transfer.backends.mooncake.engine import open_backend
-from kvferry.transfer.backends.mooncake.library import PROOF_BYTES, MooncakeAddress, Piece, PoolAddress
+from kvferry.transfer.backends.mooncake.library import (
+    CANARY_BYTES,
+    MooncakeAddress,
+    MooncakePoolAddress,
+    Piece,
+)
 from kvferry.transfer.backends.mooncake.peer import PIECE_BYTES, WINDOW, cut
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
 
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
-PROOF = bytes(range(PROOF_BYTES))
+PROOF = bytes(range(CANARY_BYTES))
 
 
 class ScriptedLibrary:
@@ -29,8 +34,8 @@ class ScriptedLibrary:
     moves_cuda = False
 
     def __init__(self, host: str) -> None:
-        self.met: dict[str, bytes] = {}
-        self.landing = np.zeros(PROOF_BYTES, dtype=np.uint8)
+        self.known_peers: dict[str, bytes] = {}
+        self.bounce_buffer = np.zeros(CANARY_BYTES, dtype=np.uint8)
         self.pinned: list[int] = []
         self.posted: dict[int, Piece] = {}
         self.ended: dict[int, Status] = {}
@@ -44,7 +49,7 @@ class ScriptedLibrary:
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned.append(address)
 
-    def pin_pool(self, pool: PoolAddress) -> None:
+    def pin_pool(self, pool: MooncakePoolAddress) -> None:
         self.pin(pool.address, pool.nbytes)
 
     def unpin_pool(self) -> None:
@@ -63,9 +68,9 @@ class ScriptedLibrary:
     def close(self) -> None:
         self.closed = True
 
-    def prove(self, proof: bytes = PROOF) -> None:
+    def prove(self, canary: bytes = PROOF) -> None:
         """The first read brings this."""
-        self.landing[:] = np.frombuffer(proof, dtype=np.uint8)
+        self.bounce_buffer[:] = np.frombuffer(canary, dtype=np.uint8)
         self.ended[max(self.posted)] = Status.DONE
 
     def flying(self) -> list[int]:
@@ -78,7 +83,7 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.libraries: list[ScriptedLibrary] = []
         self.hang = False
-        monkeypatch.setattr(backend, "Library", self._make)
+        monkeypatch.setattr(backend, "MooncakeLibrary", self._make)
         self.engine = open_backend(OPTIONS)
         self.pool = torch.zeros(1 << 20, dtype=torch.uint8)
         self.engine.register(self.pool)
@@ -90,13 +95,13 @@ class Rig:
         self.libraries.append(library)
         return library
 
-    def connect(self, segment: str = "127.0.0.1:2", proof: bytes = PROOF, timeout_s: float = 10.0) -> Peer:
-        address = MooncakeAddress(segment=segment, proof=proof, proof_address=64)
-        pool = PoolAddress(address=1 << 30, nbytes=1 << 20)
+    def connect(self, segment: str = "127.0.0.1:2", canary: bytes = PROOF, timeout_s: float = 10.0) -> Peer:
+        address = MooncakeAddress(segment=segment, canary=canary, canary_address=64)
+        pool = MooncakePoolAddress(address=1 << 30, nbytes=1 << 20)
         encode = msgspec.msgpack.encode
         return self.engine.connect(encode(address), [encode(pool)], b"", timeout_s)
 
-    def met(self, **where: str) -> tuple[Peer, ScriptedLibrary]:
+    def connected(self, **where: str) -> tuple[Peer, ScriptedLibrary]:
         """A peer that has proven itself."""
         peer = self.connect(**where)
         library = self.libraries[-1]
@@ -132,7 +137,7 @@ def test_a_long_span_is_cut_and_every_byte_of_it_is_read_once() -> None:
 
 def test_no_more_reads_fly_than_mooncake_queues(rig: Rig) -> None:
     """Mooncake fails what waits in its own queue for over a second."""
-    peer, library = rig.met()
+    peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(3 * WINDOW), 10.0)
     most = 0
     while transfer.poll() is Status.PENDING:
@@ -145,7 +150,7 @@ def test_no_more_reads_fly_than_mooncake_queues(rig: Rig) -> None:
 
 def test_a_failed_piece_fails_the_transfer_which_is_quiescent_when_the_others_have_ended(rig: Rig) -> None:
     """X11: one status is not the status of all."""
-    peer, library = rig.met()
+    peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(4), 10.0)
     first, second, third, last = library.flying()
     library.ended.update({last: Status.DONE, second: Status.FAILED})
@@ -159,7 +164,7 @@ def test_a_failed_piece_fails_the_transfer_which_is_quiescent_when_the_others_ha
 
 def test_what_passes_its_deadline_stays_unquiescent_for_as_long_as_mooncake_reads(rig: Rig) -> None:
     """L15: the destination of a read that timed out is not given back while it may be written to."""
-    peer, library = rig.met()
+    peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(2 * WINDOW), 0.0)
     rig.until(lambda: transfer.poll() is Status.FAILED)
     assert (transfer.reason, transfer.quiescent) == ("deadline", False)
@@ -171,7 +176,7 @@ def test_what_passes_its_deadline_stays_unquiescent_for_as_long_as_mooncake_read
 
 
 def test_closing_the_engine_destroys_what_could_write(rig: Rig) -> None:
-    peer, library = rig.met()
+    peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(2), 10.0)
     rig.engine.close()
     assert library.closed
@@ -185,7 +190,7 @@ def test_a_producer_that_hangs_while_it_is_opened_holds_nobody_up(rig: Rig) -> N
     stuck = rig.connect(timeout_s=0.05)
     hanging = rig.libraries[-1]
     rig.hang = False
-    peer, library = rig.met(segment="127.0.0.1:3")
+    peer, library = rig.connected(segment="127.0.0.1:3")
     transfer = rig.engine.read(peer, spans(1), 10.0)
     library.ended.update(dict.fromkeys(library.flying(), Status.DONE))
     rig.until(lambda: transfer.poll() is Status.DONE)
@@ -216,24 +221,24 @@ def test_a_peer_that_is_not_the_one_described_is_refused(rig: Rig) -> None:
     peer = rig.connect()
     library = rig.libraries[-1]
     rig.until(lambda: bool(library.flying()))
-    library.prove(b"\1" * PROOF_BYTES)
+    library.prove(b"\1" * CANARY_BYTES)
     with pytest.raises(PeerUnreachable, match="not the one"):
         rig.until(peer.poll)
 
 
 def test_an_engine_that_knows_an_earlier_life_of_an_address_is_not_used_for_the_next(rig: Rig) -> None:
     """Mooncake keeps what it learned about a segment, so it would go on reading from the old one."""
-    old, library = rig.met()
+    old, library = rig.connected()
     old.close()
     rig.engine.progress()
-    rig.connect(proof=b"\2" * PROOF_BYTES)
+    rig.connect(canary=b"\2" * CANARY_BYTES)
     assert rig.libraries[-1] is not library
     rig.connect(segment="127.0.0.1:4")
     rig.until(lambda: len(library.posted) == 2)
 
 
 def test_a_closed_peer_is_kept_until_its_reads_have_ended(rig: Rig) -> None:
-    peer, library = rig.met()
+    peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(1), 10.0)
     peer.close()
     rig.engine.progress()
@@ -247,7 +252,7 @@ def test_a_closed_peer_is_kept_until_its_reads_have_ended(rig: Rig) -> None:
 
 def test_spans_outside_either_pool_are_refused(rig: Rig) -> None:
     """Mooncake checks no local address."""
-    peer, _ = rig.met()
+    peer, _ = rig.connected()
     for span in ([1 << 20, 0, 1], [0, 1 << 20, 1]):
         with pytest.raises(ValueError, match="outside"):
             rig.engine.read(peer, np.array([span], dtype=np.int64), 1.0)
@@ -260,6 +265,6 @@ def test_auto_leaves_out_what_lets_anybody_write_the_pool(rig: Rig) -> None:
 
 
 def test_a_transfer_of_nothing_is_done(rig: Rig) -> None:
-    peer, _ = rig.met()
+    peer, _ = rig.connected()
     transfer = rig.engine.read(peer, spans(0), 1.0)
     assert (transfer.poll(), transfer.quiescent) == (Status.DONE, True)

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
-from kvferry.transfer.backends.mori.settings import MoriSettings, create_engine, parse_settings
+from kvferry.transfer.backends.common.settings import parse_settings
+from kvferry.transfer.backends.mori.library import create_engine
+from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.engine import parse_backend_options
 from tests.standins import mori_io
 
@@ -17,7 +19,7 @@ def test_options_come_as_text_and_leave_as_the_librarys_own_settings() -> None:
         "mori.qp_per_transfer=8,mori.num_worker_threads=2,mori.post_batch_size=16,mori.max_send_wr=4096,"
         "mori.max_cqe_num=8192,mori.max_msg_sge=2,mori.notification=true"
     )
-    settings = parse_settings(options["mori"])
+    settings = parse_settings("mori", MoriSettings, options["mori"])
     with mori_io.on_path():
         import mori.io as library
 
@@ -28,7 +30,9 @@ def test_options_come_as_text_and_leave_as_the_librarys_own_settings() -> None:
 
 
 def test_devices_and_classes_go_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = parse_settings({"devices": "^mlx5_0+mlx5_1", "nic_index": "0", "traffic_class": "104"})
+    settings = parse_settings(
+        "mori", MoriSettings, {"devices": "^mlx5_0+mlx5_1", "nic_index": "0", "traffic_class": "104"}
+    )
     for name in (*settings.environment(), "MORI_DISABLE_AUTO_XGMI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MORI_IO_QP_PER_TRANSFER", "1")
@@ -47,7 +51,7 @@ def test_devices_and_classes_go_through_the_environment(monkeypatch: pytest.Monk
 
 
 def test_defaults_make_sense() -> None:
-    settings = parse_settings({})
+    settings = parse_settings("mori", MoriSettings, {})
     assert settings == MoriSettings()
     assert not settings.notification
     assert settings.send_depth == 8192
@@ -67,7 +71,7 @@ def test_defaults_make_sense() -> None:
 )
 def test_a_wrong_option_is_named(options: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        parse_settings(options)
+        parse_settings("mori", MoriSettings, options)
 
 
 @pytest.mark.parametrize("text", ["qp=1", "mori.qp", "pigeon.wings=2", "mori.=2"])

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import kvferry.transfer.backends.nccl.client as client
-import kvferry.transfer.backends.nccl.server as server
-from kvferry.transfer.backends.common.waker import Waker
+import kvferry.transfer.backends.nccl.peer as peer_module
+import kvferry.transfer.backends.nccl.session as session
+from kvferry.transfer.backends.common.wakeups import Waker
+from kvferry.transfer.backends.nccl.communicator import NcclPair, PairBroken
 from kvferry.transfer.backends.nccl.engine import NcclEngine, open_backend
-from kvferry.transfer.backends.nccl.fabric import NcclPair, PairBroken
 from kvferry.transfer.backends.nccl.pair import PairThread, Rendezvous, reader_end, server_end
 from kvferry.transfer.backends.nccl.staging import staging
 from kvferry.transfer.backends.nccl.wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
@@ -88,7 +88,7 @@ def test_the_death_of_either_end_of_a_pair_ends_the_other(rig: Rig) -> None:
     """L11: no communicator outlives its other half."""
     peer = rig.connect()
     assert len(pair_threads()) == 2
-    rig.server.engine._served[0].close()
+    rig.server.engine._server.sessions[0].close()
     with pytest.raises(PeerUnreachable):
         rig.until(lambda: peer.poll() and False)
     rig.until(lambda: not pair_threads())
@@ -103,7 +103,7 @@ def test_a_pair_whose_communicator_fails_is_closed_at_both_ends(rig: Rig) -> Non
     def fail(pair: PairThread) -> None:
         raise PairBroken("planted")
 
-    pair = rig.server.engine._served[0]._pair
+    pair = rig.server.engine._server.sessions[0]._pair
     assert pair is not None
     pair.submit(fail)
     with pytest.raises(PeerUnreachable):
@@ -117,7 +117,7 @@ def test_a_read_that_passes_its_deadline_takes_its_pair_with_it(rig: Rig) -> Non
     """L10, L11: a receive that nobody answered must not be there when the next message comes."""
     peer = rig.connect()
     held = threading.Event()
-    pair = rig.server.engine._served[0]._pair
+    pair = rig.server.engine._server.sessions[0]._pair
     assert pair is not None
     pair.submit(lambda thread: held.wait(20) and None)
     transfer = rig.reader.engine.read(peer, spans((0, 0, 64)), 0.2)
@@ -201,9 +201,9 @@ def test_nothing_is_copied_out_before_the_receive_has_been_waited_for(
 ) -> None:
     """L1: a message may be looked at only when the library says that it is there."""
     fabric = UnfinishedReceive()
-    monkeypatch.setattr(server, "server_end", lambda *args: SilentEnd())
-    monkeypatch.setattr(client, "reader_end", lambda *args: fabric)
-    monkeypatch.setattr(client.secrets, "token_bytes", lambda count: b"\3" * count)
+    monkeypatch.setattr(session, "server_end", lambda *args: SilentEnd())
+    monkeypatch.setattr(peer_module, "reader_end", lambda *args: fabric)
+    monkeypatch.setattr(peer_module.secrets, "token_bytes", lambda count: b"\3" * count)
     head = b"\3" * 16
     fabric.heads = [pack_head(head, 0, 0), pack_head(head, 0, 64)]
     peer = rig.connect()
@@ -360,7 +360,7 @@ def test_pairs_that_come_and_go_leave_no_descriptor(rig: Rig) -> None:
 
     def once() -> int:
         rig.connect().close()
-        rig.until(lambda: not pair_threads() and not rig.server.engine._served)
+        rig.until(lambda: not pair_threads() and not rig.server.engine._server.sessions)
         return len(os.listdir("/proc/self/fd"))
 
     once()  # libraries keep what they open on first use
@@ -376,7 +376,7 @@ def test_a_request_beyond_the_pool_ends_the_pair(rig: Rig) -> None:
     transfer = rig.reader.engine.read(peer, spans((0, POOL_BYTES, 64)), 5.0)
     rig.until(lambda: transfer.poll() is Status.FAILED)
     assert transfer.reason == "peer_lost"
-    rig.until(lambda: not rig.server.engine._served and not pair_threads())
+    rig.until(lambda: not rig.server.engine._server.sessions and not pair_threads())
     assert not rig.reader.pool.any()
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.transfer.backends.nixl.lists import DescriptorLists, PoolAddress
+from kvferry.transfer.backends.nixl.descriptor_lists import DescriptorLists, NixlPoolAddress
 
-OURS = PoolAddress(address=1000, nbytes=640, device=0, kind="DRAM")
-THEIRS = PoolAddress(address=5000, nbytes=1280, device=3, kind="VRAM")
+OURS = NixlPoolAddress(address=1000, nbytes=640, device=0, kind="DRAM")
+THEIRS = NixlPoolAddress(address=5000, nbytes=1280, device=3, kind="VRAM")
 
 
 @dataclass

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import functools
 import queue
-import selectors
 import socket
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvferry.transfer.backends.common.waker import Waker
-from kvferry.transfer.backends.nccl.connection import BadPeer, PairSocket
-from kvferry.transfer.backends.nccl.fabric import Communicator
+from kvferry.transfer.backends.common.connection import ProtocolError
+from kvferry.transfer.backends.common.handshake import HandshakeServer, ServerSession
+from kvferry.transfer.backends.common.wakeups import Waker
+from kvferry.transfer.backends.nccl.communicator import Communicator
 from kvferry.transfer.backends.nccl.pair import GRACE_S, PairState, PairThread, Rendezvous, server_end
 from kvferry.transfer.backends.nccl.staging import staging
 from kvferry.transfer.backends.nccl.wire import (
-    GREETING,
-    MAGIC,
+    HELLO,
     MAX_PIECES,
     PIECE,
     REQUEST,
@@ -31,56 +29,35 @@ from kvferry.transfer.backends.nccl.wire import (
 if TYPE_CHECKING:
     import torch
 
-_GREETING_S = 5.0
-"""A connection that has not said who it is by then is closed."""
 _LONGEST_S = 3600.0
-"""No reader makes us wait for longer than this."""
+"""Cap of the times that a reader asks for."""
 
 
-class ServedPair:
-    """One reader's pair. `check` tells whether a nonce and a token are admitted."""
+class NcclSession(ServerSession):
+    """One reader, served over a pair's communicator. `hosts`: the host that we bind, and our own."""
 
     def __init__(
         self,
         connection: socket.socket,
-        selector: selectors.BaseSelector,
+        server: HandshakeServer,
         pool: torch.Tensor,
         hosts: tuple[str, str],
         fabric: str,
-        check: Callable[[bytes, bytes], bool],
         waker: Waker,
     ) -> None:
-        self.closed = False
+        super().__init__(connection, server)
         self._pool_bytes = pool.numel() * pool.element_size()
         self._staging = staging(pool)
         self._bind_host, self._own_host = hosts
         self._fabric = fabric
-        self._check = check
         self._waker = waker
-        self._greeting_due = time.monotonic() + _GREETING_S
         self._pair: PairThread | None = None
         self._messages: list[torch.Tensor] = []
-        self._socket = PairSocket(connection, selector, self._take, lambda reason: self.close())
 
     def progress(self, now: float) -> None:
-        """Close when the thread has ended, or a stranger is silent."""
-        if self._pair is None:
-            if self._greeting_due <= now:
-                self.close()
-        elif self._pair.state is PairState.BROKEN:
+        super().progress(now)
+        if self._pair is not None and self._pair.state is PairState.BROKEN:
             self.close()
-
-    def next_deadline(self) -> float | None:
-        return self._greeting_due if self._pair is None else None
-
-    def close(self) -> None:
-        """Tear the pair down here; its reader notices by the socket."""
-        if self.closed:
-            return
-        self.closed = True
-        self._socket.close()
-        if self._pair is not None:
-            self._pair.close()
 
     def end(self, timeout_s: float) -> None:
         """Close, and wait a while for the thread."""
@@ -88,29 +65,28 @@ class ServedPair:
         if self._pair is not None:
             self._pair.join(timeout_s)
 
-    def _take(self, inbox: bytearray) -> None:
-        if self._pair is None:
-            if len(inbox) >= GREETING.size:
-                self._greeted(inbox)
-        else:
-            while self._next_request(self._pair, inbox):
-                continue
-
-    def _greeted(self, inbox: bytearray) -> None:
-        magic, nonce, pair_id, build_ms, token = GREETING.unpack_from(inbox)
-        del inbox[: GREETING.size]
-        if magic != MAGIC or not self._check(nonce, token):
-            raise BadPeer("not admitted")
+    def _accepted(self, hello: bytes) -> bytes:
+        pair_id, build_ms = HELLO.unpack(hello)
         deadline = time.monotonic() + min(build_ms / 1000, _LONGEST_S)
         rendezvous = Rendezvous(self._bind_host)
-        self._socket.send(WELCOME.pack(MAGIC, 1, rendezvous.port))
         self._pair = PairThread(
             pair_id,
             self._staging,
             functools.partial(self._build, rendezvous, deadline),
-            functools.partial(self._meet, deadline),
+            functools.partial(self._send_first, deadline),
             self._waker,
         )
+        return WELCOME.pack(rendezvous.port)
+
+    def _requested(self, inbox: bytearray) -> None:
+        while self._pair is not None and self._next_request(self._pair, inbox):
+            continue
+
+    def _ended(self, reason: str) -> None:
+        """Its reader notices by the socket."""
+        super()._ended(reason)
+        if self._pair is not None:
+            self._pair.close()
 
     def _next_request(self, pair: PairThread, inbox: bytearray) -> bool:
         """Act on the next complete request; false if there is none."""
@@ -118,19 +94,19 @@ class ServedPair:
             return False
         read_id, ms, count = REQUEST.unpack_from(inbox)
         if count > MAX_PIECES:
-            raise BadPeer(f"{count} pieces")
+            raise ProtocolError(f"{count} pieces")
         size = REQUEST.size + count * PIECE.size
         if len(inbox) < size:
             return False
         pieces: Pieces = list(PIECE.iter_unpack(bytes(inbox[REQUEST.size : size])))
         del inbox[:size]
         if any(offset + length > self._pool_bytes for offset, length in pieces):
-            raise BadPeer("a piece lies outside the pool")
+            raise ProtocolError("a piece lies outside the pool")
         deadline = time.monotonic() + min(ms / 1000, _LONGEST_S) + GRACE_S
         try:
             pair.submit(functools.partial(self._answer, read_id, pieces, deadline))
         except queue.Full:
-            raise BadPeer("too many reads at once") from None
+            raise ProtocolError("too many reads at once") from None
         return True
 
     # On the pair's thread.
@@ -141,7 +117,7 @@ class ServedPair:
         finally:
             rendezvous.close()
 
-    def _meet(self, deadline: float, pair: PairThread) -> None:
+    def _send_first(self, deadline: float, pair: PairThread) -> None:
         self._messages = [self._staging.new_message() for _ in range(2)]
         first = self._staging.fill(self._messages[0], pack_head(pair.pair_id, 0, 0), [])
         pair.wait(pair.send(first, pair.pair_id, 0), deadline)

@@ -7,37 +7,33 @@ pool. So a transfer that has failed is quiescent as soon as no such copy is unde
 
 from __future__ import annotations
 
-import enum
 import queue
 import secrets
 import selectors
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvferry.transfer.backends.common import sockets
+from kvferry.transfer.backends.common.handshake import HandshakePeer, PeerState
 from kvferry.transfer.backends.common.transfer import BaseTransfer
-from kvferry.transfer.backends.common.waker import Waker
-from kvferry.transfer.backends.nccl.connection import BadPeer, PairSocket
-from kvferry.transfer.backends.nccl.fabric import Communicator, PairBroken
+from kvferry.transfer.backends.common.wakeups import Waker
+from kvferry.transfer.backends.nccl.communicator import Communicator, PairBroken
 from kvferry.transfer.backends.nccl.pair import GRACE_S, PairState, PairThread, reader_end
 from kvferry.transfer.backends.nccl.staging import Copy, staging
 from kvferry.transfer.backends.nccl.wire import (
-    GREETING,
+    HELLO,
     ID_BYTES,
-    MAGIC,
     MAX_PIECES,
     PIECE,
+    PROTOCOL,
     REQUEST,
     WELCOME,
     NcclAddress,
     Pieces,
     split,
 )
-from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable, check_bounds
 
 if TYPE_CHECKING:
@@ -86,26 +82,8 @@ class Arrival:
     message: torch.Tensor
 
 
-class PeerState(enum.Enum):
-    GREETING = "greeting"
-    BUILDING = "building"
-    """Both ends build their communicator."""
-    READY = "ready"
-    BROKEN = "broken"
-
-
-_TABLE: Mapping[PeerState, frozenset[PeerState]] = MappingProxyType(
-    {
-        PeerState.GREETING: frozenset({PeerState.BUILDING, PeerState.BROKEN}),
-        PeerState.BUILDING: frozenset({PeerState.READY, PeerState.BROKEN}),
-        PeerState.READY: frozenset({PeerState.BROKEN}),
-        PeerState.BROKEN: frozenset(),
-    }
-)
-
-
-class NcclPeer:
-    """One producer rank; see `transfer.engine.Peer`."""
+class NcclPeer(HandshakePeer[NcclTransfer]):
+    """One producer rank; see `transfer.engine.Peer`. Ready once both ends have built their communicator."""
 
     def __init__(
         self,
@@ -118,42 +96,33 @@ class NcclPeer:
         waker: Waker,
         timeout_s: float,
     ) -> None:
-        self.state = PeerState.GREETING
+        pair_id = secrets.token_bytes(ID_BYTES)
+        own = HELLO.pack(pair_id, _milliseconds(timeout_s))
+        deadline = time.monotonic() + timeout_s
+        super().__init__(address.fabric, address, token, selector, deadline, PROTOCOL, own)
         self._address = address
         self._pool_bytes = pool_bytes
         self._own_bytes = pool.numel() * pool.element_size()
         self._own_host = own_host
         self._waker = waker
-        self._deadline = time.monotonic() + timeout_s
-        self._error = ""
         self._staging = staging(pool)
-        self._pair_id = secrets.token_bytes(ID_BYTES)
+        self._pair_id = pair_id
         self._pair: PairThread | None = None
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
         self._arrived: deque[Arrival] = deque()
         self._copies: deque[tuple[Copy, Arrival]] = deque()
-        self._transfers: list[NcclTransfer] = []
-        connection = sockets.dial(address.host, address.port)
-        self._socket = PairSocket(connection, selector, self._take, self._break)
-        self._socket.send(
-            GREETING.pack(MAGIC, address.nonce, self._pair_id, max(1, int(timeout_s * 1000)), token)
-        )
-
-    def __repr__(self) -> str:
-        return f"<NcclPeer {self._address.host}:{self._address.port} {self.state.value}>"
 
     @property
-    def idle(self) -> bool:
-        """It is broken, and nothing is being copied for it any more."""
-        return self.state is PeerState.BROKEN and not self._copies
+    def finished(self) -> bool:
+        """It is lost, and nothing is being copied for it any more."""
+        return self.state is PeerState.LOST and not self._copies
+
+    @property
+    def _built(self) -> bool:
+        return self._pair is not None and self._pair.state is PairState.READY
 
     def poll(self) -> bool:
-        if self.state is PeerState.BROKEN:
-            raise PeerUnreachable(f"{self._address.fabric}: {self._error}")
-        return self.state is PeerState.READY
-
-    def close(self) -> None:
-        self._break("closed")
+        return super().poll() and self._built
 
     def end(self, timeout_s: float) -> None:
         """Close, and wait for what could still write into the pool, then a while for the thread."""
@@ -171,10 +140,10 @@ class NcclPeer:
         if len(spans) > MAX_PIECES:
             raise ValueError(f"{len(spans)} spans in one read; at most {MAX_PIECES}")
         transfer = NcclTransfer(spans, time.monotonic() + timeout_s)
-        if self._pair is None or self.state is not PeerState.READY:
+        if self._pair is None or self.closed or not self._built:
             transfer.fail("peer_lost")
         elif transfer.poll() is Status.PENDING:
-            self._ask(self._pair, transfer, spans, timeout_s)
+            self._request(self._pair, transfer, spans, timeout_s)
         return transfer
 
     def progress(self, now: float) -> None:
@@ -182,43 +151,49 @@ class NcclPeer:
         self._finish_copies()
         while self._arrived:
             self._copy_out(self._arrived.popleft())
-        self._transfers = [each for each in self._transfers if each.poll() is Status.PENDING]
-        self._expire(now)
-        self._watch_pair()
+        self.transfers = [each for each in self.transfers if each.poll() is Status.PENDING]
+        if not self._built and self._deadline <= now:
+            self._end("no communicator within the deadline")
+        for transfer in self.transfers:
+            if transfer.deadline <= now:
+                transfer.fail("deadline")
+                self._end("a transfer passed its deadline")
+        if self._pair is not None and self._pair.state is PairState.BROKEN:
+            self._end(self._pair.error)
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self) -> float | None:
         """Now, while a GPU copies: it has nothing that could wake us."""
         if self._copies:
-            return now
-        times = [transfer.deadline for transfer in self._transfers]
-        if self.state in (PeerState.GREETING, PeerState.BUILDING):
+            return time.monotonic()
+        times = [transfer.deadline for transfer in self.transfers]
+        if not self._built and not self.closed:
             times.append(self._deadline)
         return min(times, default=None)
 
-    def _ask(self, pair: PairThread, transfer: NcclTransfer, spans: SpanTable, timeout_s: float) -> None:
+    def _request(self, pair: PairThread, transfer: NcclTransfer, spans: SpanTable, timeout_s: float) -> None:
         try:
-            pair.submit(lambda thread: self._receive(thread, transfer))
+            pair.submit(lambda thread: self._receive_parts(thread, transfer))
         except queue.Full:
             transfer.fail("refused")
             return
-        self._transfers.append(transfer)
-        self._socket.send(REQUEST.pack(transfer.read_id, max(1, int(timeout_s * 1000)), len(spans)))
-        self._socket.send(b"".join(PIECE.pack(remote, length) for _, remote, length in spans.tolist()))
+        self.transfers.append(transfer)
+        pieces = b"".join(PIECE.pack(remote, length) for _, remote, length in spans.tolist())
+        self.send(REQUEST.pack(transfer.read_id, _milliseconds(timeout_s), len(spans)) + pieces)
 
     # On the pair's thread.
 
     def _build(self, port: int) -> Communicator:
         return reader_end(self._address.host, port, self._address.fabric, self._own_host, self._deadline)
 
-    def _meet(self, pair: PairThread) -> None:
-        """The first message proves that the communicator works, and that both ends mean this pair."""
+    def _receive_first(self, pair: PairThread) -> None:
+        """Prove that the communicator works, and that both ends mean this pair."""
         for _ in range(_MESSAGES):
             self._free.put(self._staging.new_message())
         first = self._message(self._deadline)
         pair.receive(first, self._pair_id, 0, 0, self._deadline)
         self._free.put(first)
 
-    def _receive(self, pair: PairThread, transfer: NcclTransfer) -> None:
+    def _receive_parts(self, pair: PairThread, transfer: NcclTransfer) -> None:
         deadline = transfer.deadline + GRACE_S
         for number, part in enumerate(transfer.parts):
             message = self._message(deadline)
@@ -231,26 +206,17 @@ class NcclPeer:
         try:
             message = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise PairBroken("nobody took what had arrived") from None
+            raise PairBroken("messages that had arrived were not copied out in time") from None
         if message is None:
             raise PairBroken("closed")
         return message
 
     # On the transfer thread again.
 
-    def _take(self, inbox: bytearray) -> None:
-        """The only thing that comes over the socket is WELCOME, once."""
-        if self.state is not PeerState.GREETING:
-            raise BadPeer("it spoke out of turn")
-        if len(inbox) < WELCOME.size:
-            return
-        magic, accepted, port = WELCOME.unpack_from(inbox)
-        del inbox[: WELCOME.size]
-        if magic != MAGIC or not accepted:
-            raise BadPeer("it refused the connection")
-        self._transition(PeerState.BUILDING)
+    def _accepted(self, welcome: bytes) -> None:
+        (port,) = WELCOME.unpack(welcome)
         self._pair = PairThread(
-            self._pair_id, self._staging, lambda: self._build(port), self._meet, self._waker
+            self._pair_id, self._staging, lambda: self._build(port), self._receive_first, self._waker
         )
 
     def _copy_out(self, arrival: Arrival) -> None:
@@ -267,36 +233,13 @@ class NcclPeer:
             arrival.transfer.end_copy()
             self._free.put(arrival.message)
 
-    def _watch_pair(self) -> None:
-        if self._pair is None:
-            return
-        if self._pair.state is PairState.BROKEN:
-            self._break(self._pair.error)
-        elif self._pair.state is PairState.READY and self.state is PeerState.BUILDING:
-            self._transition(PeerState.READY)
-
-    def _expire(self, now: float) -> None:
-        if self.state in (PeerState.GREETING, PeerState.BUILDING) and self._deadline <= now:
-            self._break("no communicator within the deadline")
-        for transfer in self._transfers:
-            if transfer.deadline <= now:
-                transfer.fail("deadline")
-                self._break("a transfer passed its deadline")
-
-    def _break(self, error: str) -> None:
-        """The pair is over, and with it every transfer on it. Its other end notices by the socket."""
-        if self.state is PeerState.BROKEN:
-            return
-        self._transition(PeerState.BROKEN)
-        self._error = error
-        self._socket.close()
+    def _ended(self, reason: str) -> None:
+        """The other end notices by the socket."""
+        super()._ended(reason)
         if self._pair is not None:
             self._pair.close()
         self._free.put(None)
-        for transfer in self._transfers:
-            transfer.fail("peer_lost")
 
-    def _transition(self, to: PeerState) -> None:
-        if to not in _TABLE[self.state]:
-            raise AssertionError(f"{self!r} cannot become {to.value}")
-        self.state = to
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

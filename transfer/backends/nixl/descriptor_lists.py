@@ -14,13 +14,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from kvferry.transfer.backends.common.address import MemoryAddress, NumBytes
+from kvferry.transfer.backends.common.regions import MemoryAddress, NumBytes
 from kvferry.transfer.layout import SpanTable, check_bounds
 
 _Indices = np.ndarray[Any, np.dtype[np.int32]]
 
 
-class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
+class NixlPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pool lies in its owner's address space. `kind` is NIXL's memory type."""
 
     address: MemoryAddress
@@ -36,7 +36,7 @@ class DescriptorLists:
     by the first read or, if that was a lucky run of blocks, by one soon after.
     """
 
-    def __init__(self, agent: Any, name: str, ours: PoolAddress, theirs: PoolAddress) -> None:
+    def __init__(self, agent: Any, name: str, ours: NixlPoolAddress, theirs: NixlPoolAddress) -> None:
         self._agent = agent
         self._name = name
         self._ours = ours
@@ -72,7 +72,7 @@ class DescriptorLists:
             for handle in pair:
                 agent.release_dlist_handle(handle)
 
-    def _prepare(self, name: str, pool: PoolAddress, unit: int) -> Any:
+    def _prepare(self, name: str, pool: NixlPoolAddress, unit: int) -> Any:
         rows = np.array([[pool.address, unit, pool.device, unit, pool.nbytes // unit]], dtype=np.int64)
         return self._agent.prep_xfer_dlist(name, rows, pool.kind)
 

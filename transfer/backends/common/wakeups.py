@@ -1,14 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend has the transfer thread woken at a time that milliseconds are too coarse for."""
+"""Descriptors that wake the transfer thread: for a backend's own threads, and at a time finer than poll's."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 
 _TFD_TIMER_ABSTIME = 1
 _NANOSECONDS = 1_000_000_000
+
+
+class Waker:
+    """A descriptor that turns readable. `wake` may come from any thread, even after `close`."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def wake(self) -> None:
+        with self._lock:  # or the number might be another file's by now
+            if not self._closed:
+                os.eventfd_write(self._descriptor, 1)
+
+    def on_ready(self, events: int) -> None:
+        self.drain()
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable until the next `wake`."""
+        try:
+            os.eventfd_read(self._descriptor)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._descriptor)
 
 
 class _Setting(ctypes.Structure):
@@ -38,13 +72,16 @@ class Timer:
         return self._descriptor
 
     def set(self, at: float | None) -> None:
-        """Be silent until then (`time.monotonic`), or until it is set again."""
+        """Become readable then (`time.monotonic`), and not before; None for never."""
         if at is None and self._at is None:
             return
         self._at = at
         s, ns = divmod(round(at * _NANOSECONDS), _NANOSECONDS) if at is not None else (0, 0)
         setting = _Setting(0, 0, s, ns)
         self._library.timerfd_settime(self._descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
+
+    def on_ready(self, events: int) -> None:
+        """Nothing to do: `progress`, which runs now, is what it was set for."""
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How backends describe a pool to peers."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+from msgspec import Meta
+
+MemoryAddress = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+NumBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_SIZE = struct.Struct("<Q")
+
+
+class SizedRegion:
+    """A pool that peers may ask for; its description is its size in bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def describe(self) -> bytes:
+        return _SIZE.pack(self._nbytes)
+
+
+def region_size(description: bytes) -> int:
+    """The size of a peer's `SizedRegion`. Raises `struct.error`."""
+    return int(_SIZE.unpack(description)[0])
