@@ -9,18 +9,11 @@ import zmq
 
 from kvferry.transfer.consumer.consumer import Consumer
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PlaneStats
-from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.producer.producer import Producer
-from kvferry.transfer.ranks.group import (
-    EngineBroken,
-    LinkConnected,
-    RankEvent,
-    RankGroup,
-    ReadEnded,
-    ReadQuiescent,
-)
+from kvferry.transfer.ranks.group import RankGroup
+from kvferry.transfer.sampled_tokens import SampledTokens
 
 
 class SchedulerConnector:
@@ -35,7 +28,7 @@ class SchedulerConnector:
         self._wake = wake
         self._events: list[PlaneEvent] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._ranks = RankGroup(config.tp_size, config.incarnation, self._reported)
+        self._ranks = RankGroup(config.tp_size, config.incarnation)
         self._producer = Producer(config, self._ranks, self._emit)
         self._consumer = Consumer(config, self._ranks, self._emit)
         self.control_port = config.control_port
@@ -47,7 +40,7 @@ class SchedulerConnector:
         bound, and RuntimeError if no backend is open on every rank.
         """
         self._context = zmq.Context()
-        await self._ranks.start(self._config.rank_address, timeout_s)
+        await self._ranks.start(self._config.rank_address, timeout_s, self._consumer)
         if not self._ranks.transfers:
             raise RuntimeError("no transfer backend is open on every rank")
         self.control_port = self._producer.start(self._context)
@@ -83,7 +76,7 @@ class SchedulerConnector:
         """The first `readable_blocks` are computed, on every rank, to the end of their device work."""
         self._producer.advance(TransferId(transfer_id), readable_blocks)
 
-    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
+    def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None:
         """The whole prompt is computed on every rank; the lease clock starts.
 
         `first_tokens` are told to the reader, which may have come too early to be told them elsewhere.
@@ -107,7 +100,7 @@ class SchedulerConnector:
 
     # Consumer.
 
-    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None:
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
         """Keep the producer's lease alive for a request that has no room yet. Raises `DuplicateTransfer`.
 
         After `timeout_s` the hold ends by itself, without an event.
@@ -117,7 +110,7 @@ class SchedulerConnector:
     def pull(
         self,
         transfer_id: str,
-        remote: Remote,
+        remote: RemotePrompt,
         block_ids: Sequence[int],
         first_block: int,
         timeout_s: float,
@@ -180,14 +173,3 @@ class SchedulerConnector:
     def _emit(self, event: PlaneEvent) -> None:
         self._events.append(event)
         self._wake()
-
-    def _reported(self, event: RankEvent) -> None:
-        match event:
-            case LinkConnected(link, outcome):
-                self._consumer.link_connected(link, outcome)
-            case EngineBroken(transfer):
-                self._consumer.engine_broken(transfer)
-            case ReadEnded(transfer_id, seq, outcome):
-                self._consumer.read_ended(transfer_id, seq, outcome)
-            case ReadQuiescent(transfer_id, seq):
-                self._consumer.read_quiescent(transfer_id, seq)

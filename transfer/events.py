@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.producer.lease import EndCause
+from kvferry.transfer.sampled_tokens import SampledTokens
+
+LeaseEndCause = Literal["released", "expired", "dropped"]
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Producer: the lease is over and its blocks may be freed from now on."""
 
     transfer_id: str
-    cause: EndCause
+    cause: LeaseEndCause
 
 
 class PullDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +34,7 @@ class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     pull_s: float
     tail_s: float = 0.0
     early_blocks: int = 0
-    first_tokens: FirstTokens | None = None
+    first_tokens: SampledTokens | None = None
 
 
 class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +50,7 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     quiescent: bool
     detail: str = ""
-    first_tokens: FirstTokens | None = None
+    first_tokens: SampledTokens | None = None
 
 
 class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,10 @@ Incarnation = NewType("Incarnation", str)
 """One life of an agent: 64 random bits in hex. Another value at the same address is another agent."""
 
 
+class DuplicateTransfer(ValueError):
+    """The transfer id is in use, or has been."""
+
+
 def new_transfer_id() -> TransferId:
     """Mint a transfer id."""
     return TransferId(secrets.token_hex(16))

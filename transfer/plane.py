@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.producer.lease import MAX_STAGED
+
+MAX_STAGED = 1024
+"""Readers that may wait for prefills which have not begun."""
 
 
-class Remote(msgspec.Struct, frozen=True, kw_only=True):
+class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Where a prompt's KV lies: the producer's control channel and what it pinned."""
 
     engine_id: str
@@ -40,7 +41,7 @@ class PlaneConfig:
         rank_address: Where this agent's ranks report, as the path of a Unix socket.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         max_staged: Readers that may wait for prefills which have not begun.
-        key: Locks the control channel: only agents with the same key speak to each other.
+        curve_secret: CURVE secret key (Z85) of the control channel: only agents with the same key connect.
     """
 
     incarnation: str
@@ -59,7 +60,7 @@ class PlaneConfig:
     rank_address: Path
     verify_kv: bool = False
     max_staged: int = MAX_STAGED
-    key: CurveKey | None = None
+    curve_secret: str | None = field(default=None, repr=False)
 
     @property
     def renewal_interval_s(self) -> float:

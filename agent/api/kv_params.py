@@ -17,7 +17,7 @@ from kvferry.agent.engine.messages import Prior, RemoteKV
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
 from kvferry.proxy.wire.kv_params import FirstToken, TokenId
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
 
 _PARAM = "kv_transfer_params"
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -96,7 +96,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
         assert self.remote_tp_size
         return RemoteKV(
             transfer_id=self.transfer_id,
-            source=Remote(
+            source=RemotePrompt(
                 engine_id=self.remote_engine_id,
                 host=self.remote_host,
                 port=self.remote_port,

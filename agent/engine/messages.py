@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvferry.transfer.events import PlaneStats
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -58,7 +58,7 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer_id: str
-    source: Remote
+    source: RemotePrompt
     streamed: bool = False
 
 

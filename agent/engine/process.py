@@ -44,7 +44,6 @@ from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.plane import PlaneConfig
 
@@ -263,7 +262,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         host_id=host_id(),
         rank_address=transfer_address(run_dir),
         verify_kv=config.verify_kv,
-        key=None if boot.curve_secret is None else CurveKey.of(boot.curve_secret),
+        curve_secret=boot.curve_secret,
     )
 
 

@@ -26,7 +26,7 @@ from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceStat
 from kvferry.agent.engine.transfers import Connector, PullOutcome, TransferLedger
 from kvferry.agent.worker.messages import Drawn, Step
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
-from kvferry.transfer.producer.lease import DuplicateTransfer
+from kvferry.transfer.ids import DuplicateTransfer
 
 
 class StepOrderError(RuntimeError):

@@ -19,8 +19,8 @@ from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.messages import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 
 class Connector(Protocol):
@@ -30,14 +30,14 @@ class Connector(Protocol):
         self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float
     ) -> None: ...
     def advance(self, transfer_id: str, readable_blocks: int) -> None: ...
-    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None: ...
+    def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None: ...
     def fail(self, transfer_id: str) -> None: ...
     def drop(self, transfer_id: str) -> bool: ...
-    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None: ...
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None: ...
     def pull(
         self,
         transfer_id: str,
-        remote: Remote,
+        remote: RemotePrompt,
         block_ids: Seq[int],
         first_block: int,
         timeout_s: float,
@@ -237,7 +237,7 @@ class TransferLedger:
         """Free quarantined blocks: no write can come any more."""
         self._allocator.end_quarantine(self._quarantine.pop(transfer_id, []))
 
-    def _adopt(self, request: Request, first: FirstTokens | None) -> bool:
+    def _adopt(self, request: Request, first: SampledTokens | None) -> bool:
         """Continue from the tokens that the prefill sampled. False if none can be the request's."""
         if first is None:
             return False
@@ -257,12 +257,14 @@ class TransferLedger:
             yield pull.destination
 
 
-def to_wire(tokens: Seq[Token], cached_tokens: int) -> FirstTokens:
+def to_wire(tokens: Seq[Token], cached_tokens: int) -> SampledTokens:
     """Token 1 of every choice, in order of their index, as the plane carries it to a streamed pull."""
-    return FirstTokens(choices=tuple(_token_to_wire(token) for token in tokens), cached_tokens=cached_tokens)
+    return SampledTokens(
+        choices=tuple(_token_to_wire(token) for token in tokens), cached_tokens=cached_tokens
+    )
 
 
-def from_wire(first: FirstTokens, sampling: SamplingParams, vocab_size: int) -> tuple[Token, ...] | None:
+def from_wire(first: SampledTokens, sampling: SamplingParams, vocab_size: int) -> tuple[Token, ...] | None:
     """The tokens as if they had been sampled here.
 
     None if they cannot be this request's: another number of choices, unknown ids, or no choice that goes on,
@@ -275,10 +277,10 @@ def from_wire(first: FirstTokens, sampling: SamplingParams, vocab_size: int) -> 
     return tuple(_token_from_wire(index, token) for index, token in enumerate(first.choices))
 
 
-def _token_to_wire(token: Token) -> FirstToken:
+def _token_to_wire(token: Token) -> SampledToken:
     if token.logprob is None:
-        return FirstToken(id=token.token_id, finish=token.finish)
-    return FirstToken(
+        return SampledToken(id=token.token_id, finish=token.finish)
+    return SampledToken(
         id=token.token_id,
         finish=token.finish,
         logprob=token.logprob.logprob,
@@ -287,7 +289,7 @@ def _token_to_wire(token: Token) -> FirstToken:
     )
 
 
-def _token_from_wire(index: int, token: FirstToken) -> Token:
+def _token_from_wire(index: int, token: SampledToken) -> Token:
     logprob = None
     if token.logprob is not None:
         logprob = TokenLogprob(logprob=token.logprob, margin=token.margin, top=token.top)

@@ -162,7 +162,7 @@ MUTATIONS = (
     Mutation(
         sentence="What differs from its checksums is decoded from all the same.",
         module="pull",
-        old='return self.fail("checksum", flaw) if flaw else self._release()',
+        old='return self.fail("checksum", mismatch) if mismatch else self._release()',
         new="return self._release()",
         world="one reader that verifies",
     ),

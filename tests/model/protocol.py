@@ -313,7 +313,7 @@ class Protocol:
         state = world.pulls[index].reads[place].state
         ok = state in (Bytes.RIGHT, Bytes.WRONG)
         quiescent = state is not Bytes.FAILED
-        told = self._machines.aggregate.RankReport(
+        told = self._machines.aggregate.Outcome(
             ok=ok, reason="" if ok else "peer_lost", quiescent=quiescent, nbytes=1, descriptors=1
         )
         world = self._rank(world, index, place, told=told, hushed=quiescent)
@@ -362,9 +362,9 @@ class Protocol:
         world, effects = self._table(world, "open", world.now, *arguments, message)
         lease = self._machines.lease
         refused = any(
-            isinstance(effect, lease.Reply)
+            isinstance(effect, lease.CompleteOpen)
             and effect.waiter == message
-            and isinstance(effect.answer, lease.Denied)
+            and isinstance(effect.result, lease.Denied)
             for effect in effects
         )
         prompt = world.prompts[pull.request]
@@ -477,17 +477,17 @@ class Protocol:
 
     def _replied(self, world: World, request: int, reply: Any) -> World:
         lease = self._machines.lease
-        match reply.answer:
+        match reply.result:
             case lease.Grant():
                 world = self._granted(world, request, reply)
-                return self._answer(world, reply.waiter, "grant", reply.answer)
+                return self._answer(world, reply.waiter, "grant", reply.result)
             case lease.NotYet():
                 return self._answer(world, reply.waiter, "pending")
-        self.seen.add(f"denied {reply.answer.reason}")
-        return self._answer(world, reply.waiter, "gone", reply.answer.reason)
+        self.seen.add(f"denied {reply.result.reason}")
+        return self._answer(world, reply.waiter, "gone", reply.result.reason)
 
     def _granted(self, world: World, request: int, reply: Any) -> World:
-        prompt, grant = world.prompts[request], reply.answer
+        prompt, grant = world.prompts[request], reply.result
         reader = world.pulls[reply.waiter.pull].reader
         known = grant.first_block + len(grant.block_ids)
         must(grant.block_ids == blocks_of(request)[grant.first_block : known], "I1: its own blocks")
@@ -517,7 +517,7 @@ class Protocol:
             world = self._reading(world, index, end=End.FAILED)  # a hold has no blocks, and ends in silence
         for effect in effects:
             match effect:
-                case names.Connect():
+                case names.EnsureLink():
                     pass
                 case names.SendOpen(have):
                     world = self._send(world, index, "open", have, awaited=True)
@@ -525,11 +525,11 @@ class Protocol:
                     world = self._send(world, index, "release", read_ok, awaited=read_ok)
                 case names.SendDrop():
                     world = self._send(world, index, "drop")
-                case names.Read():
+                case names.ReadBlocks():
                     world = self._begin_read(world, index, effect)
                 case names.Verify():
                     world = self._begin_verify(world, index, effect)
-                case names.CancelRead(seq):
+                case names.CancelRead(seq=seq):
                     world = self._cancel_read(world, index, seq)
                 case names.Emit(event):
                     world = self._told(world, index, event)

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from kvferry.transfer.ids import Incarnation, TransferId
-from kvferry.transfer.ranks.aggregate import RankReport
+from kvferry.transfer.ranks.aggregate import Outcome
 from tests.model.machines import Handle
 
 BLOCKS = 2
@@ -94,7 +94,7 @@ class RankRead(NamedTuple):
     blocks: int
     state: Bytes = Bytes.FLYING
     cancelled: bool = False
-    told: RankReport | None = None
+    told: Outcome | None = None
     """How its end was reported."""
     hushed: bool = False
     """That it is quiescent was reported, with its end or later."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.plane import Remote
-from kvferry.transfer.producer.lease import DuplicateTransfer
+from kvferry.transfer.ids import DuplicateTransfer
+from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.sampled_tokens import SampledTokens
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class StandInConnector:
     """Live leases: how many blocks are readable."""
     lease_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ready_leases: set[str] = field(default_factory=set)
-    first_tokens: dict[str, FirstTokens | None] = field(default_factory=dict)
+    first_tokens: dict[str, SampledTokens | None] = field(default_factory=dict)
     """What was told with each lease that became ready."""
     holds: set[str] = field(default_factory=set)
     pulls: dict[str, StandInPull] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class StandInConnector:
             assert self.leases[transfer_id] <= readable_blocks <= len(self.lease_blocks[transfer_id])
             self.leases[transfer_id] = readable_blocks
 
-    def ready(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
+    def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None:
         if transfer_id in self.leases:
             self.first_tokens[transfer_id] = first_tokens
             self.ready_leases.add(transfer_id)
@@ -80,7 +80,7 @@ class StandInConnector:
         self.end_lease(transfer_id, "dropped")
         return True
 
-    def hold(self, transfer_id: str, remote: Remote, timeout_s: float) -> None:
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
         if transfer_id in self.holds or transfer_id in self.pulls:
             raise DuplicateTransfer(transfer_id)
         assert timeout_s > 0
@@ -89,7 +89,7 @@ class StandInConnector:
     def pull(
         self,
         transfer_id: str,
-        remote: Remote,
+        remote: RemotePrompt,
         block_ids: Sequence[int],
         first_block: int,
         timeout_s: float,
@@ -115,7 +115,7 @@ class StandInConnector:
         self.ready_leases.discard(transfer_id)
         self.events.append(LeaseEnded(transfer_id=transfer_id, cause=cause))
 
-    def finish_pull(self, transfer_id: str, first_tokens: FirstTokens | None = None) -> None:
+    def finish_pull(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None:
         """The pull ends well; a cancelled one ends in failure all the same."""
         pull = self.pulls.pop(transfer_id)
         if pull.cancelled:
@@ -134,7 +134,7 @@ class StandInConnector:
         )
 
     def fail_pull(
-        self, transfer_id: str, *, quiescent: bool, first_tokens: FirstTokens | None = None
+        self, transfer_id: str, *, quiescent: bool, first_tokens: SampledTokens | None = None
     ) -> None:
         del self.pulls[transfer_id]
         failed = PullFailed(

@@ -70,7 +70,6 @@ def _rooms() -> dict[str, set[str]]:
             "transfer",
             *(f"transfer.{room}" for room in ("ranks", "producer", "consumer")),
         },
-        "transfer.faces": {"transfer", "transfer.connector", "transfer.ranks"},
         "transfer.backends": set(),
         "transfer.backends.common": {"transfer"},
         "deploy": set(),
@@ -93,10 +92,6 @@ KNOWN: set[tuple[str, str]] = {
     ("proxy.fleet", "proxy.discovery"),
     ("proxy.telemetry", "proxy.fleet"),
     ("transfer.backends.common", "transfer.backends.tcp"),
-    ("transfer.consumer", "transfer.producer"),
-    ("transfer", "transfer.producer"),
-    ("transfer.faces", "transfer.producer"),
-    ("transfer", "transfer.control"),
 }
 BACKENDS = "transfer.backends"
 MOST_MODULES = 13

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of one pair of agents: a control connection, and our ranks' connections to the producer's.
+"""The consumer's connection to one producer: a control connection, and the ranks' connections to its ranks.
 
-There is one link per producer, however many transfers want it at first contact (R30). It is never
-repaired: once it is lost, or a read over it broke, the next transfer makes a new one.
+There is one link per producer, however many transfers need it at first contact (R30). It is never repaired:
+once it is lost, or a read over it failed, the next transfer makes a new one.
 """
 
 from __future__ import annotations
@@ -15,35 +15,40 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.control import messages as wire
+from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import ControlClient
+from kvferry.transfer.control.messages import Grant
+from kvferry.transfer.ids import TransferId
+from kvferry.transfer.layout import num_columns, plan_spans, source_columns
 from kvferry.transfer.net import resolve
-from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
-from kvferry.transfer.ranks.messages import Connect
+from kvferry.transfer.ranks.messages import Connect, Read, pack_spans
 from kvferry.transfer.state_machine import transition, transitions
 
 HANDSHAKE_S = 5.0
-ANSWER_S = 2.0
-"""How long the producer may take to answer, on top of what a request lets it wait."""
+RESPONSE_TIMEOUT_S = 2.0
+"""Limit for a response, on top of the wait that a request allows."""
 
 _log = logging.getLogger(__name__)
 
 
 class LinkState(enum.Enum):
-    GREETING = "greeting"
-    """We dial; then `hello` is out."""
+    NEGOTIATING = "negotiating"
+    """Dialling, then choosing a backend by `hello`."""
     CONNECTING = "connecting"
-    """The producer agreed; our ranks are connecting to its ranks."""
+    """The producer accepted; the ranks are connecting to its ranks."""
     READY = "ready"
     LOST = "lost"
 
 
 LINK_TRANSITIONS = transitions(
     {
-        LinkState.GREETING: {LinkState.CONNECTING, LinkState.LOST},
-        LinkState.CONNECTING: {LinkState.READY, LinkState.GREETING, LinkState.LOST},
+        LinkState.NEGOTIATING: {LinkState.CONNECTING, LinkState.LOST},
+        LinkState.CONNECTING: {LinkState.READY, LinkState.NEGOTIATING, LinkState.LOST},
         LinkState.READY: {LinkState.LOST},
     }
 )
@@ -51,10 +56,10 @@ LINK_TRANSITIONS = transitions(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A life of a producer, and where its control channel is said to be.
+    """An incarnation of a producer, and the address of its control channel as a request gave it.
 
-    Whoever asks for a transfer names both. We do not hold what we learn at one address against the same life
-    at another: one wrong request would cost the right ones their producer.
+    Both identify a link: a failure at one address says nothing about the same incarnation at another, or one
+    wrong request would cost the right ones their producer.
     """
 
     engine_id: str
@@ -69,8 +74,7 @@ class Source:
         return self.host, self.port
 
 
-def source_of(remote: Remote) -> Source:
-    """Who is to be asked for a prompt's KV."""
+def source_of(remote: RemotePrompt) -> Source:
     return Source(remote.engine_id, remote.host, remote.port)
 
 
@@ -78,7 +82,8 @@ class Link:
     """One producer as seen by a consumer.
 
     `on_ready` is called once if the handshake succeeds; `on_lost` once with a stable reason and a detail,
-    unless `close` came first.
+    unless `close` came first. Every request calls its `on_response` once: with the response, or None if there
+    is none in time.
     """
 
     def __init__(
@@ -87,23 +92,24 @@ class Link:
         source: Source,
         config: PlaneConfig,
         ranks: RankGroup,
+        key: CurveKey | None,
         *,
         on_ready: Callable[[Link], None],
         on_lost: Callable[[Link, str, str], None],
     ) -> None:
         self.number = number
         self.source = source
-        self.state = LinkState.GREETING
+        self.state = LinkState.NEGOTIATING
         self.transfer = ""
         self.tp_size = 0
         self.num_blocks = 0
         self.refusal = ""
-        """Why these two agents can never work together, whoever asks again; empty as far as is known."""
+        """Why these two agents can never work together; empty as far as is known."""
         self._config = config
         self._ranks = ranks
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._client = ControlClient(self._broken, config.key)
+        self._client = ControlClient(self._broken, key)
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
@@ -126,10 +132,10 @@ class Link:
         except (OSError, ValueError, zmq.ZMQError) as error:
             self.lose("unreachable", f"cannot dial {host}:{port}: {error}")
             return
-        self._greet()
+        self._send_hello()
 
     def close(self) -> None:
-        """Let go of the producer; requests that wait are told that no answer comes. Idempotent."""
+        """Close; pending requests get None. Idempotent."""
         if self.state is LinkState.LOST:
             return
         self._transition(LinkState.LOST)
@@ -140,17 +146,17 @@ class Link:
         self._client.close()
 
     def lose(self, reason: str, detail: str) -> None:
-        """Give the producer up, and say why."""
+        """Close and report the loss. Idempotent."""
         if self.state is LinkState.LOST:
             return
         _log.info("lost %r: %s: %s", self, reason, detail)
         self.close()
         self._on_lost(self, reason, detail)
 
-    # Requests. Each calls `on_answer` once: with the answer, or None if there is none.
+    # Requests.
 
     def open(
-        self, transfer_id: str, have: int, wait_s: float, on_answer: Callable[[wire.Answer | None], None]
+        self, transfer_id: str, have: int, wait_s: float, on_response: Callable[[wire.Response | None], None]
     ) -> None:
         request = wire.Open(
             seq=self._client.next_seq(),
@@ -160,9 +166,9 @@ class Link:
             have=have,
             wait_s=wait_s,
         )
-        self._request(request, wait_s + ANSWER_S, on_answer)
+        self._request(request, wait_s + RESPONSE_TIMEOUT_S, on_response)
 
-    def renew(self, transfer_ids: Sequence[str], on_answer: Callable[[wire.Answer | None], None]) -> None:
+    def renew(self, transfer_ids: Sequence[str], on_response: Callable[[wire.Response | None], None]) -> None:
         for first in range(0, len(transfer_ids), wire.MAX_IDS):
             request = wire.Renew(
                 seq=self._client.next_seq(),
@@ -170,10 +176,10 @@ class Link:
                 consumer=self._config.incarnation,
                 transfer_ids=tuple(transfer_ids[first : first + wire.MAX_IDS]),
             )
-            self._request(request, ANSWER_S, on_answer)
+            self._request(request, RESPONSE_TIMEOUT_S, on_response)
 
     def release(
-        self, transfer_id: str, read_ok: bool, on_answer: Callable[[wire.Answer | None], None]
+        self, transfer_id: str, read_ok: bool, on_response: Callable[[wire.Response | None], None]
     ) -> None:
         request = wire.Release(
             seq=self._client.next_seq(),
@@ -182,19 +188,84 @@ class Link:
             consumer=self._config.incarnation,
             read_ok=read_ok,
         )
-        self._request(request, ANSWER_S, on_answer)
+        self._request(request, RESPONSE_TIMEOUT_S, on_response)
 
     def drop(self, transfer_id: str) -> None:
         self._request(
             wire.Drop(
                 seq=self._client.next_seq(), incarnation=self.source.engine_id, transfer_id=transfer_id
             ),
-            ANSWER_S,
+            RESPONSE_TIMEOUT_S,
             _ignore,
         )
 
+    # Blocks.
+
+    def grant(self, opened: wire.Opened) -> Grant:
+        """Unpack an `opened`. Raises ValueError for blocks that the producer does not have."""
+        if opened.block_ids and max(opened.block_ids) >= self.num_blocks:
+            raise ValueError(f"block {max(opened.block_ids)} of {self.num_blocks}")
+        checksums: tuple[bytes, ...] = ()
+        if self._config.verify_kv:
+            checksums = split_rows(opened.checksums, num_columns(self._config.geometry, self.tp_size))
+        return Grant(
+            ready=opened.state == "ready",
+            first_block=opened.first_block,
+            block_ids=opened.block_ids,
+            num_tokens=opened.num_tokens,
+            ids_hash=opened.ids_hash,
+            checksums=checksums,
+            first_tokens=opened.first_tokens,
+        )
+
+    def read(
+        self,
+        transfer_id: TransferId,
+        seq: int,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Have every rank read its part of the producer's blocks; comes to one `RankEvents.read_ended`."""
+        commands = []
+        for rank in range(self._config.tp_size):
+            plan = plan_spans(
+                self._config.geometry,
+                tp_size=self._config.tp_size,
+                rank=rank,
+                remote_tp_size=self.tp_size,
+                local_blocks=local_blocks,
+                remote_blocks=remote_blocks,
+            )
+            command = Read(
+                link=self.number,
+                transfer_id=transfer_id,
+                seq=seq,
+                spans={remote_rank: pack_spans(table) for remote_rank, table in plan.items()},
+                timeout_s=timeout_s,
+            )
+            commands.append(command)
+        self._ranks.read(transfer_id, seq, commands)
+
+    def verify(
+        self, local_blocks: Sequence[int], checksums: Sequence[bytes], on_verified: Callable[[str], None]
+    ) -> None:
+        """Compare blocks that were read with the producer's checksums.
+
+        Calls `on_verified` once, with the first mismatch or an empty string.
+        """
+        config = self._config
+        columns = source_columns(config.geometry, tp_size=config.tp_size, remote_tp_size=self.tp_size)
+
+        def compare(sums: SumTable) -> None:
+            on_verified(first_mismatch(sums, checksums, local_blocks, columns))
+
+        self._ranks.sum_blocks(local_blocks, compare)
+
+    # The handshake.
+
     def connected(self, outcome: Outcome) -> None:
-        """Every rank of ours has tried to connect."""
+        """Every rank has tried to connect."""
         if self.state is not LinkState.CONNECTING:
             return
         if outcome.ok:
@@ -205,12 +276,12 @@ class Link:
         _log.warning("%r: %s does not work between us: %s", self, self.transfer, outcome.reason)
         self._offer = tuple(name for name in self._offer if name != self.transfer)
         if self._offer:
-            self._transition(LinkState.GREETING)
-            self._greet()
+            self._transition(LinkState.NEGOTIATING)
+            self._send_hello()
         else:
             self.lose("unreachable", outcome.reason)
 
-    def _greet(self) -> None:
+    def _send_hello(self) -> None:
         config = self._config
         ranks = tuple(
             {name: self._ranks.descriptions(name)[rank] for name in self._offer}
@@ -228,59 +299,59 @@ class Link:
             verify_kv=config.verify_kv,
             ranks=ranks,
         )
-        self._request(hello, HANDSHAKE_S, self._greeted)
+        self._request(hello, HANDSHAKE_S, self._hello_responded)
 
-    def _greeted(self, answer: wire.Answer | None) -> None:
-        if self.state is not LinkState.GREETING:
+    def _hello_responded(self, response: wire.Response | None) -> None:
+        if self.state is not LinkState.NEGOTIATING:
             return
-        match answer:
+        match response:
             case wire.HelloOk():
-                self._agreed(answer)
-            case wire.Refused():
-                detail = f"{answer.field}: theirs {answer.ours}, ours {answer.theirs}"
-                if answer.field != "transfers" or self._offer == self._ranks.transfers:
+                self._accepted(response)
+            case wire.RequestRefused():
+                detail = f"{response.field}: theirs {response.ours}, ours {response.theirs}"
+                if response.field != "transfers" or self._offer == self._ranks.transfers:
                     self.refusal = detail
                 self.lose("refused", detail)
             case None:
-                self.lose("unreachable", "no answer to hello")
+                self.lose("unreachable", "no response to hello")
             case _:
-                self.lose("refused", f"hello answered by {type(answer).__name__}")
+                self.lose("refused", f"unexpected response to hello: {type(response).__name__}")
 
-    def _agreed(self, answer: wire.HelloOk) -> None:
+    def _accepted(self, response: wire.HelloOk) -> None:
         try:
-            self._config.geometry.local_heads(len(answer.ranks), 0)
+            self._config.geometry.local_heads(len(response.ranks), 0)
         except ValueError as error:
             self.refusal = str(error)
             self.lose("refused", str(error))
             return
-        if answer.transfer not in self._offer:
-            self.lose("refused", f"transfer {answer.transfer} was not offered")
+        if response.transfer not in self._offer:
+            self.lose("refused", f"transfer {response.transfer} was not offered")
             return
-        self.transfer = answer.transfer
-        self.tp_size = len(answer.ranks)
-        self.num_blocks = answer.num_blocks
+        self.transfer = response.transfer
+        self.tp_size = len(response.ranks)
+        self.num_blocks = response.num_blocks
         self._transition(LinkState.CONNECTING)
         self._ranks.connect(
             Connect(
                 link=self.number,
-                transfer=answer.transfer,
-                ranks=answer.ranks,
-                token=answer.token,
+                transfer=response.transfer,
+                ranks=response.ranks,
+                token=response.token,
                 timeout_s=HANDSHAKE_S / 2,
             )
         )
 
     def _request(
-        self, request: wire.Request, timeout_s: float, on_answer: Callable[[wire.Answer | None], None]
+        self, request: wire.Request, timeout_s: float, on_response: Callable[[wire.Response | None], None]
     ) -> None:
-        def answered(answer: wire.Answer | None) -> None:
-            if isinstance(answer, wire.Refused) and answer.field == "incarnation":
-                self.refusal = f"incarnation: {answer.ours} is there now, not {self.source}"
+        def settled(response: wire.Response | None) -> None:
+            if isinstance(response, wire.RequestRefused) and response.field == "incarnation":
+                self.refusal = f"incarnation: {response.ours} is there now, not {self.source}"
                 self.lose("incarnation", self.refusal)
             else:
-                on_answer(answer)
+                on_response(response)
 
-        self._client.request(request, timeout_s, answered)
+        self._client.request(request, timeout_s, settled)
 
     def _broken(self) -> None:
         self.lose("unreachable", "the control connection failed")
@@ -294,5 +365,5 @@ class Link:
         self.state = transition(f"link {self.number}", LINK_TRANSITIONS, self.state, to)
 
 
-def _ignore(answer: wire.Answer | None) -> None:
-    """Nobody waits for this answer."""
+def _ignore(response: wire.Response | None) -> None:
+    """Discard the response."""

@@ -12,11 +12,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.producer.lease import Grant
 from kvferry.transfer.ranks.aggregate import Outcome
+from kvferry.transfer.ranks.messages import CancelRead
+from kvferry.transfer.sampled_tokens import SampledTokens
 from kvferry.transfer.state_machine import transition, transitions
 
 MAX_ATTEMPTS = 3
@@ -57,8 +58,8 @@ PULL_TRANSITIONS = transitions(
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
-    """Effect: make sure that there is a handshake with the producer, then call `connected`."""
+class EnsureLink:
+    """Effect: have a link to the producer that is ready, then call `connected`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class SendOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadBlocks:
     """Effect: every rank reads these remote blocks into these local ones."""
 
     seq: int
@@ -78,15 +79,8 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRead:
-    """Effect: every rank gives this read up."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
 class Verify:
-    """Effect: sum what these local blocks hold, compare with a row of checksums each; comes to `verified`."""
+    """Effect: compare what these local blocks hold with a row of checksums each, then call `verified`."""
 
     local_blocks: tuple[int, ...]
     checksums: tuple[bytes, ...]
@@ -94,24 +88,24 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class SendRelease:
-    """Effect: tell the producer that we are done. With `read_ok` the answer must come to `released`."""
+    """Effect: release the lease. With `read_ok` the response must come to `released`."""
 
     read_ok: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SendDrop:
-    """Effect: tell the producer that we never came."""
+    """Effect: drop the lease; nothing was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Effect: tell the scheduler."""
+    """Effect: pass an event to the scheduler."""
 
     event: PullDone | PullFailed | PullQuiescent
 
 
-Effect = Connect | SendOpen | Read | CancelRead | Verify | SendRelease | SendDrop | Emit
+Effect = EnsureLink | SendOpen | ReadBlocks | CancelRead | Verify | SendRelease | SendDrop | Emit
 
 
 class Pull:
@@ -144,7 +138,7 @@ class Pull:
         self._first_read: float | None = None
         self._ready_at: float | None = None
         self._early_blocks = 0
-        self._first_tokens: FirstTokens | None = None
+        self._first_tokens: SampledTokens | None = None
 
     def __repr__(self) -> str:
         return f"<Pull {self.transfer_id} {self.state.value} reading={sorted(self._reading)}>"
@@ -184,7 +178,7 @@ class Pull:
         self._first_block = first_block
         self._ids_hash = ids_hash
         self._started = now
-        return [Connect()]
+        return [EnsureLink()]
 
     def connected(self, backend: str) -> list[Effect]:
         """The handshake with the producer is complete."""
@@ -252,11 +246,11 @@ class Pull:
         del self._reading[seq]
         return self._quiesced()
 
-    def verified(self, flaw: str) -> list[Effect]:
-        """What landed was compared with the checksums; `flaw` says where it differs, empty if nowhere."""
+    def verified(self, mismatch: str) -> list[Effect]:
+        """The checksums were compared; `mismatch` is the first difference, empty if there is none."""
         if self.state is not PullState.VERIFYING:
             return []
-        return self.fail("checksum", flaw) if flaw else self._release()
+        return self.fail("checksum", mismatch) if mismatch else self._release()
 
     def released(self, now: float, valid: bool) -> list[Effect]:
         """The producer's verdict on what was read."""
@@ -314,7 +308,10 @@ class Pull:
             detail=detail,
             first_tokens=self._first_tokens,
         )
-        return [*(CancelRead(seq) for seq in sorted(self._reading)), Emit(failed)]
+        return [
+            *(CancelRead(transfer_id=self.transfer_id, seq=seq) for seq in sorted(self._reading)),
+            Emit(failed),
+        ]
 
     def _mismatch(self, grant: Grant) -> str:
         """Why this answer cannot be about our request; empty if it can."""
@@ -344,7 +341,7 @@ class Pull:
             self._first_read = now
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._reading[seq] = len(remote)
-        return [Read(seq, local, remote)]
+        return [ReadBlocks(seq, local, remote)]
 
     def _complete(self) -> list[Effect]:
         """Every read is done."""

@@ -24,6 +24,11 @@ class CurveKey:
     secret: bytes = field(repr=False)
 
     @classmethod
+    def of_optional(cls, secret: str | None) -> CurveKey | None:
+        """The pair of a secret key, if there is one. Raises ValueError if it is not a CURVE secret key."""
+        return None if secret is None else cls.of(secret)
+
+    @classmethod
     def of(cls, secret: str) -> CurveKey:
         """The pair that a secret key belongs to. Raises ValueError if it is none."""
         try:
@@ -37,7 +42,7 @@ class CurveKey:
         self._prove(socket)
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Before `bind`: let in whom a `Gate` admits, and nobody while there is none."""
+        """Before `bind`: let in whom a `CurveAuthenticator` admits, and nobody while there is none."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._prove(socket)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -49,7 +54,7 @@ class CurveKey:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
-class Gate:
+class CurveAuthenticator:
     """Judges, for the locked servers of one context, who may connect. Needs a running event loop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: CurveKey) -> None:

@@ -19,14 +19,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.transfer.control.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
-from kvferry.transfer.control.curve import CurveKey, Gate
+from kvferry.transfer.control.curve import CurveAuthenticator, CurveKey
 from kvferry.transfer.control.messages import (
     MAX_FRAME_BYTES,
-    Answer,
-    BadFrame,
+    BadControlFrame,
     Request,
-    decode_answer,
+    Response,
     decode_request,
+    decode_response,
     encode,
 )
 
@@ -59,7 +59,7 @@ class ControlServer:
     ) -> None:
         self._on_request = on_request
         self._key = key
-        self._gate: Gate | None = None
+        self._authenticator: CurveAuthenticator | None = None
         self._channel: Channel | None = None
         self.bad_frames = 0
 
@@ -74,18 +74,18 @@ class ControlServer:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._key is not None:
             self._key.secure_server(socket)
-            self._gate = Gate(context, self._key)
+            self._authenticator = CurveAuthenticator(context, self._key)
         socket.bind(tcp_endpoint(host, port or "*"))
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._channel.start()
         return int(endpoint.rpartition(":")[2])
 
-    def answer(self, caller: Caller, answer: Answer) -> None:
+    def respond(self, caller: Caller, response: Response) -> None:
         """Send an answer; a caller that has left, or does not read, is passed over."""
         if self._channel is None:
             return
         try:
-            self._channel.send([caller.identity, encode(answer)])
+            self._channel.send([caller.identity, encode(response)])
         except ChannelFull as error:
             _log.debug("answer %d was not taken: %s", caller.seq, error)
 
@@ -93,16 +93,16 @@ class ControlServer:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if self._gate is not None:
-            self._gate.close()
-            self._gate = None
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
 
     def _received(self, frames: list[bytes]) -> None:
         try:
             if len(frames) != 2:
-                raise BadFrame(f"{len(frames)} parts")
+                raise BadControlFrame(f"{len(frames)} parts")
             request = decode_request(frames[1])
-        except BadFrame as error:
+        except BadControlFrame as error:
             self.bad_frames += 1
             _log.debug("dropped a control frame: %s", error)
             return
@@ -121,7 +121,7 @@ class ControlClient:
         self._on_broken = on_broken
         self._key = key
         self._seq = itertools.count(1)
-        self._waiting: dict[int, tuple[Callable[[Answer | None], None], asyncio.TimerHandle]] = {}
+        self._waiting: dict[int, tuple[Callable[[Response | None], None], asyncio.TimerHandle]] = {}
         self._socket: zmq.Socket[bytes] | None = None
         self._channel: Channel | None = None
         self._monitor: Channel | None = None
@@ -157,22 +157,24 @@ class ControlClient:
         """The number for the next request."""
         return next(self._seq)
 
-    def request(self, request: Request, timeout_s: float, on_answer: Callable[[Answer | None], None]) -> None:
-        """Send a request. `on_answer` is called once, later: with the answer, or with None when there is none
-        by the deadline, the queue is full, or the client is closed.
+    def request(
+        self, request: Request, timeout_s: float, on_response: Callable[[Response | None], None]
+    ) -> None:
+        """Send a request. `on_response` is called once, later: with the answer, or with None when there is
+        none by the deadline, the queue is full, or the client is closed.
         """
         loop = asyncio.get_running_loop()
         if self._closed or len(self._waiting) >= _QUEUE:
-            loop.call_soon(on_answer, None)
+            loop.call_soon(on_response, None)
             return
         timer = loop.call_later(timeout_s, self._settle, request.seq, None)
-        self._waiting[request.seq] = (on_answer, timer)
+        self._waiting[request.seq] = (on_response, timer)
         try:
             self._send(encode(request))
         except ChannelFull:
             timer.cancel()
             del self._waiting[request.seq]
-            loop.call_soon(on_answer, None)
+            loop.call_soon(on_response, None)
 
     def close(self) -> None:
         """Close; requests that wait are told that no answer comes."""
@@ -188,9 +190,9 @@ class ControlClient:
         if channel is not None:
             channel.close(linger_ms=_FAREWELL_MS)
         loop = asyncio.get_running_loop()
-        for on_answer, timer in self._waiting.values():
+        for on_response, timer in self._waiting.values():
             timer.cancel()
-            loop.call_soon(on_answer, None)
+            loop.call_soon(on_response, None)
         self._waiting.clear()
 
     def _send(self, frame: bytes) -> None:
@@ -204,21 +206,21 @@ class ControlClient:
 
     def _received(self, frames: list[bytes]) -> None:
         try:
-            answer = decode_answer(b"".join(frames))
-        except BadFrame as error:
+            response = decode_response(b"".join(frames))
+        except BadControlFrame as error:
             self.bad_frames += 1
             _log.warning("dropped a control frame from %s: %s", self._endpoint, error)
             return
-        self._settle(answer.seq, answer)
+        self._settle(response.seq, response)
 
-    def _settle(self, seq: int, answer: Answer | None) -> None:
+    def _settle(self, seq: int, response: Response | None) -> None:
         """An answer, or the end of waiting for it. Repeated and late answers find nobody waiting."""
         waiting = self._waiting.pop(seq, None)
         if waiting is None:
             return
-        on_answer, timer = waiting
+        on_response, timer = waiting
         timer.cancel()
-        on_answer(answer)
+        on_response(response)
 
     def _monitored(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)

@@ -7,14 +7,15 @@ version, a `seq` that the answer echoes, and the producer's incarnation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.sampled_tokens import SampledTokens
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
@@ -31,13 +32,14 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 _Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
-_MAX_BLOCKS = 1 << 17
-_Blocks = Annotated[tuple[_Count, ...], Meta(max_length=_MAX_BLOCKS)]
+MAX_BLOCKS = 1 << 17
+"""Blocks named in one `opened`."""
+_Blocks = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCKS)]
 
 GoneReason = Literal["unknown", "expired", "dropped", "finished", "failed"]
 
 
-class BadFrame(ValueError):
+class BadControlFrame(ValueError):
     """A control frame that is not one of the messages below."""
 
 
@@ -84,7 +86,7 @@ class HelloOk(_Frame, frozen=True, tag="hello_ok"):
     token: _Blob
 
 
-class Refused(_Frame, frozen=True, tag="refused"):
+class RequestRefused(_Frame, frozen=True, tag="refused"):
     """No, and why: `ours` is the producer's value of the field, `theirs` the consumer's."""
 
     field: _Word
@@ -117,7 +119,20 @@ class Opened(_Frame, frozen=True, tag="opened"):
     lease_s: _Seconds
     ids_hash: _Word
     checksums: _Sums
-    first_tokens: FirstTokens | None = None
+    first_tokens: SampledTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What an `Opened` says, as the state machines at both ends use it: one row of checksums per block."""
+
+    ready: bool
+    first_block: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    ids_hash: str
+    checksums: tuple[bytes, ...] = ()
+    first_tokens: SampledTokens | None = None
 
 
 class Pending(_Frame, frozen=True, tag="pending"):
@@ -171,31 +186,31 @@ class Dropped(_Frame, frozen=True, tag="dropped"):
 
 
 Request = Hello | Open | Renew | Release | Drop
-Answer = HelloOk | Refused | Opened | Pending | Gone | Renewed | Released | Dropped
+Response = HelloOk | RequestRefused | Opened | Pending | Gone | Renewed | Released | Dropped
 _F = TypeVar("_F")
 
 
 def max_blocks(sum_bytes: int) -> int:
     """How many blocks one `Opened` can name, with checksums of so many bytes each (0: without)."""
-    return min(_MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
+    return min(MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
 
 
-def encode(frame: Request | Answer) -> bytes:
-    """Pack one message. Raises `BadFrame` if it is too large to be taken at the other end."""
+def encode(frame: Request | Response) -> bytes:
+    """Pack one message. Raises `BadControlFrame` if it is too large to be taken at the other end."""
     packed = msgspec.msgpack.encode(frame)
     if len(packed) > MAX_FRAME_BYTES:
-        raise BadFrame(f"{type(frame).__name__} of {len(packed)} bytes exceeds {MAX_FRAME_BYTES}")
+        raise BadControlFrame(f"{type(frame).__name__} of {len(packed)} bytes exceeds {MAX_FRAME_BYTES}")
     return packed
 
 
 def decode_request(frame: bytes) -> Request:
-    """Type one frame sent by a consumer. Raises `BadFrame`, and nothing else, whatever the bytes are."""
+    """Type one frame of a consumer. Raises `BadControlFrame`, and nothing else, for any bytes."""
     return _decode(frame, _request_decoder)
 
 
-def decode_answer(frame: bytes) -> Answer:
-    """Type one frame sent by a producer. Raises `BadFrame`, and nothing else, whatever the bytes are."""
-    return _decode(frame, _answer_decoder)
+def decode_response(frame: bytes) -> Response:
+    """Type one frame of a producer. Raises `BadControlFrame`, and nothing else, for any bytes."""
+    return _decode(frame, _response_decoder)
 
 
 def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
@@ -205,13 +220,13 @@ def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
 
 # In one pass, without objects in between: both sides of a pull wait for it.
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_response_decoder: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
 
 def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_F]) -> _F:
     if len(frame) > MAX_FRAME_BYTES:
-        raise BadFrame(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        raise BadControlFrame(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadFrame(str(error)) from error
+        raise BadControlFrame(str(error)) from error

@@ -27,7 +27,7 @@ class _Prompt:
     summing: bool = False
 
 
-class Sealer:
+class ChecksumPublisher:
     """Passes `advance(transfer_id, readable, checksums)` and `ready(transfer_id, checksums)` on."""
 
     def __init__(

@@ -13,21 +13,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from kvferry.transfer.first_tokens import FirstTokens
-from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.control.messages import MAX_BLOCKS, GoneReason, Grant
+from kvferry.transfer.events import LeaseEndCause
+from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
+from kvferry.transfer.plane import MAX_STAGED
+from kvferry.transfer.sampled_tokens import SampledTokens
 from kvferry.transfer.state_machine import transition, transitions
 
-MAX_BLOCKS = 1 << 17
-"""Blocks named in one answer."""
-MAX_STAGED = 1024
 MAX_ENDED = 8192
 
 _NEVER = float("inf")
-
-EndCause = Literal["released", "expired", "dropped"]
-Refusal = Literal["unknown", "expired", "dropped", "finished", "failed"]
 
 
 class LeaseState(enum.Enum):
@@ -62,7 +59,7 @@ LEASE_TRANSITIONS = transitions(
     }
 )
 
-_REFUSALS: Mapping[LeaseState, Refusal] = MappingProxyType(
+_GONE_REASONS: Mapping[LeaseState, GoneReason] = MappingProxyType(
     {
         LeaseState.RELEASED: "finished",
         LeaseState.EXPIRED: "expired",
@@ -71,7 +68,7 @@ _REFUSALS: Mapping[LeaseState, Refusal] = MappingProxyType(
     }
 )
 
-_CAUSES: Mapping[LeaseState, EndCause] = MappingProxyType(
+_CAUSES: Mapping[LeaseState, LeaseEndCause] = MappingProxyType(
     {
         LeaseState.RELEASED: "released",
         LeaseState.EXPIRED: "expired",
@@ -80,46 +77,25 @@ _CAUSES: Mapping[LeaseState, EndCause] = MappingProxyType(
 )
 
 
-class DuplicateTransfer(ValueError):
-    """The transfer id is in use, or has been."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Answer to an `open`: readable blocks from number `first_block` of the prompt on.
-
-    `first_tokens` come with `ready`, if the prefill told any.
-    """
-
-    ready: bool
-    first_block: int
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    ids_hash: str
-    checksums: tuple[bytes, ...] = ()
-    """With verification, one row per block."""
-    first_tokens: FirstTokens | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Answer to an `open`: nothing new in the time it was ready to wait."""
+    """Result of an `open`: nothing new within its wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Answer to an `open`: there is no lease for this reader."""
+    """Result of an `open`: there is no lease for this reader."""
 
-    reason: Refusal
+    reason: GoneReason
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """Effect: answer the `open` that `waiter` stands for."""
+class CompleteOpen:
+    """Effect: respond to the `open` that `waiter` stands for."""
 
     waiter: Any
     transfer_id: TransferId
-    answer: Grant | NotYet | Denied
+    result: Grant | NotYet | Denied
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +103,10 @@ class Freed:
     """Effect: a registered lease ended; the scheduler may have its blocks back."""
 
     transfer_id: TransferId
-    cause: EndCause
+    cause: LeaseEndCause
 
 
-Effect = Reply | Freed
+Effect = CompleteOpen | Freed
 
 
 @dataclass(slots=True)
@@ -153,7 +129,7 @@ class _Lease:
     checksums: tuple[bytes, ...] = ()
     num_tokens: int = 0
     ids_hash: str = ""
-    first_tokens: FirstTokens | None = None
+    first_tokens: SampledTokens | None = None
     reader: Incarnation | None = None
     parked: _ParkedOpen | None = None
 
@@ -277,9 +253,9 @@ class LeaseTable:
             raise ValueError(f"{transfer_id}: {readable} readable of {len(lease.block_ids)} blocks")
         lease.readable = readable
         lease.checksums += tuple(checksums)
-        return self._answer_parked(lease)
+        return self._complete_parked(lease)
 
-    def tell(self, transfer_id: TransferId, first_tokens: FirstTokens | None) -> None:
+    def set_first_tokens(self, transfer_id: TransferId, first_tokens: SampledTokens | None) -> None:
         """What the reader is to be told with the last blocks. Ignored once the lease has ended."""
         lease = self._live.get(transfer_id)
         if lease is not None:
@@ -295,7 +271,7 @@ class LeaseTable:
         lease.checksums += tuple(checksums)
         lease.deadline = self._extended(now, lease)
         self._note(lease.deadline)
-        return self._answer_parked(lease)
+        return self._complete_parked(lease)
 
     def fail(self, transfer_id: TransferId) -> list[Effect]:
         """The prefill was aborted or preempted: no reader gets the blocks. Never returns `Freed`."""
@@ -317,24 +293,23 @@ class LeaseTable:
     ) -> list[Effect]:
         """Ask for blocks after the first `have`; the first consumer to ask becomes the only reader.
 
-        Counts as a renewal. Comes to exactly one `Reply` for `waiter`, now or at the latest `wait_s` from
-        now.
+        Counts as a renewal. Comes to exactly one `CompleteOpen` for `waiter`, now or at the latest `wait_s`
+        from now.
         """
         effects = self.expire(now)
         lease = self._live.get(transfer_id) or self._stage(now, transfer_id, consumer)
         if lease is None:
-            answer = self._refusal(transfer_id)
-            return [*effects, Reply(waiter, transfer_id, answer)]
+            return [*effects, CompleteOpen(waiter, transfer_id, self._gone(transfer_id))]
         if lease.reader not in (None, consumer):
-            return [*effects, Reply(waiter, transfer_id, Denied("finished"))]
+            return [*effects, CompleteOpen(waiter, transfer_id, Denied("finished"))]
         lease.reader = consumer
         self._renew(now, lease)
         effects += self._supersede(lease)
         grant = lease.grant(have, self._max_blocks)
         if grant is not None:
-            return [*effects, Reply(waiter, transfer_id, grant)]
+            return [*effects, CompleteOpen(waiter, transfer_id, grant)]
         if wait_s <= 0:
-            return [*effects, Reply(waiter, transfer_id, NotYet())]
+            return [*effects, CompleteOpen(waiter, transfer_id, NotYet())]
         lease.parked = _ParkedOpen(waiter, have, now + wait_s)
         self._note(lease.parked.until)
         return effects
@@ -458,26 +433,26 @@ class LeaseTable:
         self._num_staged += 1
         return lease
 
-    def _refusal(self, transfer_id: TransferId) -> Denied | NotYet:
+    def _gone(self, transfer_id: TransferId) -> Denied | NotYet:
         verdict = self._ended.get(transfer_id)
         # Not ended and yet not staged: the bounded map is full, and asking again is all that is left.
-        return NotYet() if verdict is None else Denied(_REFUSALS[verdict.state])
+        return NotYet() if verdict is None else Denied(_GONE_REASONS[verdict.state])
 
-    def _answer_parked(self, lease: _Lease) -> list[Effect]:
+    def _complete_parked(self, lease: _Lease) -> list[Effect]:
         if lease.parked is None:
             return []
         grant = lease.grant(lease.parked.have, self._max_blocks)
         if grant is None:
             return []
         waiter, lease.parked = lease.parked.waiter, None
-        return [Reply(waiter, lease.transfer_id, grant)]
+        return [CompleteOpen(waiter, lease.transfer_id, grant)]
 
     def _supersede(self, lease: _Lease) -> list[Effect]:
         """Answer the parked `open` with nothing new: its wait is over, or the reader asked again."""
         if lease.parked is None:
             return []
         waiter, lease.parked = lease.parked.waiter, None
-        return [Reply(waiter, lease.transfer_id, NotYet())]
+        return [CompleteOpen(waiter, lease.transfer_id, NotYet())]
 
     def _end(self, lease: _Lease, to: LeaseState, *, valid: bool = False) -> list[Effect]:
         staged = lease.state is LeaseState.STAGED
@@ -492,8 +467,8 @@ class LeaseTable:
             self._remember(lease.transfer_id, _Verdict(to, lease.reader, valid, registered))
         effects: list[Effect] = []
         if lease.parked is not None:
-            reason: Refusal = "unknown" if staged and to is LeaseState.EXPIRED else _REFUSALS[to]
-            effects.append(Reply(lease.parked.waiter, lease.transfer_id, Denied(reason)))
+            reason: GoneReason = "unknown" if staged and to is LeaseState.EXPIRED else _GONE_REASONS[to]
+            effects.append(CompleteOpen(lease.parked.waiter, lease.transfer_id, Denied(reason)))
         if registered and to in _CAUSES:
             effects.append(Freed(lease.transfer_id, _CAUSES[to]))
         return effects

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's half of an engine's transfer plane: a lease table, the control channel and a timer."""
+"""The producer's half of an engine's transfer plane: a lease table, the control server and a timer."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ import zmq
 
 from kvferry.transfer.checksum import SUM_BYTES
 from kvferry.transfer.control import messages as wire
+from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded
-from kvferry.transfer.first_tokens import FirstTokens
 from kvferry.transfer.ids import Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
 from kvferry.transfer.plane import PlaneConfig
-from kvferry.transfer.producer.checksum_publisher import Sealer
-from kvferry.transfer.producer.lease import Denied, Effect, Freed, Grant, LeaseTable, NotYet, Reply
+from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
+from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed, LeaseTable, NotYet
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import Serve
+from kvferry.transfer.sampled_tokens import SampledTokens
 from kvferry.transfer.tokens import mint
 
-_GREETED_S = 15.0
-"""A peer's ranks connect within this time after its `hello`; our ranks wait for them for so long."""
-_MAX_GREETED = 1024
-"""Peers whose ranks are waited for; one more, and the one that greeted first is not."""
+_HELLO_S = 15.0
+"""Limit for a peer's ranks to connect after its `hello`; until then our ranks poll for them."""
+_MAX_HELLOS = 1024
+"""Peers whose ranks are awaited; one more replaces the oldest."""
 _TIMER_SLACK_S = 0.001
 
 
 class Producer:
-    """Lends prompts' blocks to readers. Every method commits before it returns."""
+    """Lends prompts' blocks to readers. Every method commits before it returns.
+
+    The scheduler's calls are documented at `SchedulerConnector`.
+    """
 
     def __init__(self, config: PlaneConfig, ranks: RankGroup, emit: Callable[[LeaseEnded], None]) -> None:
         self._config = config
@@ -44,11 +48,11 @@ class Producer:
             max_blocks=wire.max_blocks(columns * SUM_BYTES),
             max_staged=config.max_staged,
         )
-        self._sealer = Sealer(ranks, self._advance, self._ready) if config.verify_kv else None
-        self._server = ControlServer(self._requested, config.key)
+        self._publisher = ChecksumPublisher(ranks, self._advance, self._ready) if config.verify_kv else None
+        self._server = ControlServer(self._requested, CurveKey.of_optional(config.curve_secret))
         self._timer: asyncio.TimerHandle | None = None
-        self._greeted: dict[bytes, float] = {}
-        """Control connections of peers whose ranks are on their way, and until when they may be, in order."""
+        self._hellos: dict[bytes, float] = {}
+        """Control connections of peers whose ranks are awaited, and until when, in order."""
         self._serving_until = 0.0
         self._serving = Serve(on=False, awaited=False)
         self.ended: Counter[str] = Counter()
@@ -73,9 +77,9 @@ class Producer:
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
-        assert self._sealer is None or len(self._sealer) == self._table.leased, "prompts to be summed"
+        assert self._publisher is None or len(self._publisher) == self._table.leased, "prompts to be summed"
 
-    # The scheduler's calls; see `SchedulerConnector`.
+    # The scheduler's calls.
 
     def register(
         self,
@@ -87,20 +91,20 @@ class Producer:
     ) -> None:
         now = time.monotonic()
         effects = self._table.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s)
-        if self._sealer is not None:
-            self._sealer.register(transfer_id, block_ids)
+        if self._publisher is not None:
+            self._publisher.register(transfer_id, block_ids)
         self._perform(effects)
 
     def advance(self, transfer_id: TransferId, readable_blocks: int) -> None:
-        if self._sealer is not None:
-            self._sealer.advance(transfer_id, readable_blocks)
+        if self._publisher is not None:
+            self._publisher.advance(transfer_id, readable_blocks)
         else:
             self._advance(transfer_id, readable_blocks)
 
-    def ready(self, transfer_id: TransferId, first_tokens: FirstTokens | None) -> None:
-        self._table.tell(transfer_id, first_tokens)
-        if self._sealer is not None:
-            self._sealer.ready(transfer_id)
+    def ready(self, transfer_id: TransferId, first_tokens: SampledTokens | None) -> None:
+        self._table.set_first_tokens(transfer_id, first_tokens)
+        if self._publisher is not None:
+            self._publisher.ready(transfer_id)
         else:
             self._ready(transfer_id)
 
@@ -123,8 +127,8 @@ class Producer:
         self._perform(self._table.ready(time.monotonic(), transfer_id, checksums))
 
     def _forget(self, transfer_id: TransferId) -> None:
-        if self._sealer is not None:
-            self._sealer.forget(transfer_id)
+        if self._publisher is not None:
+            self._publisher.forget(transfer_id)
 
     # The control channel.
 
@@ -134,7 +138,7 @@ class Producer:
             return
         match request:
             case wire.Hello():
-                self._greet(caller, request)
+                self._hello(caller, request)
             case wire.Open():
                 self._open(caller, request)
             case wire.Renew():
@@ -143,21 +147,21 @@ class Producer:
                 self._release(caller, request)
             case wire.Drop():
                 self.drop(TransferId(request.transfer_id))
-                self._answer(caller, wire.Dropped, transfer_id=request.transfer_id)
+                self._respond(caller, wire.Dropped, transfer_id=request.transfer_id)
 
-    def _greet(self, caller: Caller, hello: wire.Hello) -> None:
-        refusal = self._objection(hello)
+    def _hello(self, caller: Caller, hello: wire.Hello) -> None:
+        refusal = self._incompatibility(hello)
         if refusal is not None:
             self._refuse(caller, *refusal)
             return
         transfer = next(name for name in hello.transfers if name in self._ranks.transfers)
         self.handshakes += 1
-        self._greeted.pop(caller.identity, None)
-        self._greeted[caller.identity] = time.monotonic() + _GREETED_S
-        if len(self._greeted) > _MAX_GREETED:
-            del self._greeted[next(iter(self._greeted))]
+        self._hellos.pop(caller.identity, None)
+        self._hellos[caller.identity] = time.monotonic() + _HELLO_S
+        if len(self._hellos) > _MAX_HELLOS:
+            del self._hellos[next(iter(self._hellos))]
         self._perform([])
-        self._answer(
+        self._respond(
             caller,
             wire.HelloOk,
             transfer=transfer,
@@ -166,8 +170,8 @@ class Producer:
             token=mint(self._ranks.secret),
         )
 
-    def _objection(self, hello: wire.Hello) -> tuple[str, str, str] | None:
-        """The first thing in which this consumer does not fit us: field, our value, its value."""
+    def _incompatibility(self, hello: wire.Hello) -> tuple[str, str, str] | None:
+        """Return the first incompatibility: field, our value, the consumer's value."""
         config = self._config
         for field, ours, theirs in differences(config.geometry, hello.geometry):
             return field, ours, theirs
@@ -183,7 +187,7 @@ class Producer:
         return None
 
     def _open(self, caller: Caller, request: wire.Open) -> None:
-        self._greeted.pop(caller.identity, None)  # it asks once its ranks are connected
+        self._hellos.pop(caller.identity, None)  # its ranks are connected before the first `open`
         effects = self._table.open(
             time.monotonic(),
             TransferId(request.transfer_id),
@@ -199,31 +203,31 @@ class Producer:
             time.monotonic(), Incarnation(request.consumer), wire.transfer_ids(request.transfer_ids)
         )
         self._perform(effects)
-        self._answer(caller, wire.Renewed, alive=tuple(alive), gone=tuple(gone))
+        self._respond(caller, wire.Renewed, alive=tuple(alive), gone=tuple(gone))
 
     def _release(self, caller: Caller, request: wire.Release) -> None:
         valid, effects = self._table.release(
             time.monotonic(), TransferId(request.transfer_id), Incarnation(request.consumer), request.read_ok
         )
-        # The answer first: a request waits for it to be decoded, and what else there is to do can wait.
-        self._answer(caller, wire.Released, transfer_id=request.transfer_id, valid=valid)
+        # The response first: a client's request waits for it, and for nothing else here.
+        self._respond(caller, wire.Released, transfer_id=request.transfer_id, valid=valid)
         if not valid:
             self._serve_on()
         self._perform(effects)
 
     def _refuse(self, caller: Caller, field: str, ours: str, theirs: str) -> None:
-        self._answer(caller, wire.Refused, field=field, ours=ours[:256], theirs=theirs[:256])
+        self._respond(caller, wire.RequestRefused, field=field, ours=ours[:256], theirs=theirs[:256])
 
-    def _answer(self, caller: Caller, kind: Callable[..., wire.Answer], **fields: object) -> None:
-        self._server.answer(caller, kind(seq=caller.seq, incarnation=self._config.incarnation, **fields))
+    def _respond(self, caller: Caller, kind: Callable[..., wire.Response], **fields: object) -> None:
+        self._server.respond(caller, kind(seq=caller.seq, incarnation=self._config.incarnation, **fields))
 
     # Effects and time.
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Reply():
-                    self._reply(effect)
+                case CompleteOpen():
+                    self._complete_open(effect)
                 case Freed():
                     self.ended[effect.cause] += 1
                     if effect.cause != "released":
@@ -233,13 +237,13 @@ class Producer:
         self._update_serving()
         self._arm()
 
-    def _reply(self, reply: Reply) -> None:
-        match reply.answer:
-            case Grant() as grant:
-                self._answer(
-                    reply.waiter,
+    def _complete_open(self, completed: CompleteOpen) -> None:
+        match completed.result:
+            case wire.Grant() as grant:
+                self._respond(
+                    completed.waiter,
                     wire.Opened,
-                    transfer_id=reply.transfer_id,
+                    transfer_id=completed.transfer_id,
                     state="ready" if grant.ready else "filling",
                     first_block=grant.first_block,
                     block_ids=grant.block_ids,
@@ -250,31 +254,31 @@ class Producer:
                     first_tokens=grant.first_tokens,
                 )
             case NotYet():
-                self._answer(reply.waiter, wire.Pending, transfer_id=reply.transfer_id)
+                self._respond(completed.waiter, wire.Pending, transfer_id=completed.transfer_id)
             case Denied(reason):
-                self._answer(reply.waiter, wire.Gone, transfer_id=reply.transfer_id, reason=reason)
+                self._respond(completed.waiter, wire.Gone, transfer_id=completed.transfer_id, reason=reason)
 
     def _serve_on(self) -> None:
-        """Some lease did not end well: a reader may have given its reads up, and they may end only if we take
-        part. Nobody reads where nobody was served before.
+        """Serve for another quarantine: a lease did not end well, and a cancelled read may end only if our
+        ranks take part. Without effect while not serving: then no read is in flight.
         """
         if self._serving.on:
             self._serving_until = time.monotonic() + self._config.quarantine_s
 
     def _update_serving(self) -> None:
-        """Tell the ranks when a peer needs them, when one may, and when none can."""
+        """Set on the ranks whether a peer needs them, may need them, or cannot."""
         now = time.monotonic()
-        for identity in [each for each, until in self._greeted.items() if until <= now]:
-            del self._greeted[identity]
-        awaited = bool(self._greeted) or self._table.open_count > 0
+        for identity in [each for each, until in self._hellos.items() if until <= now]:
+            del self._hellos[identity]
+        awaited = bool(self._hellos) or self._table.open_count > 0
         serving = Serve(on=awaited or now < self._serving_until, awaited=awaited)
         if serving != self._serving:
             self._serving = serving
             self._ranks.broadcast(serving)
 
     def _arm(self) -> None:
-        """Set the timer to the next thing that time alone brings about."""
-        deadlines = [self._table.next_deadline(), next(iter(self._greeted.values()), None)]
+        """Set the timer to the next deadline."""
+        deadlines = [self._table.next_deadline(), next(iter(self._hellos.values()), None)]
         if self._serving.on and not self._serving.awaited:
             deadlines.append(self._serving_until)
         due = min((each for each in deadlines if each is not None), default=None)
@@ -283,8 +287,8 @@ class Producer:
             self._timer = None
         if due is not None:
             delay = max(due - time.monotonic(), 0.0) + _TIMER_SLACK_S
-            self._timer = asyncio.get_running_loop().call_later(delay, self._time_passed)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._timer_fired)
 
-    def _time_passed(self) -> None:
+    def _timer_fired(self) -> None:
         self._timer = None
         self._perform(self._table.expire(time.monotonic()))

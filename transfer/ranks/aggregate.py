@@ -19,8 +19,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """How one rank's part ended. After a failure `quiescent` may be false: bytes may still land."""
+class Outcome:
+    """How one rank's part, or the whole, ended. After a failure `quiescent` may be false: bytes may still
+    land.
+
+    The whole is quiescent only if every rank is.
+    """
 
     ok: bool
     reason: str = ""
@@ -29,20 +33,9 @@ class RankReport:
     descriptors: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How the whole ended. `quiescent` holds only if it holds on every rank."""
-
-    ok: bool
-    reason: str
-    quiescent: bool
-    nbytes: int
-    descriptors: int
-
-
 @dataclass(slots=True)
 class _Group:
-    reports: dict[int, RankReport] = field(default_factory=dict)
+    reports: dict[int, Outcome] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
     """Ranks that failed and may still be written to."""
     settled: bool = False
@@ -66,7 +59,7 @@ class Aggregator(Generic[K]):
             raise AssertionError(f"{key!r} is already collected")
         self._groups[key] = _Group()
 
-    def report(self, key: K, rank: int, report: RankReport) -> Outcome | None:
+    def report(self, key: K, rank: int, report: Outcome) -> Outcome | None:
         """Take one rank's report. Returns the outcome when it completes the set, once."""
         group = self._groups.get(key)
         if group is None or group.settled or not 0 <= rank < self._num_ranks:
@@ -108,7 +101,7 @@ class Aggregator(Generic[K]):
             self._tombstones.popitem(last=False)
 
 
-def _outcome(reports: list[RankReport], *, quiescent: bool) -> Outcome:
+def _outcome(reports: list[Outcome], *, quiescent: bool) -> Outcome:
     failures = [report.reason for report in reports if not report.ok]
     # "cancelled" is what the others report after one rank failed; it is nobody's first cause.
     causes = [reason for reason in failures if reason != "cancelled"] or failures

@@ -27,7 +27,7 @@ _SEND_S = 30.0
 _RECEIVE_BYTES = 1 << 16
 
 
-class BadFrame(Exception):
+class OversizedFrame(Exception):
     """Longer than any frame of ours (a bug of ours, or a stranger)."""
 
 
@@ -42,12 +42,12 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are whole now. Raises `BadFrame`."""
+        """The frames that are whole now. Raises `OversizedFrame`."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {length} bytes")
+                raise OversizedFrame(f"a frame of {length} bytes")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
@@ -91,7 +91,7 @@ class RankConnection(asyncio.Protocol):
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(self, frame)
-        except BadFrame:
+        except OversizedFrame:
             self.close()
             raise
 
@@ -150,7 +150,7 @@ class RankEnd:
             self.gone = True
 
     def frames(self) -> Iterator[bytes]:
-        """Each frame as it comes, until the engine process has gone. Raises `BadFrame`."""
+        """Each frame as it comes, until the engine process has gone. Raises `OversizedFrame`."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         while not self.gone:
@@ -158,7 +158,7 @@ class RankEnd:
             yield from self.receive()
 
     def receive(self) -> Iterator[bytes]:
-        """The frames that have come. Never waits. Raises `BadFrame`."""
+        """The frames that have come. Never waits. Raises `OversizedFrame`."""
         try:
             data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process's end of the channel to its own ranks."""
+"""The engine process's end of the channel to its own ranks: commands to all of them, and one event back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -17,46 +19,27 @@ from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import BACKENDS
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks import messages as wire
-from kvferry.transfer.ranks.aggregate import Aggregator, Outcome, RankReport
+from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
 from kvferry.transfer.tokens import new_secret
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkConnected:
-    """Every rank has tried to connect a link."""
+class RankEvents(Protocol):
+    """What a `RankGroup` calls when every rank has reported."""
 
-    link: int
-    outcome: Outcome
+    def link_connected(self, number: int, outcome: Outcome) -> None:
+        """Every rank has tried to connect a link."""
 
+    def read_ended(self, transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
+        """Every rank's part of a read is over."""
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """Every rank's part of a read is over."""
+    def read_quiescent(self, transfer_id: TransferId, seq: int) -> None:
+        """A read that ended before it was quiescent has become so on every rank."""
 
-    transfer_id: TransferId
-    seq: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class ReadQuiescent:
-    """A read that ended before it was quiescent has become so on every rank."""
-
-    transfer_id: TransferId
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineBroken:
-    """A rank has met a peer that this backend's engine will never reach again."""
-
-    transfer: str
-
-
-RankEvent = LinkConnected | EngineBroken | ReadEnded | ReadQuiescent
+    def engine_broken(self, transfer: str) -> None:
+        """Some rank's engine of this backend can never reach some peer again; called for each report."""
 
 
 @dataclass(slots=True)
@@ -69,16 +52,15 @@ class _Sums:
 
 
 class RankGroup:
-    """Every TP rank of this agent, as one: commands go to all, and one event comes back (I6)."""
+    """All TP ranks of this agent as one: commands go to all, and one event comes back (I6)."""
 
-    def __init__(self, tp_size: int, incarnation: str, on_event: Callable[[RankEvent], None]) -> None:
+    def __init__(self, tp_size: int, incarnation: str) -> None:
         self._tp_size = tp_size
         self._incarnation = incarnation
-        self._on_event = on_event
         self._hellos: dict[int, wire.RankHello] = {}
         self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
-        self._listener = RankListener(self._received)
+        self._listener: RankListener | None = None
         self._connections: dict[int, RankConnection] = {}
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
         self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
@@ -86,10 +68,12 @@ class RankGroup:
         self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
-    async def start(self, path: Path, timeout_s: float) -> None:
-        """Listen, and wait until every rank lets peers in. Raises TimeoutError naming those that do not, and
-        OSError if the path is taken or makes no sense.
+    async def start(self, path: Path, timeout_s: float, events: RankEvents) -> None:
+        """Listen, and wait until every rank admits peers.
+
+        Raises TimeoutError naming the ranks that do not, and OSError if the path is taken or invalid.
         """
+        self._listener = RankListener(partial(self._received, events))
         await self._listener.start(path)
         try:
             await asyncio.wait_for(self._complete.wait(), timeout_s)
@@ -114,7 +98,7 @@ class RankGroup:
         return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
 
     def connect(self, command: wire.Connect) -> None:
-        """Connect every rank; comes to one `LinkConnected`."""
+        """Connect every rank; comes to one `link_connected`."""
         self._links.expect((command.link, command.transfer))
         self.broadcast(command)
 
@@ -124,7 +108,7 @@ class RankGroup:
         self.broadcast(wire.CloseLink(link=link))
 
     def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
-        """Give each rank its part of a read, in order of rank; comes to one `ReadEnded`."""
+        """Give each rank its part of a read, in order of rank; comes to one `read_ended`."""
         self._reads.expect((transfer_id, seq))
         for rank, command in enumerate(commands):
             self._send(rank, command)
@@ -147,7 +131,8 @@ class RankGroup:
         assert len(self._hellos) <= self._tp_size, "too many ranks"
 
     def close(self) -> None:
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._connections.clear()
 
     def _send(self, rank: int, command: wire.Command) -> None:
@@ -160,7 +145,7 @@ class RankGroup:
             # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
             _log.error("rank %d does not take commands: %s", rank, error)
 
-    def _received(self, connection: RankConnection, frame: bytes) -> None:
+    def _received(self, events: RankEvents, connection: RankConnection, frame: bytes) -> None:
         report = wire.decode_report(frame)
         match report:
             case wire.RankHello():
@@ -170,13 +155,13 @@ class RankGroup:
                 if len(self._welcomed) == self._tp_size:
                     self._complete.set()
             case wire.Connected():
-                self._connected(report)
+                self._connected(events, report)
             case wire.ReadEnded():
-                self._read_ended(report)
+                self._read_ended(events, report)
             case wire.ReadQuiescent():
                 key = (TransferId(report.transfer_id), report.seq)
                 if self._reads.quiescent(key, report.rank):
-                    self._on_event(ReadQuiescent(*key))
+                    events.read_quiescent(*key)
             case wire.BlocksSummed():
                 self._blocks_summed(report)
 
@@ -188,26 +173,26 @@ class RankGroup:
         self._connections[hello.rank] = connection
         self._send(hello.rank, wire.Welcome(secret=self.secret))
 
-    def _connected(self, report: wire.Connected) -> None:
+    def _connected(self, events: RankEvents, report: wire.Connected) -> None:
         if report.broken:
-            self._on_event(EngineBroken(report.transfer))
-        rank_report = RankReport(ok=report.error is None, reason=report.error or "")
-        outcome = self._links.report((report.link, report.transfer), report.rank, rank_report)
+            events.engine_broken(report.transfer)
+        ended = Outcome(ok=report.error is None, reason=report.error or "")
+        outcome = self._links.report((report.link, report.transfer), report.rank, ended)
         if outcome is not None:
-            self._on_event(LinkConnected(report.link, outcome))
+            events.link_connected(report.link, outcome)
 
-    def _read_ended(self, report: wire.ReadEnded) -> None:
+    def _read_ended(self, events: RankEvents, report: wire.ReadEnded) -> None:
         key = (TransferId(report.transfer_id), report.seq)
-        rank_report = RankReport(
+        ended = Outcome(
             ok=report.ok,
             reason=report.reason,
             quiescent=report.quiescent,
             nbytes=report.nbytes,
             descriptors=report.descriptors,
         )
-        outcome = self._reads.report(key, report.rank, rank_report)
+        outcome = self._reads.report(key, report.rank, ended)
         if outcome is not None:
-            self._on_event(ReadEnded(*key, outcome))
+            events.read_ended(*key, outcome)
         elif not report.ok:
             # The whole has failed already; the other ranks need not go on.
             self.broadcast(wire.CancelRead(transfer_id=report.transfer_id, seq=report.seq))

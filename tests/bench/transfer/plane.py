@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
 from tests.bench.transfer.reader import ROOT
@@ -57,9 +57,9 @@ class LendingProcess:
             self._process.kill()
             self._process.wait()
 
-    def address(self) -> Remote:
+    def address(self) -> RemotePrompt:
         """Waits for its first line."""
-        return msgspec.convert(self._line(), Remote)
+        return msgspec.convert(self._line(), RemotePrompt)
 
     def lend(self, prompts: list[list[int]]) -> list[str]:
         """Have the blocks of several prompts leased; returns the transfers' ids."""
@@ -95,7 +95,7 @@ class Timing:
 class Puller:
     """An agent of this process that pulls from a lending one. Both pools are of one size."""
 
-    def __init__(self, lender: LendingProcess, agent: PlaneAgent, remote: Remote) -> None:
+    def __init__(self, lender: LendingProcess, agent: PlaneAgent, remote: RemotePrompt) -> None:
         self._lender = lender
         self._agent = agent
         self._remote = remote

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,10 +25,10 @@ import torch
 
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent
-from kvferry.transfer.ids import new_incarnation, new_transfer_id
+from kvferry.transfer.ids import TransferId, new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.plane import PlaneConfig, Remote
-from kvferry.transfer.ranks.group import RankEvent, ReadEnded
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.bench.transfer.pools import poisoned_pool, random_pool
 
@@ -38,12 +39,16 @@ _START_S = 60.0
 class _TimedConnector(SchedulerConnector):
     """Notes when the last byte of a read was reported."""
 
-    read_ended_at = 0.0
+    def __init__(self, config: PlaneConfig, wake: Callable[[], None]) -> None:
+        super().__init__(config, wake)
+        self.read_ended_at = 0.0
+        read_ended = self._consumer.read_ended
 
-    def _reported(self, event: RankEvent) -> None:
-        if isinstance(event, ReadEnded):
+        def timed(transfer_id: TransferId, seq: int, outcome: Outcome) -> None:
             self.read_ended_at = time.perf_counter()
-        super()._reported(event)
+            read_ended(transfer_id, seq, outcome)
+
+        self._consumer.read_ended = timed  # type: ignore[method-assign]
 
 
 class PlaneAgent:
@@ -105,9 +110,9 @@ class PlaneAgent:
         self._worker.close()
         self._directory.cleanup()
 
-    def address(self) -> Remote:
+    def address(self) -> RemotePrompt:
         """Where we are; how many tokens, the caller fills in."""
-        return Remote(
+        return RemotePrompt(
             engine_id=self._config.incarnation,
             host="127.0.0.1",
             port=self.plane.control_port,

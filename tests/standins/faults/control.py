@@ -17,9 +17,9 @@ from unittest import mock
 import msgspec
 import zmq
 
-from kvferry.transfer.control.messages import Answer, Request
+from kvferry.transfer.control.messages import Request, Response
 
-_TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(Request), *get_args(Answer)))
+_TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(Request), *get_args(Response)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from kvferry.agent.engine.blocks import BlockAllocator
 from kvferry.agent.engine.messages import Failed, Output, Prior, RemoteKV, SamplingParams, Submit
 from kvferry.agent.engine.scheduler import Scheduler
 from kvferry.agent.worker.messages import Drawn, Step
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
 from tests.standins.connector import StandInConnector
 
 LIMITS = Limits(
@@ -100,7 +100,7 @@ def request(request_id: str, prompt: Sequence[int], **changes: Any) -> Submit:
 def remote(transfer_id: str, prompt: Sequence[int]) -> RemoteKV:
     return RemoteKV(
         transfer_id=transfer_id,
-        source=Remote(engine_id="e" * 16, host="127.0.0.1", port=1, num_tokens=len(prompt), tp_size=1),
+        source=RemotePrompt(engine_id="e" * 16, host="127.0.0.1", port=1, num_tokens=len(prompt), tp_size=1),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.plane import PlaneConfig, Remote
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.standins.faults import control, tcp
 
@@ -99,7 +99,7 @@ class Agent:
             worker.close()
         self.directory.cleanup()
 
-    def remote(self, num_tokens: int, **changes: Any) -> Remote:
+    def remote(self, num_tokens: int, **changes: Any) -> RemotePrompt:
         """How another agent is told about a prompt of ours."""
         values = {
             "engine_id": self.config.incarnation,
@@ -108,7 +108,7 @@ class Agent:
             "num_tokens": num_tokens,
             "tp_size": self.config.tp_size,
         }
-        return Remote(**{**values, **changes})
+        return RemotePrompt(**{**values, **changes})
 
     def lend(self, block_ids: Sequence[int], num_tokens: int, timeout_s: float = 30.0) -> str:
         """Lease blocks as if a prefill had just filled them; returns the transfer id."""

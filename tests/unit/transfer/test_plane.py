@@ -16,10 +16,10 @@ from kvferry.transfer.backends.tcp.peer import TcpPeer
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.engine import PeerUnreachable, usable
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
-from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.ids import DuplicateTransfer, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.producer.lease import DuplicateTransfer, LeaseTable
+from kvferry.transfer.producer.lease import LeaseTable
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]
@@ -135,7 +135,7 @@ async def test_a_pull_that_has_every_block_waits_for_the_word_that_the_prompt_is
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
     """Design §5, streamed mode; also where blocks become readable only once they are summed."""
-    first = FirstTokens(choices=(FirstToken(id=7, logprob=-0.5), FirstToken(id=8, finish="stop")))
+    first = SampledTokens(choices=(SampledToken(id=7, logprob=-0.5), SampledToken(id=8, finish="stop")))
     async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
         transfer_id = new_transfer_id()
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "hash")
@@ -571,7 +571,7 @@ class Forwarder:
 
 
 async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.transfer.consumer.link.ANSWER_S", 0.3)
+    monkeypatch.setattr("kvferry.transfer.consumer.link.RESPONSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr("kvferry.transfer.consumer.consumer._OPEN_WAIT_S", 0.1)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         forwarder = Forwarder(prefill.plane.control_port)
@@ -592,7 +592,7 @@ async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or else its renewals would go nowhere, and its lease would end."""
-    monkeypatch.setattr("kvferry.transfer.consumer.link.ANSWER_S", 0.1)
+    monkeypatch.setattr("kvferry.transfer.consumer.link.RESPONSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("kvferry.transfer.consumer.consumer._OPEN_WAIT_S", 0.05)
     async with Agent(seed=1, lease_s=4.0) as prefill, Agent(seed=2, lease_s=4.0) as decode:
         forwarder = Forwarder(prefill.plane.control_port)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.checksum import SUM_BYTES, SumTable
-from kvferry.transfer.control.messages import MAX_FRAME_BYTES, Opened, decode_answer, encode, max_blocks
+from kvferry.transfer.control.messages import MAX_FRAME_BYTES, Opened, decode_response, encode, max_blocks
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import TransferId, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.producer.checksum_publisher import Sealer
+from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.ranks.group import RankGroup
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
 
@@ -115,7 +115,7 @@ def test_a_reader_hears_of_blocks_only_after_every_rank_has_summed_them() -> Non
     """And in the order in which the scheduler told, whatever it said meanwhile."""
     said: list[tuple[object, ...]] = []
     ranks = StandInRanks()
-    sealer = Sealer(
+    sealer = ChecksumPublisher(
         cast(RankGroup, ranks),
         advance=lambda _, readable, sums: said.append((readable, *sums)),
         ready=lambda _, sums: said.append(("ready", *sums)),
@@ -154,4 +154,4 @@ def test_as_many_blocks_as_an_answer_may_name_fit_its_frame(columns: int) -> Non
     )
     frame = encode(opened)
     assert len(frame) < MAX_FRAME_BYTES
-    assert decode_answer(frame) == opened
+    assert decode_response(frame) == opened

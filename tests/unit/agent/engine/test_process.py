@@ -25,7 +25,7 @@ from kvferry.agent.engine.messages import (
 )
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
-from kvferry.transfer.plane import Remote
+from kvferry.transfer.plane import RemotePrompt
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.worker.tiny_models import reference_tokens, save_checkpoint
@@ -80,7 +80,7 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
         assert first.leased
         source = RemoteKV(
             transfer_id="t",
-            source=Remote(
+            source=RemotePrompt(
                 engine_id=prefill.ready.incarnation,
                 host="127.0.0.1",
                 port=prefill.ready.control_port,

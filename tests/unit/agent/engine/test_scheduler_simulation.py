@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.agent.engine.messages import Failed, Output, Submit
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
 
@@ -114,10 +114,10 @@ class History(RuleBasedStateMachine):
             self.runner.write(pull.block_ids, start, prompt[start:])
         self.engine.connector.finish_pull(transfer_id, self._first_tokens(transfer_id))
 
-    def _first_tokens(self, transfer_id: str) -> FirstTokens:
+    def _first_tokens(self, transfer_id: str) -> SampledTokens:
         submit = self.submitted[transfer_id.removeprefix("c-")]
         drawn = [next_token(submit.prompt_ids, choice) for choice in range(submit.sampling.n)]
-        return FirstTokens(choices=tuple(FirstToken(id=token) for token in drawn))
+        return SampledTokens(choices=tuple(SampledToken(id=token) for token in drawn))
 
     @precondition(lambda self: self.engine.connector.pulls)
     @rule(which=st.integers(0, 10**6), quiescent=st.booleans(), told=st.booleans())

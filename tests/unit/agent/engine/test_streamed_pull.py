@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.agent.engine.messages import Failed, Output, SamplingParams, Submit, Token, TokenLogprob
 from kvferry.agent.engine.transfers import from_wire, to_wire
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
@@ -33,18 +33,18 @@ def pulling(num_blocks: int = 40, **changes: object) -> LocalEngine:
     return engine
 
 
-def first_tokens(n: int = 1, ended: tuple[int, ...] = ()) -> FirstTokens:
+def first_tokens(n: int = 1, ended: tuple[int, ...] = ()) -> SampledTokens:
     """What the prefill's engine would hand over."""
-    return FirstTokens(
+    return SampledTokens(
         choices=tuple(
-            FirstToken(id=next_token(PROMPT, choice), finish="stop" if choice in ended else None)
+            SampledToken(id=next_token(PROMPT, choice), finish="stop" if choice in ended else None)
             for choice in range(n)
         ),
         cached_tokens=4,
     )
 
 
-def arrive(engine: LocalEngine, first: FirstTokens | None) -> None:
+def arrive(engine: LocalEngine, first: SampledTokens | None) -> None:
     pull = engine.connector.pulls["t"]
     start = pull.first_block * LIMITS.block_size
     assert isinstance(engine.runner, StandInRunner)
@@ -123,7 +123,7 @@ def test_without_the_first_tokens_the_prompt_is_computed_and_they_are_drawn_here
 def test_with_the_first_tokens_and_without_the_kv_they_are_not_drawn_again() -> None:
     """I4: the client may have them. They are told once the prompt is here."""
     engine = pulling()
-    other = FirstTokens(choices=(FirstToken(id=(next_token(PROMPT, 0) + 1) % 50),))
+    other = SampledTokens(choices=(SampledToken(id=(next_token(PROMPT, 0) + 1) % 50),))
     engine.connector.fail_pull("t", quiescent=True, first_tokens=other)
     engine.step()
     assert "d" not in engine.messages
@@ -136,10 +136,10 @@ def test_with_the_first_tokens_and_without_the_kv_they_are_not_drawn_again() -> 
 
 @pytest.mark.parametrize(
     "first",
-    [None, first_tokens(2), FirstTokens(choices=(FirstToken(id=50),)), first_tokens(1, ended=(0,))],
+    [None, first_tokens(2), SampledTokens(choices=(SampledToken(id=50),)), first_tokens(1, ended=(0,))],
     ids=["none", "too many", "unknown id", "nothing goes on"],
 )
-def test_kv_with_first_tokens_that_cannot_be_ours_is_not_used(first: FirstTokens | None) -> None:
+def test_kv_with_first_tokens_that_cannot_be_ours_is_not_used(first: SampledTokens | None) -> None:
     engine = pulling()
     arrive(engine, first)
     engine.run()

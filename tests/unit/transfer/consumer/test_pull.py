@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from kvferry.transfer.consumer.pull import (
     MAX_ATTEMPTS,
-    CancelRead,
-    Connect,
     Emit,
+    EnsureLink,
     Pull,
     PullState,
-    Read,
+    ReadBlocks,
     SendDrop,
     SendOpen,
     SendRelease,
     Verify,
 )
+from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.producer.lease import Grant
 from kvferry.transfer.ranks.aggregate import Outcome
+from kvferry.transfer.ranks.messages import CancelRead
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 OURS = (10, 11, 12)
 GOOD = Outcome(ok=True, reason="", quiescent=True, nbytes=100, descriptors=3)
@@ -39,14 +39,14 @@ def grant(ids: tuple[int, ...], *, first: int = 0, ready: bool = True, tokens: i
 
 def opening(first_block: int = 0) -> Pull:
     pull = Pull(TransferId("t"), 40)
-    assert pull.start(1.0, OURS, first_block, None) == [Connect()]
+    assert pull.start(1.0, OURS, first_block, None) == [EnsureLink()]
     assert pull.connected("tcp") == [SendOpen(0)]
     return pull
 
 
 def reading() -> Pull:
     pull = opening()
-    assert pull.opened(2.0, grant((3, 4, 5))) == [Read(0, OURS, (3, 4, 5))]
+    assert pull.opened(2.0, grant((3, 4, 5))) == [ReadBlocks(0, OURS, (3, 4, 5))]
     return pull
 
 
@@ -79,9 +79,9 @@ def test_without_the_proof_the_bytes_are_thrown_away() -> None:
 
 def test_chunks_are_read_as_they_come_and_the_proof_is_asked_for_after_the_last() -> None:
     pull = opening()
-    assert pull.opened(2.0, grant((3,), ready=False)) == [Read(0, (10,), (3,)), SendOpen(1)]
+    assert pull.opened(2.0, grant((3,), ready=False)) == [ReadBlocks(0, (10,), (3,)), SendOpen(1)]
     assert pull.pending() == [SendOpen(1)]
-    assert pull.opened(3.0, grant((4, 5), first=1)) == [Read(1, (11, 12), (4, 5))]
+    assert pull.opened(3.0, grant((4, 5), first=1)) == [ReadBlocks(1, (11, 12), (4, 5))]
     assert pull.read_ended(1, GOOD) == []
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
 
@@ -101,7 +101,7 @@ def test_what_was_here_before_the_prefill_ended_is_told_apart() -> None:
 
 @pytest.mark.parametrize("valid", [True, False])
 def test_the_first_tokens_are_passed_on_even_if_the_kv_is_lost(valid: bool) -> None:
-    pull, first = opening(), FirstTokens(choices=(FirstToken(id=9),), cached_tokens=16)
+    pull, first = opening(), SampledTokens(choices=(SampledToken(id=9),), cached_tokens=16)
     pull.opened(2.0, replace(grant((3, 4, 5)), first_tokens=first))
     pull.read_ended(0, GOOD)
     (end,) = events(pull.released(3.0, valid))
@@ -116,7 +116,7 @@ def test_a_chunk_that_arrives_early_does_not_end_the_pull() -> None:
 
 
 def test_cached_blocks_are_skipped() -> None:
-    assert opening(2).opened(2.0, grant((3, 4, 5))) == [Read(0, (12,), (5,))]
+    assert opening(2).opened(2.0, grant((3, 4, 5))) == [ReadBlocks(0, (12,), (5,))]
     assert opening(3).opened(2.0, grant((3, 4, 5))) == [SendRelease(read_ok=True)]
 
 
@@ -135,7 +135,7 @@ def test_an_answer_about_another_prompt_fails_the_pull(answer: Grant) -> None:
     effects = pull.opened(2.0, answer)
     assert failure(effects).reason == "mismatch"
     assert SendRelease(read_ok=False) in effects
-    assert not any(isinstance(effect, Read) for effect in effects)
+    assert not any(isinstance(effect, ReadBlocks) for effect in effects)
 
 
 def test_one_failed_read_fails_the_pull_and_cancels_the_others() -> None:
@@ -143,7 +143,7 @@ def test_one_failed_read_fails_the_pull_and_cancels_the_others() -> None:
     pull.opened(2.0, grant((3,), ready=False))
     pull.opened(3.0, grant((4, 5), first=1))
     effects = pull.read_ended(0, BAD)
-    assert CancelRead(1) in effects
+    assert CancelRead(transfer_id="t", seq=1) in effects
     assert SendRelease(read_ok=False) in effects
     assert failure(effects) == PullFailed(
         transfer_id="t", reason="read_failed", quiescent=False, detail="peer_lost"

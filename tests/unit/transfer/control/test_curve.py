@@ -18,7 +18,7 @@ from kvferry.transfer.events import PullDone, PullFailed
 from tests.standins.wiretap import Wiretap
 from tests.unit.transfer.rig import Agent, assert_same_kv
 
-ANSWER_S = 5.0
+RESPONSE_TIMEOUT_S = 5.0
 REFUSAL_S = 0.5
 """How long a peer that is not admitted is watched; one that is admitted is answered in a few ms."""
 MARK = "a-transfer-id-that-nobody-else-may-read"
@@ -40,7 +40,7 @@ class Server:
 
     def _requested(self, caller: Caller, request: wire.Request) -> None:
         self.requests.append(request)
-        self.server.answer(caller, wire.Dropped(seq=caller.seq, incarnation="i", transfer_id=MARK))
+        self.server.respond(caller, wire.Dropped(seq=caller.seq, incarnation="i", transfer_id=MARK))
 
 
 @asynccontextmanager
@@ -54,17 +54,17 @@ async def serving(key: CurveKey | None) -> AsyncIterator[Server]:
         context.term()
 
 
-async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.Answer | None, bool]:
+async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.Response | None, bool]:
     """One request by a client with this key: its answer, and whether the connection was reported broken."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     broken = asyncio.Event()
     client = ControlClient(broken.set, key=key)
-    answer: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
+    response: asyncio.Future[wire.Response | None] = asyncio.get_running_loop().create_future()
     try:
         client.start(context, "127.0.0.1", port)
         request = wire.Drop(seq=client.next_seq(), incarnation="i", transfer_id=MARK)
-        client.request(request, timeout_s, answer.set_result)
-        return await answer, broken.is_set()
+        client.request(request, timeout_s, response.set_result)
+        return await response, broken.is_set()
     finally:
         client.close()
         context.term()
@@ -73,7 +73,7 @@ async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.A
 async def test_holders_of_the_key_are_heard() -> None:
     key = new_key()
     async with serving(key) as server:
-        assert (await ask(server.port, key, ANSWER_S))[0] is not None
+        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
 
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster"])
@@ -84,7 +84,7 @@ async def test_without_the_key_nobody_is_heard(peer: str) -> None:
         theirs = None if peer == "plain" else new_key()
         assert await ask(server.port, theirs, REFUSAL_S) == (None, True)
         assert not server.requests
-        assert (await ask(server.port, key, ANSWER_S))[0] is not None, "and the gate still stands"
+        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None, "and the gate still stands"
 
 
 async def test_the_public_key_alone_opens_nothing() -> None:
@@ -97,7 +97,7 @@ async def test_the_public_key_alone_opens_nothing() -> None:
         dealer.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         dealer.connect(f"tcp://127.0.0.1:{server.port}")
         dealer.send(wire.encode(wire.Drop(seq=1, incarnation="i", transfer_id=MARK)))
-        assert (await ask(server.port, key, ANSWER_S))[0] is not None
+        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         await asyncio.sleep(REFUSAL_S)
         dealer.close()
         context.term()
@@ -141,11 +141,11 @@ async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.
 async def test_what_goes_over_the_wire_cannot_be_read_or_repeated() -> None:
     key = new_key()
     async with serving(key) as server, Wiretap(server.port) as tap:
-        assert (await ask(tap.port, key, ANSWER_S))[0] is not None
+        assert (await ask(tap.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         assert len(server.requests) == 1
         assert MARK.encode() not in tap.heard and MARK.encode() not in tap.said
         assert MARK.encode() not in await tap.replay()
-        assert (await ask(server.port, key, ANSWER_S))[0] is not None
+        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         assert len(server.requests) == 2, "the repetition reached nobody"
 
 
@@ -153,8 +153,8 @@ async def test_planes_with_the_key_pull_and_others_are_kept_out() -> None:
     """A stranger that knows a live transfer's id and where its KV lies gets none of it."""
     key = new_key()
     async with (
-        Agent(key=key, seed=1) as producer,
-        Agent(key=key, seed=2) as consumer,
+        Agent(curve_secret=key.secret.decode(), seed=1) as producer,
+        Agent(curve_secret=key.secret.decode(), seed=2) as consumer,
         Agent(seed=3) as stranger,
     ):
         transfer_id = producer.lend([3, 4, 5], 12)

@@ -28,7 +28,7 @@ class Server:
     def requested(self, caller: Caller, request: wire.Request) -> None:
         self.requests.append(request)
         if not self.silent:
-            self.server.answer(caller, wire.Dropped(seq=caller.seq, incarnation="i", transfer_id="t"))
+            self.server.respond(caller, wire.Dropped(seq=caller.seq, incarnation="i", transfer_id="t"))
 
 
 @pytest.fixture
@@ -59,17 +59,17 @@ async def connect() -> AsyncIterator[Connect]:
     context.term()
 
 
-async def ask(client: ControlClient, timeout_s: float = 5.0) -> wire.Answer | None:
-    answer: asyncio.Future[wire.Answer | None] = asyncio.get_running_loop().create_future()
+async def ask(client: ControlClient, timeout_s: float = 5.0) -> wire.Response | None:
+    response: asyncio.Future[wire.Response | None] = asyncio.get_running_loop().create_future()
     request = wire.Drop(seq=client.next_seq(), incarnation="i", transfer_id="t")
-    client.request(request, timeout_s, answer.set_result)
-    return await answer
+    client.request(request, timeout_s, response.set_result)
+    return await response
 
 
 async def test_every_request_gets_the_answer_with_its_number(server: Server, connect: Connect) -> None:
     client = connect(server.port)
     answers = await asyncio.gather(*(ask(client) for _ in range(200)))
-    assert sorted(answer.seq for answer in answers if answer is not None) == list(range(1, 201))
+    assert sorted(response.seq for response in answers if response is not None) == list(range(1, 201))
 
 
 async def test_no_answer_is_reported_by_the_deadline(server: Server, connect: Connect) -> None:
@@ -111,7 +111,7 @@ async def test_a_frame_over_the_limit_costs_its_sender_the_connection(
 
 async def test_an_answer_to_someone_who_left_is_passed_over(server: Server, connect: Connect) -> None:
     """X25: nothing queues up for a peer that is gone."""
-    server.server.answer(Caller(b"nobody", 1), wire.Dropped(**HEAD, transfer_id="t"))
+    server.server.respond(Caller(b"nobody", 1), wire.Dropped(**HEAD, transfer_id="t"))
     assert await ask(connect(server.port)) is not None
 
 

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.messages import BadFrame, EngineDescription
-from kvferry.transfer.first_tokens import MAX_ALTERNATIVES, MAX_CHOICES, FirstToken, FirstTokens
+from kvferry.transfer.control.messages import BadControlFrame, EngineDescription
+from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES, SampledToken, SampledTokens
 from tests.unit.transfer.rig import GEOMETRY
 
 DESCRIPTION = EngineDescription(engine=b"\x00e", regions=(b"\xffr",))
@@ -35,7 +35,7 @@ REQUESTS = [
 ]
 ANSWERS = [
     wire.HelloOk(**HEAD, transfer="tcp", num_blocks=4, ranks=(DESCRIPTION,), token=b"\x01"),
-    wire.Refused(**HEAD, field="dtype", ours="a", theirs="b"),
+    wire.RequestRefused(**HEAD, field="dtype", ours="a", theirs="b"),
     wire.Opened(
         **HEAD,
         transfer_id="t",
@@ -57,9 +57,9 @@ ANSWERS = [
         lease_s=10.0,
         ids_hash="x",
         checksums=b"",
-        first_tokens=FirstTokens(
+        first_tokens=SampledTokens(
             choices=tuple(
-                FirstToken(id=token, logprob=-0.1, top=((token, -0.1),) * MAX_ALTERNATIVES)
+                SampledToken(id=token, logprob=-0.1, top=((token, -0.1),) * MAX_ALTERNATIVES)
                 for token in range(MAX_CHOICES)
             ),
             cached_tokens=16,
@@ -79,8 +79,8 @@ def test_requests_survive_the_wire(request_: wire.Request) -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda each: type(each).__name__)
-def test_answers_survive_the_wire(answer: wire.Answer) -> None:
-    assert wire.decode_answer(wire.encode(answer)) == answer
+def test_answers_survive_the_wire(answer: wire.Response) -> None:
+    assert wire.decode_response(wire.encode(answer)) == answer
 
 
 def plain(frame: wire.Request) -> dict[str, object]:
@@ -89,7 +89,7 @@ def plain(frame: wire.Request) -> dict[str, object]:
 
 
 def refused(body: object) -> None:
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadControlFrame):
         wire.decode_request(msgpack.packb(body))
 
 
@@ -134,9 +134,9 @@ def test_lists_and_frames_are_limited() -> None:
     refused({**hello, "geometry": {**geometry, "order": "x" * 5000}})
     engine = {"engine": b"e", "regions": [b"r"]}
     refused({**hello, "ranks": [{f"backend {number}": engine for number in range(70)}]})
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadControlFrame):
         wire.decode_request(b"\xc4" + bytes(wire.MAX_FRAME_BYTES))
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadControlFrame):
         wire.encode(wire.Renew(**HEAD, consumer="c", transfer_ids=("x" * 300,) * 4000))
 
 
@@ -148,8 +148,8 @@ def test_lists_and_frames_are_limited() -> None:
 @example(b"\xc7\x08\x01" + b"\x00" * 8)
 def test_no_bytes_raise_anything_but_bad_frame(frame: bytes) -> None:
     """X3, X16, L12: nothing is unpickled, and garbage is a counted frame, not a dead thread."""
-    for decode in (wire.decode_request, wire.decode_answer):
-        with pytest.raises(BadFrame):
+    for decode in (wire.decode_request, wire.decode_response):
+        with pytest.raises(BadControlFrame):
             decode(frame)
 
 
@@ -169,6 +169,6 @@ def test_a_frame_with_any_value_in_any_field_is_typed_or_bad(
     body[field] = data.draw(VALUES)
     try:
         decoded = wire.decode_request(msgpack.packb(body))
-    except BadFrame:
+    except BadControlFrame:
         return
     assert wire.decode_request(wire.encode(decoded)) == decoded

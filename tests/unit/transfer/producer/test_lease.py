@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.transfer.first_tokens import FirstToken, FirstTokens
 from kvferry.transfer.ids import Incarnation, TransferId
 from kvferry.transfer.producer.lease import (
+    CompleteOpen,
     Denied,
     DuplicateTransfer,
     Effect,
@@ -19,8 +19,8 @@ from kvferry.transfer.producer.lease import (
     Grant,
     LeaseTable,
     NotYet,
-    Reply,
 )
+from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 LEASE_S = 10.0
 T = TransferId("t")
@@ -41,8 +41,8 @@ def ready() -> LeaseTable:
 
 def only_answer(effects: list[Effect]) -> Grant | NotYet | Denied:
     (effect,) = effects
-    assert isinstance(effect, Reply)
-    return effect.answer
+    assert isinstance(effect, CompleteOpen)
+    return effect.result
 
 
 def ask(
@@ -59,9 +59,9 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
 
 
 def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
-    table, first = filling(max_blocks=1), FirstTokens(choices=(FirstToken(id=3),))
+    table, first = filling(max_blocks=1), SampledTokens(choices=(SampledToken(id=3),))
     table.advance(0.0, T, 1)
-    table.tell(T, first)
+    table.set_first_tokens(T, first)
     assert only_answer(ask(table, 1.0)).first_tokens is None
     table.ready(2.0, T)
     assert only_answer(ask(table, 2.0, have=1)).first_tokens is None
@@ -328,11 +328,11 @@ class Leases(RuleBasedStateMachine):
             else:
                 assert effect.waiter not in self.answered, "answered twice"
                 self.answered.add(effect.waiter)
-                if isinstance(effect.answer, Grant):
+                if isinstance(effect.result, Grant):
                     truth = self.truth[effect.transfer_id]
-                    known = effect.answer.first_block + len(effect.answer.block_ids)
+                    known = effect.result.first_block + len(effect.result.block_ids)
                     assert known <= (len(truth.blocks) if truth.ready else truth.readable)
-                    assert truth.ready or not effect.answer.ready
+                    assert truth.ready or not effect.result.ready
 
     def give_back(self, transfer_id: TransferId) -> None:
         truth = self.truth.pop(transfer_id)  # KeyError: freed twice, or never pinned
@@ -397,8 +397,10 @@ class Leases(RuleBasedStateMachine):
         self.asked += 1
         effects = self.table.open(self.now, transfer_id, reader, have, wait_s, self.asked)
         self.apply(effects)
-        mine = [effect for effect in effects if isinstance(effect, Reply) and effect.waiter == self.asked]
-        if mine and isinstance(mine[0].answer, Denied):
+        mine = [
+            effect for effect in effects if isinstance(effect, CompleteOpen) and effect.waiter == self.asked
+        ]
+        if mine and isinstance(mine[0].result, Denied):
             return
         self.admitted.setdefault(transfer_id, set()).add(reader)
         truth = self.truth.get(transfer_id)

@@ -52,7 +52,7 @@ async def test_ranks_take_part_only_while_a_peer_connects_or_reads(
 async def test_a_peer_that_greets_and_never_asks_is_awaited_for_a_while(
     monkeypatch: pytest.MonkeyPatch, commands: list[Command]
 ) -> None:
-    monkeypatch.setattr("kvferry.transfer.producer.producer._GREETED_S", 0.5)
+    monkeypatch.setattr("kvferry.transfer.producer.producer._HELLO_S", 0.5)
     monkeypatch.setattr(Link, "open", lambda *_: None)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS), OURS, 0, 2.0)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.ranks.aggregate import Aggregator, RankReport
+from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 
-OK = RankReport(ok=True, nbytes=10, descriptors=2)
-BAD = RankReport(ok=False, reason="peer_lost")
-CANCELLED = RankReport(ok=False, reason="cancelled")
-WRITING = RankReport(ok=False, reason="deadline", quiescent=False)
+OK = Outcome(ok=True, nbytes=10, descriptors=2)
+BAD = Outcome(ok=False, reason="peer_lost")
+CANCELLED = Outcome(ok=False, reason="cancelled")
+WRITING = Outcome(ok=False, reason="deadline", quiescent=False)
 
 
 def expecting(num_ranks: int) -> Aggregator[str]:
@@ -31,7 +31,7 @@ def test_the_outcome_comes_once_and_with_the_last_rank() -> None:
 
 
 @pytest.mark.parametrize("order", [(OK, BAD), (BAD, OK)])
-def test_one_failed_rank_fails_the_whole(order: tuple[RankReport, RankReport]) -> None:
+def test_one_failed_rank_fails_the_whole(order: tuple[Outcome, Outcome]) -> None:
     """X11: not the last status, every status counts."""
     aggregator = expecting(2)
     aggregator.report("t", 0, order[0])
@@ -127,13 +127,13 @@ def test_the_memory_of_finished_keys_is_bounded() -> None:
     )
 )
 def test_whatever_is_reported_there_is_at_most_one_outcome_and_it_is_right(
-    case: tuple[int, list[tuple[int, RankReport]]],
+    case: tuple[int, list[tuple[int, Outcome]]],
 ) -> None:
     """R5, R6: one aggregator, one event; nothing to report gives nothing."""
     ranks, reports = case
     aggregator = expecting(ranks)
     outcomes = []
-    seen: dict[int, list[RankReport]] = {}
+    seen: dict[int, list[Outcome]] = {}
     for rank, report in reports:
         if not outcomes:
             seen.setdefault(rank, []).append(report)

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.transfer.ranks import channel as rank_channel
 from kvferry.transfer.ranks.channel import (
-    BadFrame,
     Frames,
+    OversizedFrame,
     RankConnection,
     RankEnd,
     RankGone,
@@ -81,7 +81,7 @@ def test_frames_come_out_whole_however_the_stream_is_cut(step: int) -> None:
 
 
 def test_a_length_that_none_of_ours_has_is_refused_before_anything_is_kept_for_it() -> None:
-    with pytest.raises(BadFrame):
+    with pytest.raises(OversizedFrame):
         list(Frames().feed(b"\xff\xff\xff\xff"))
 
 

@@ -40,7 +40,7 @@ def worker(**changes: Any) -> WorkerConnector:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_an_idle_plane_costs_next_to_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R24: no spinning; after a transfer too, once no peer may come to read. Two of them are here."""
-    monkeypatch.setattr("kvferry.transfer.producer.producer._GREETED_S", 0.1)
+    monkeypatch.setattr("kvferry.transfer.producer.producer._HELLO_S", 0.1)
     others = thread_seconds().keys() - {threading.get_native_id()}
     async with Agent(seed=1, transfer=backend) as prefill, Agent(seed=2, transfer=backend) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)

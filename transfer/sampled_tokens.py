@@ -18,7 +18,7 @@ MAX_ALTERNATIVES = 20
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Token 1 of one choice. `finish`: why the choice has ended with it; None if it goes on.
 
     `logprob` is None when nobody asked for any; then `margin` and `top` mean nothing. `margin` is how far the
@@ -32,8 +32,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     top: Annotated[tuple[tuple[_Id, float], ...], Meta(max_length=MAX_ALTERNATIVES)] = ()
 
 
-class FirstTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Token 1 of every choice, in order of their index, and how much of the prompt was cached there."""
 
-    choices: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
+    choices: Annotated[tuple[SampledToken, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
     cached_tokens: Annotated[int, Meta(ge=0)] = 0
