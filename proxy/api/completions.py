@@ -11,14 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from kvferry.proxy import sse
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
-from kvferry.proxy.api.client_stream import ClientStream
 from kvferry.proxy.api.rate_limit import RateLimit
+from kvferry.proxy.api.response_writer import ResponseWriter, send_error
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongMethod
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.http.client_connection import EXTENSION, ClientResponse, Header
+from kvferry.proxy.http.client_connection import EXTENSION, ClientResponse
 from kvferry.proxy.ids import Endpoint, Identity, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.history import History
@@ -36,13 +35,6 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
 }
-STREAM_HEADERS: tuple[Header, ...] = (
-    (b"content-type", sse.CONTENT_TYPE.encode()),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would buffer events
-)
-
-
 CANCEL_TIMEOUT_S = 2.0
 
 
@@ -106,7 +98,7 @@ class Completions:
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
         rate_limit = self._authorize(scope, headers)
         if isinstance(rate_limit, ProxyError):
-            _send_error(response, request_id, rate_limit)
+            send_error(response, request_id, rate_limit)
         else:
             await self._serve(endpoint, request_id, headers, response, receive, rate_limit)
 
@@ -135,7 +127,7 @@ class Completions:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         response.on_disconnect = self._request_tasks.add_current()
         log = RequestLog(endpoint, request_id, self._metrics, self._history)
-        stream = ClientStream(response, log, (*STREAM_HEADERS, _request_id_header(request_id)))
+        writer = ResponseWriter(response, log)
         try:
             rate_limit.admit(time.monotonic())
             if rate_limit.counts_tokens:
@@ -151,28 +143,20 @@ class Completions:
                 _text(headers.get(b"x-session-id")),
             )
             exchange = self._new_exchange(request, ids, log)
-            if request.stream:
-                stream.include_timing = request.include_timing
-                await exchange.stream(stream)
-                stream.end()
-            else:
-                answer = await exchange.answer()
-                log.count_answer(answer.body)
-                log.end(200)
-                timing = (b"server-timing", log.server_timing().encode("latin-1"))
-                content = (b"content-type", answer.content_type.encode("latin-1"))
-                response.send(200, (content, _request_id_header(request_id), timing), answer.body)
+            writer.include_timing = request.include_timing
+            await exchange.run(writer)
+            writer.end()
         except ProxyError as error:
-            _fail(response, stream, log, error)
+            writer.fail(error)
         except asyncio.CancelledError:
-            stream.client_left()
+            writer.client_left()
             if not response.is_disconnected:
                 response.abort()
         except Exception:
             logger.exception("request %s: internal error", request_id)
             if log.phase is Phase.ENDED:
                 raise
-            _fail(response, stream, log, ProxyError("internal error of the proxy"))
+            writer.fail(ProxyError("internal error of the proxy"))
 
     async def _body(self, headers: dict[bytes, bytes], response: ClientResponse, receive: Receive) -> bytes:
         """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
@@ -198,25 +182,6 @@ async def _receive_body(receive: Receive, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
     return b"".join(parts)
-
-
-def _fail(response: ClientResponse, stream: ClientStream, log: RequestLog, error: ProxyError) -> None:
-    """End a request by an error: as an HTTP status, or as an event if the stream has started."""
-    if stream.is_started:
-        stream.fail(error)
-    else:
-        log.end(error.status, error.code)
-        _send_error(response, log.request_id, error)
-
-
-def _send_error(response: ClientResponse, request_id: RequestId, error: ProxyError) -> None:
-    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-    content = (b"content-type", b"application/json")
-    response.send(error.status, (content, _request_id_header(request_id), *headers), error.body())
-
-
-def _request_id_header(request_id: RequestId) -> Header:
-    return (b"x-request-id", request_id.encode())
 
 
 def _text(value: bytes | None) -> str | None:

@@ -1,293 +1,214 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One part of a request through a pair of another engine's servers: two legs, in the order its dialect says.
+"""What every attempt shares: how its legs are opened and read, and where the client's response goes.
 
-- **Serial**: the prefill leg, then the decode leg with the params that the prefill answered. They are used
-  once, here; whatever goes wrong, the next attempt begins with a fresh prefill and a fresh transfer id.
-- **Concurrent**: both legs at once. The prefill's answer is read to its end and checked; until then nothing
-  of the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).
-
-Nothing here knows a field or a header of any engine: that is its `Dialect`.
+A *leg* is one of the two HTTP requests of an attempt; the *last* leg is the one whose response is the
+client's. A leg has three deadlines: for its first byte, for silence within its body (`UpstreamPool`), and the
+request's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Protocol
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import (
-    Dialect,
-    Endpoints,
-    KvEndpoint,
-    LegOrder,
-    LegRequest,
-    Prefilled,
-    SubRequest,
-    pick_rank,
-)
-from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.kv_drops import KvDrops
-from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
-from kvferry.proxy.exchange.sub_requests import SubResponse, as_events
-from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
-from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.dialects.base import LegRequest
+from kvferry.proxy.errors import AgentLost, AgentTimeout, BadResponse
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.interface import Fleet
+from kvferry.proxy.fleet.router import Pair
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.wire.messages import Incarnation, Register
 
-LOOKED_UP_FOR_S = 10.0
-"""How long an engine id that was looked up is believed: its server may have restarted at the same address."""
-LOOKUP_TIMEOUT_S = 5.0
-ACCEPT_S = 0.5
-"""A decode server that had less than this to take a leg may not have seen it when the leg is given up."""
-
-Put = Callable[[bytes], Awaitable[None]]
+AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
+"""What counts as its agent's failure when a leg ends with it."""
 
 
-class Post(Protocol):
-    """Sends a leg, and tells the server's breaker how it ended."""
+class PausableSource(Protocol):
+    """Where a stream comes from, as far as back-pressure goes."""
 
-    def __call__(
-        self, server: Register, leg: LegRequest, *, headers_by: float, by: float
-    ) -> AbstractAsyncContextManager[UpstreamResponse]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What the legs of one attempt work with. `by` is the request's deadline, on the event loop's clock.
-
-    `first_byte_s`: how long a prefill's answer or a stream's first event may take, in seconds.
-    """
-
-    dialect: Dialect
-    post: Post
-    upstream: UpstreamPool
-    kv_endpoints: KvEndpointCache
-    drops: KvDrops
-    metrics: Metrics
-    first_byte_s: float
-    by: float
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
-class SubRequestLegs:
-    """The legs of one part. Call `run` or `run_alone`, once.
+class ResponseSink(Protocol):
+    """Where an attempt puts the client's response: as a whole, or as events. Nothing here waits."""
+
+    def set_whole(self, content_type: str, body: bytes) -> None:
+        """Set the response of a request that does not stream; it is sent once the exchange has ended."""
+
+    def write(self, events: bytes) -> None:
+        """Send one or more whole events."""
+
+    def write_event(self, event: bytes) -> None:
+        """`write` for the one event of a token."""
+
+    def throttling(self, source: PausableSource) -> AbstractContextManager[None]:
+        """While open, pause `source` whenever the client reads too slowly."""
+
+
+class Attempt(ABC):
+    """One try of a request with one pair of agents. Call `run` once, then `end` once."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        self._reservation = reservation
+
+    @property
+    def pair(self) -> Pair:
+        return self._reservation.pair
+
+    @abstractmethod
+    async def run(self, sink: ResponseSink) -> None:
+        """Give `sink` the response, `[DONE]` included. Raises `ProxyError`; on `AgentLost` another attempt
+        may follow.
+        """
+
+    def end(self) -> None:
+        """Release what the attempt holds. Does not await, so that a cancelled task completes it too."""
+        self._reservation.release()
+
+
+class Legs:
+    """Opens the legs of one request within its deadlines.
 
     Args:
-        put: Takes whole events for the client; not called for an answer that is not streamed.
-        prefilled: Called when the prefill leg has ended well.
+        deadline: The request's, on the event loop's clock.
+        can_retry: Whether the request may be retried now: then the leg of a hanging agent is aborted
+            (`proxy.http.hang_detector`).
     """
 
-    def __init__(self, tools: Tools, sub: SubRequest, put: Put, prefilled: Callable[[], None]) -> None:
-        self._tools = tools
-        self._sub = sub
-        self._put = put
-        self._prefilled = prefilled
-
-    async def run_alone(self, server: Register) -> SubResponse:
-        """Have one server serve it all. Raises `ProxyError`."""
-        leg = self._tools.dialect.alone_leg(self._sub, pick_rank(self._sub.room, server))
-        answer = SubResponse(self._sub, server)
-        async with self._send(server, leg) as told:
-            await self._receive(told, answer, server)
-        return answer
-
-    async def run(self, prefill: Register, decode: Register) -> SubResponse:
-        """Take it through a pair. Raises `ProxyError`, or an exception group of such."""
-        endpoints = self._sub.endpoints(prefill, decode)
-        kv_endpoint = await self._kv_endpoint(endpoints)
-        if self._tools.dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL:
-            return await self._serial(endpoints, kv_endpoint)
-        return await self._concurrent(endpoints, kv_endpoint)
-
-    async def _serial(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
-        dialect, sent_at = self._tools.dialect, _now()
-        prefilled = await self._prefill(endpoints)
-        if prefilled.whole is not None:
-            self._release(endpoints, prefilled)
-            return await self._finished(endpoints, prefilled.whole)
-        answer = SubResponse(self._sub, endpoints.decode)
-        answer.prompt_tokens_details = prefilled.prompt_tokens_details
-        leg = dialect.decode_leg(self._sub, endpoints, prefilled, kv_endpoint)
-        if prefilled.params is None:
-            # The prompt is computed again. Whoever runs the fleet should know.
-            self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
-        if prefilled.params is None or dialect.lease_s is None:
-            async with self._send(endpoints.decode, leg) as told:
-                await self._receive(told, answer, endpoints.decode)
-            return answer
-        watch = LeaseCheck(
-            self._tools.upstream,
-            endpoints.prefill,
-            dialect.expiry_counter,
-            sent_at=sent_at,
-            answered_at=_now(),
-            lease_s=dialect.lease_s,
-        )
-        async with watch:
-            await self._decode_under_lease(endpoints, prefilled, leg, answer, watch)
-        return answer
-
-    async def _decode_under_lease(
+    def __init__(
         self,
-        endpoints: Endpoints,
-        prefilled: Prefilled,
-        leg: LegRequest,
-        answer: SubResponse,
-        watch: LeaseCheck,
+        upstream: UpstreamPool,
+        fleet: Fleet,
+        *,
+        first_byte_timeout_s: float,
+        deadline: float,
+        can_retry: Callable[[], bool],
     ) -> None:
-        """The decode leg of a serial shape, whose KV may be gone after a while. Raises `AgentLost` then."""
-        late = AgentLost(
-            f"{endpoints.decode.address} was too late for the KV at {endpoints.prefill.address}",
-            _lost(endpoints.decode),
+        self.upstream = upstream
+        self.deadline = deadline
+        self._fleet = fleet
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._can_retry = can_retry
+
+    def open_prefill(self, server: Register, leg: LegRequest) -> OpenLeg:
+        """Open a prefill leg. Its body is short and comes at once: the last byte is due as the first is."""
+        due = self._first_byte_deadline(1)
+        return self._open(server, leg, due, due)
+
+    def open_last(
+        self,
+        server: Register,
+        leg: LegRequest,
+        *,
+        stream: bool,
+        patience: int = 1,
+        accept_deadline: float = float("inf"),
+    ) -> OpenLeg:
+        """Open a last leg: a stream, or a body that comes all at once at the very end.
+
+        Args:
+            patience: How many times the usual wait a stream may take to begin.
+            accept_deadline: When a stream must have begun in any case.
+        """
+        due = min(self._first_byte_deadline(patience), accept_deadline) if stream else self.deadline
+        return self._open(server, leg, due, self.deadline)
+
+    def _open(self, server: Register, leg: LegRequest, headers_deadline: float, deadline: float) -> OpenLeg:
+        request = self.upstream.post(
+            server,
+            leg.path,
+            leg.body,
+            leg.headers,
+            headers_by=headers_deadline,
+            by=deadline,
+            can_retry=self._can_retry,
         )
-        if not watch.is_sure:
-            raise late
-        accepted_by = _now() + ACCEPT_S
+        return OpenLeg(request, self._fleet, Incarnation(server.incarnation))
 
-        async def check() -> None:
-            verdict = await watch.judge()
-            self._tools.metrics.leases.labels(verdict.name.lower()).inc()
-            if verdict is Verdict.SUSPECT:
-                raise late
+    def _first_byte_deadline(self, patience: int) -> float:
+        now = asyncio.get_running_loop().time()
+        return min(now + patience * self._first_byte_timeout_s, self.deadline)
 
+
+class OpenLeg:
+    """A leg; entering sends it and waits for the response's headers, leaving reports to the circuit breaker.
+
+    What is raised within counts as the leg's end. A leg that was cancelled or rejected says nothing about its
+    agent. A class, since a generator's context would cost as much as the request itself.
+    """
+
+    def __init__(self, request: UpstreamRequest, fleet: Fleet, agent: Incarnation) -> None:
+        self._request = request
+        self._fleet = fleet
+        self._agent = agent
+
+    async def __aenter__(self) -> UpstreamResponse:
         try:
-            async with self._send(endpoints.decode, leg, headers_by=watch.sure_until) as told:
-                await self._receive(told, answer, endpoints.decode, check)
-        except AgentTimeout:
-            if watch.is_sure:
-                raise
-            raise late from None
-        except asyncio.CancelledError:
-            if _now() < accepted_by:
-                self._release(endpoints, prefilled)
+            return await self._request.__aenter__()
+        except AGENT_FAILURES:
+            self._fleet.leg_failed(self._agent)
             raise
 
-    async def _concurrent(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
-        answer = SubResponse(self._sub, endpoints.decode)
-        leg = self._tools.dialect.decode_leg(self._sub, endpoints, Prefilled(), kv_endpoint)
-
-        async def check() -> None:
-            answer.prompt_tokens_details = (await prefill).prompt_tokens_details
-
-        async def receive() -> None:
-            async with self._send(endpoints.decode, leg) as told:
-                await self._receive(told, answer, endpoints.decode, check)
-
-        async with asyncio.TaskGroup() as legs:
-            # Two tasks made in one go ask for their connections one right after the other, and places go in
-            # that order. So, of all legs with a place, at most one waits for its other to get the next.
-            prefill = legs.create_task(self._prefill(endpoints))
-            legs.create_task(receive())
-        return answer
-
-    async def _prefill(self, endpoints: Endpoints) -> Prefilled:
-        """The prefill leg, up to the end of its answer, which is short."""
-        leg = self._tools.dialect.prefill_leg(self._sub, endpoints)
-        soon = self._soon()
-        try:
-            async with self._tools.post(endpoints.prefill, leg, headers_by=soon, by=soon) as told:
-                prefilled = self._tools.dialect.read_prefill(self._sub, await told.read())
-        except BadResponse as error:  # another server may do better
-            raise AgentLost(
-                f"{endpoints.prefill.address}: {error.message}", _lost(endpoints.prefill)
-            ) from error
-        if prefilled.kv_endpoint is not None:
-            self._tools.kv_endpoints.learn(endpoints, prefilled.kv_endpoint, _now())
-        self._prefilled()
-        return prefilled
-
-    def _send(
-        self, server: Register, leg: LegRequest, headers_by: float | None = None
-    ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """The last leg. An answer that is not streamed may take all the time that there is."""
-        by = self._tools.by
-        if not self._sub.request.stream:
-            return self._tools.post(server, leg, headers_by=by, by=by)
-        soon = self._soon() if headers_by is None else min(headers_by, self._soon())
-        return self._tools.post(server, leg, headers_by=soon, by=by)
-
-    async def _receive(
-        self,
-        told: UpstreamResponse,
-        answer: SubResponse,
-        server: Register,
-        check: Callable[[], Awaitable[None]] | None = None,
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Read the last leg's answer. `check` runs once, when there is something that it must vouch for."""
-        if not self._sub.request.stream:
-            raw = await told.read()
-            if check is not None:
-                await check()
-            answer.read_whole(raw)
-            return
-        if not told.content_type.startswith(sse.CONTENT_TYPE):
-            raise BadResponse(f"{server.address} answered {told.content_type} where a stream was asked for")
-        scanner = sse.Scanner()
-        async with aclosing(told.chunks()) as chunks:
-            async for chunk in chunks:
-                events = answer.take(scanner.feed(chunk))
-                if (events or scanner.done) and check is not None:
-                    await check()
-                    check = None
-                if events:
-                    await self._put(events)
-                if scanner.done:
-                    break
-        if not scanner.done:
-            raise AgentLost(f"{server.address} ended its stream without [DONE]", _lost(server))
-        if not answer.complete:
-            raise AgentLost(f"{server.address} ended its stream without ending every choice", _lost(server))
-        await told.finish()
-
-    async def _finished(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
-        """The answer ended at its first token, at the prefill server."""
-        answer = SubResponse(self._sub, endpoints.prefill)
-        if not self._sub.request.stream:
-            answer.read_whole(whole)
-        elif events := answer.take(as_events(whole, self._sub)):
-            await self._put(events)
-        return answer
-
-    def _release(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
-        """Let the decode server fetch the KV for one token, unread, so that the prefill server can free it.
-
-        No engine offers a shorter way (docs/sources.md#vllm); otherwise its blocks wait for their lease to
-        end.
-        """
-        if prefilled.params is not None:
-            once = {"max_tokens": 1, "stream": False}
-            body = {k: v for k, v in self._sub.body.items() if k in ("model", "prompt", "messages")} | once
-            sub = replace(self._sub, body=body)
-            leg = self._tools.dialect.decode_leg(sub, endpoints, prefilled, None)
-            self._tools.drops.send(endpoints.decode, leg)
-
-    async def _kv_endpoint(self, endpoints: Endpoints) -> KvEndpoint | None:
-        """What must be, or happens to be, known of the prefill server beforehand."""
-        dialect, kv_endpoints = self._tools.dialect, self._tools.kv_endpoints
-        url = dialect.lookup(endpoints)
-        if url is None:
-            return kv_endpoints.find(endpoints)
-        kv_endpoint = kv_endpoints.find(endpoints, since=_now() - LOOKED_UP_FOR_S)
-        if kv_endpoint is None:
-            by = min(_now() + LOOKUP_TIMEOUT_S, self._tools.by)
-            try:
-                kv_endpoint = dialect.read_lookup(
-                    endpoints, await self._tools.upstream.get(endpoints.prefill, url, by=by)
-                )
-            except (AgentRejected, AgentTimeout, BadResponse) as error:
-                raise AgentLost(f"{url}: {error.message}", _lost(endpoints.prefill)) from error
-            kv_endpoints.learn(endpoints, kv_endpoint, _now())
-        return kv_endpoint
-
-    def _soon(self) -> float:
-        return min(_now() + self._tools.first_byte_s, self._tools.by)
+        await self._request.__aexit__(kind, error, trace)
+        if error is None:
+            self._fleet.leg_succeeded(self._agent)
+        elif isinstance(error, AGENT_FAILURES):
+            self._fleet.leg_failed(self._agent)
 
 
-def _lost(server: Register) -> Incarnation:
-    return Incarnation(server.incarnation)
+class EventReader(Protocol):
+    """What is done with a stream on its way to the client."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `[DONE]` has been passed on."""
+
+    def feed(self, piece: bytes) -> None:
+        """Read the next bytes; those after `[DONE]` are dropped."""
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+async def read_events(
+    response: UpstreamResponse, agent: Register, reader: EventReader, sink: ResponseSink
+) -> None:
+    """Feed a last leg's stream to `reader` as it arrives, at the client's pace, up to `[DONE]`.
+
+    Raises what `reader` does, and `AgentLost` for a stream that ends before `[DONE]`. What happens to the
+    connection after that is of no consequence.
+    """
+    try:
+        with sink.throttling(response):
+            await response.stream_to(reader.feed)
+    except (AgentLost, AgentTimeout):
+        if not reader.done:
+            raise
+    if not reader.done:
+        raise lost(agent, "ended its stream without [DONE]")
+
+
+def require_stream(response: UpstreamResponse, agent: Register) -> None:
+    """Raise `BadResponse` unless the response is a stream of events."""
+    if not response.content_type.startswith(sse.CONTENT_TYPE):
+        raise BadResponse(f"{agent.address} answered {response.content_type} where a stream was asked for")
+
+
+def require_json(response: UpstreamResponse, agent: Register) -> None:
+    """Raise `BadResponse` unless the response is JSON.
+
+    Nothing that a browser would run may be served from where the operator's page is.
+    """
+    if not response.content_type.startswith("application/json"):
+        raise BadResponse(f"{agent.address} answered {response.content_type} where JSON was asked for")
+
+
+def lost(agent: Register, message: str) -> AgentLost:
+    """An `AgentLost` whose message begins with the agent's address."""
+    return AgentLost(f"{agent.address} {message}", Incarnation(agent.incarnation))

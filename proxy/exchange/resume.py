@@ -26,7 +26,7 @@ _TOKEN_LINE = re.compile(rb": t (\d+) (\d+(?:,\d+)*)(?: (stop|length))?")
 
 
 @dataclass(slots=True)
-class _Choice:
+class _SentChoice:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -52,17 +52,17 @@ class Progress:
         """Whether the client has everything but `[DONE]`."""
         return self._lines.endswith(_END_LINE)
 
-    def take(self, events: bytes) -> bytes:
+    def strip(self, events: bytes) -> bytes:
         """Note the token lines of whole events; returns the events without them, maybe none."""
         return _TOKEN_LINES.sub(self._note, events)
 
-    def cut(self, event: bytes) -> bytes:
-        """`take` for one event that follows its token line, which is nearly always so."""
+    def strip_one(self, event: bytes) -> bytes:
+        """`strip` for one event that follows its token line, which is nearly always so."""
         end = event.index(b"\n") + 1
         self._lines += event[:end]
         return event[end:]
 
-    def open(self, prefill: NativePrefill) -> frozenset[int]:
+    def begin(self, prefill: NativePrefill) -> frozenset[int]:
         """Note token 1 of every choice; returns the choices for which it is news to the client.
 
         Raises `AnswerDiverged` when a choice that the client knows is not the one that the prefill began.
@@ -89,9 +89,9 @@ class Progress:
         self._lines += line[0].rstrip(b"\n") + b"\n"
         return b""
 
-    def _read(self) -> list[_Choice]:
+    def _read(self) -> list[_SentChoice]:
         """Every choice's tokens. Raises `BadResponse` when a line is not of this dialect."""
-        choices = [_Choice() for _ in range(self._num_choices)]
+        choices = [_SentChoice() for _ in range(self._num_choices)]
         for line in self._lines.splitlines():
             told = _TOKEN_LINE.fullmatch(line)
             if told is None or int(told[1]) >= len(choices):

@@ -20,12 +20,12 @@ class RetryBudget:
     def __init__(self, reserve: float = RESERVE) -> None:
         self._tokens = reserve
 
-    def request(self) -> None:
-        """A client's request has come."""
+    def deposit(self) -> None:
+        """Count a client's request."""
         self._tokens = min(self._tokens + RATIO, MAX_SAVED)
 
-    def take(self) -> bool:
-        """Whether a retry may be made; it counts as made."""
+    def try_withdraw(self) -> bool:
+        """Return whether a retry may be made, and count it as made."""
         if self._tokens < 1:
             return False
         self._tokens -= 1

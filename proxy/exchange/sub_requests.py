@@ -149,7 +149,7 @@ class SubResponse:
         answer.pop("kv_transfer_params", None)
         self.envelope = answer | self._own
 
-    def take(self, events: bytes) -> bytes:
+    def rewrite(self, events: bytes) -> bytes:
         """Take whole events of a stream; returns what the client gets of them, maybe nothing.
 
         Raises `AgentLost`, `AgentRejected` or `BadResponse`.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -90,7 +90,7 @@ class ConnectionLimit:
 
 
 class UpstreamResponse:
-    """An agent's response with status 200. Read it once, by `read`, `stream_to` or `chunks`.
+    """An agent's response with status 200. Read it once, by `read` or `stream_to`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is aborted.
     """
@@ -129,27 +129,18 @@ class UpstreamResponse:
         except (ConnectionBroken, TimeoutError) as error:
             raise _failure(error, self._agent) from error
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body's bytes as they arrive, until its end; for consumers that must await between them."""
+    async def read_some(self) -> bytes:
+        """The next bytes of the body to arrive; empty at its end. `stream_to` may follow."""
         self._connection.set_deadline(self._deadline, self._idle_timeout_s)
         try:
-            while chunk := await self._connection.read():
-                yield chunk
+            return await self._connection.read()
         except (ConnectionBroken, TimeoutError) as error:
             raise _failure(error, self._agent) from error
 
-    async def finish(self) -> None:
-        """After `chunks` was left: wait briefly for the body's end, so that the connection can be reused."""
-        self.finish_soon()
-        try:
-            while await self._connection.read():
-                continue
-        except (ConnectionBroken, TimeoutError):
-            return
-
     def finish_soon(self) -> None:
         """All that is needed has arrived: give the body's end `FINISH_GRACE_S` more."""
-        self._connection.set_deadline(asyncio.get_running_loop().time() + FINISH_GRACE_S)
+        self._deadline = asyncio.get_running_loop().time() + FINISH_GRACE_S
+        self._connection.set_deadline(self._deadline)
 
     def pause(self) -> None:
         """Stop reading for a while. The idle timeout stops meanwhile."""

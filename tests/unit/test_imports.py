@@ -83,11 +83,7 @@ def _rooms() -> dict[str, set[str]]:
 ROOMS = _rooms()
 # What is still to be mended: this list only gets shorter.
 KNOWN: set[tuple[str, str]] = {
-    ("proxy.dialects", "proxy.config"),
-    ("proxy.dialects", "proxy.discovery"),
     ("proxy.discovery", "proxy.config"),
-    ("proxy.exchange", "proxy.api"),
-    ("proxy.exchange", "proxy.config"),
     ("proxy.fleet", "proxy.config"),
     ("proxy.fleet", "proxy.discovery"),
     ("proxy.telemetry", "proxy.fleet"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.dialects import native
-from kvferry.proxy.exchange.relay import Relay
+from kvferry.proxy.exchange.native_attempt import Relay
 from kvferry.proxy.telemetry.history import History
 from tests.unit.proxy.conftest import Stage, StartStage
 

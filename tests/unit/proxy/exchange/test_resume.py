@@ -52,32 +52,32 @@ def prefill(*tokens: FirstToken) -> NativePrefill:
 def test_token_lines_are_cut_out_and_noted_however_the_events_come(cuts: list[int]) -> None:
     progress = Progress(2)
     for start, end in itertools.pairwise([0, *sorted(cuts), len(EVENTS)]):
-        assert progress.take(b"".join(EVENTS[start:end])) == b"".join(SHOWN[start:end])
+        assert progress.strip(b"".join(EVENTS[start:end])) == b"".join(SHOWN[start:end])
     assert progress.resume() == KNOWN
 
 
 @pytest.mark.parametrize("last", [b"\n", sse.event({"usage": 1})])
 def test_only_done_is_missing_once_the_end_was_told(last: bytes) -> None:
     progress = Progress(2)
-    progress.take(b"".join(EVENTS))
+    progress.strip(b"".join(EVENTS))
     assert not progress.complete
-    assert progress.take(b": t end\n" + last + sse.DONE) == last.lstrip(b"\n") + sse.DONE
+    assert progress.strip(b": t end\n" + last + sse.DONE) == last.lstrip(b"\n") + sse.DONE
     assert progress.complete
 
 
 def test_events_without_token_lines_pass_as_they_came() -> None:
     progress = Progress(1)
     event = sse.event({"text": ": t 0 1"})
-    assert progress.take(event) is event
+    assert progress.strip(event) is event
     assert not progress.begun
 
 
 def test_only_first_tokens_that_the_client_has_not_are_news() -> None:
     progress = Progress(2)
     first = prefill(FirstToken(id=5, text="a"), FirstToken(id=7, text="b", finish_reason="stop"))
-    progress.take(EVENTS[0])
-    assert progress.open(first) == {1}
-    assert progress.open(first) == frozenset()
+    progress.strip(EVENTS[0])
+    assert progress.begin(first) == {1}
+    assert progress.begin(first) == frozenset()
     assert progress.resume() == [
         {"output_ids": [5, 6], "finish_reason": None},
         {"output_ids": [7], "finish_reason": "stop"},
@@ -86,7 +86,7 @@ def test_only_first_tokens_that_the_client_has_not_are_news() -> None:
 
 def test_there_is_nothing_to_resume_while_token_1_is_all_there_is() -> None:
     progress = Progress(2)
-    assert progress.open(prefill(FirstToken(id=5, text="a"), FirstToken(id=7, text="b"))) == {0, 1}
+    assert progress.begin(prefill(FirstToken(id=5, text="a"), FirstToken(id=7, text="b"))) == {0, 1}
     assert progress.begun
     assert progress.resume() is None
 
@@ -95,20 +95,20 @@ def test_a_prefill_that_contradicts_what_the_client_has_is_refused() -> None:
     """Design §5.6."""
     for other in (prefill(FirstToken(id=6, text="x"), FirstToken(id=7, text="b")), prefill()):
         progress = Progress(2)
-        progress.take(EVENTS[0])
+        progress.strip(EVENTS[0])
         with pytest.raises(AnswerDiverged):
-            progress.open(other)
+            progress.begin(other)
 
 
 def test_a_whole_answer_goes_with_choices_that_have_ended() -> None:
     progress = Progress(2)
-    progress.take(b": t 0 5 length\n" + SHOWN[0])
-    assert progress.open(prefill()) == {1}
+    progress.strip(b": t 0 5 length\n" + SHOWN[0])
+    assert progress.begin(prefill()) == {1}
 
 
 @pytest.mark.parametrize("line", [b": t 2 5", b": t 0 x", b": t 0 5,", b": t 0 5 why", b": t ", b": t 0"])
 def test_a_line_of_another_dialect_is_refused_when_it_is_needed(line: bytes) -> None:
     progress = Progress(2)
-    assert progress.take(line + b"\n" + SHOWN[0]) == SHOWN[0]
+    assert progress.strip(line + b"\n" + SHOWN[0]) == SHOWN[0]
     with pytest.raises(BadResponse):
         progress.resume()

@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentLost, AgentRejected
-from kvferry.proxy.exchange.streamed import EarlyLeg, FirstTokens
+from kvferry.proxy.exchange.native_attempt import EarlyLeg, OpeningEvent
 from kvferry.proxy.wire.messages import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
@@ -255,7 +255,7 @@ async def test_a_decode_leg_with_other_first_tokens_is_not_believed(stage: Stage
 async def test_without_budget_a_lost_leg_is_a_typed_error(stage: Stage, stream: bool) -> None:
     """I5."""
     _, decode = await stage.pair()
-    while stage.proxy.services.retry_budget.take():
+    while stage.proxy.services.retry_budget.try_withdraw():
         pass
     decode.faults.append(Fault("decode", "reset"))
     async with stage.post({**BODY, "stream": stream}) as response:
@@ -330,7 +330,7 @@ async def beside(script: Callable[[ScriptedLeg, ScriptedLeg], None]) -> tuple[An
     async with EarlyLeg(decode.post(), DECODE) as early:
         asyncio.get_running_loop().call_soon(script, prefill, decode)
         try:
-            return await early.beside(prefill.prefill()), decode
+            return await early.run_beside(prefill.prefill()), decode
         except (AgentLost, AgentRejected) as error:
             return error, decode
 
@@ -387,7 +387,7 @@ async def test_an_error_while_an_answer_is_read_is_that_legs() -> None:
     decode.answer.set_result("headers")
     failure = AgentLost("broke off", DECODE)
     with pytest.raises(AgentLost):
-        async with EarlyLeg(decode.post(), DECODE) as early, early.answered() as answer:
+        async with EarlyLeg(decode.post(), DECODE) as early, early.opened() as answer:
             assert answer == "headers"
             raise failure
     assert decode.left is failure
@@ -401,12 +401,12 @@ EVENT = b": first 7,8\n\n"
 @pytest.mark.parametrize("size", [1, 5, len(EVENT), len(EVENT) + 3, 100])
 def test_the_first_event_is_taken_off_however_it_is_cut(size: int) -> None:
     raw = EVENT + b"data: x\n\n: first 7,8\n\n"
-    first = FirstTokens(EVENT, DECODE)
+    first = OpeningEvent(EVENT, DECODE)
     assert b"".join(first.strip(raw[at : at + size]) for at in range(0, len(raw), size)) == raw[len(EVENT) :]
 
 
 @pytest.mark.parametrize("raw", [b": first 7,9\n\n", b": first 7,8,9\n", b": first 7\n\n", b"data: x\n\n"])
 def test_a_stream_that_begins_otherwise_is_refused_at_once(raw: bytes) -> None:
     with pytest.raises(AgentLost) as lost:
-        FirstTokens(EVENT, DECODE).strip(raw)
+        OpeningEvent(EVENT, DECODE).strip(raw)
     assert lost.value.agent == DECODE

@@ -60,7 +60,7 @@ def test_members_of_a_chunk_pass_to_the_byte() -> None:
     event = (
         b'data: {"id":"x","choices":[{"index":0,"text":"\\u00e9","p":1e2,"finish_reason":null}],"q":1e2}\n\n'
     )
-    shown = sub.take(event)
+    shown = sub.rewrite(event)
     assert b'"text":"\\u00e9"' in shown and shown.count(b"1e2") == 2
     assert json.loads(shown.removeprefix(b"data: "))["id"] == "cmpl-a"
 
@@ -69,10 +69,10 @@ def test_usage_is_told_once_and_last() -> None:
     """A running count of one part would be wrong for the whole."""
     subs = answers(stream=True, n=2, stream_options={"include_usage": True})
     for sub in subs:
-        shown = sub.take(sse.event({"choices": [choice()], "usage": {"prompt_tokens": 1}}))
+        shown = sub.rewrite(sse.event({"choices": [choice()], "usage": {"prompt_tokens": 1}}))
         assert json.loads(shown.removeprefix(b"data: "))["usage"] is None
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        assert sub.take(sse.event({"id": "theirs", "choices": [], "usage": usage}) + sse.DONE) == b""
+        assert sub.rewrite(sse.event({"id": "theirs", "choices": [], "usage": usage}) + sse.DONE) == b""
     told, done = closing_events(subs).split(sse.END_OF_EVENT)[:2]
     last = json.loads(told.removeprefix(b"data: "))
     assert (last["id"], last["choices"]) == ("cmpl-a", [])
@@ -82,7 +82,7 @@ def test_usage_is_told_once_and_last() -> None:
 
 def test_a_stream_whose_servers_tell_no_usage_just_ends() -> None:
     (sub,) = answers(stream=True)
-    sub.take(sse.event({"choices": [choice()]}))
+    sub.rewrite(sse.event({"choices": [choice()]}))
     assert closing_events([sub]) == sse.DONE
 
 
@@ -119,7 +119,7 @@ def test_a_whole_answer_as_a_stream(endpoint: Endpoint) -> None:
     (sub,) = answers(endpoint, stream=True, stream_options={"include_usage": True})
     said = {"text": "x"} if endpoint == "completions" else {"message": {"role": "assistant", "content": "x"}}
     whole = {"id": "t", "object": "o", "choices": [{"index": 0, **said, "finish_reason": "stop"}]}
-    events = sub.take(as_events(json.dumps(whole | {"usage": {"completion_tokens": 1}}).encode(), sub.sub))
+    events = sub.rewrite(as_events(json.dumps(whole | {"usage": {"completion_tokens": 1}}).encode(), sub.sub))
     (shown,) = json.loads(events.removeprefix(b"data: "))["choices"]
     assert shown.get("text", (shown.get("delta") or {}).get("content")) == "x"
     assert sub.complete and sub.usage is not None

@@ -56,7 +56,7 @@ async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: St
             return whole["choices"]
 
         undisturbed = await answer()
-        while stage.proxy.services.retry_budget.take():
+        while stage.proxy.services.retry_budget.try_withdraw():
             pass  # moving what an idle agent has not done costs none of it
         hung.faults.append(fault)
         asking = asyncio.ensure_future(answer())

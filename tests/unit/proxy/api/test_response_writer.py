@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvferry.proxy import sse
+from kvferry.proxy.api.response_writer import ResponseWriter
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -57,3 +60,33 @@ async def test_a_client_that_takes_nothing_holds_its_agent_back_and_is_cut_off(
     await until_counted(stage, "499")
     await agent.until(lambda: agent.aborted == 1)
     writer.transport.abort()
+
+
+class FakeSource:
+    """A source that notes whether it is paused."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+
+def test_a_client_that_does_not_read_pauses_every_source() -> None:
+    """The sub-requests of one request are read side by side; also a source that begins later waits."""
+    response: Any = SimpleNamespace()
+    writer = ResponseWriter(response, cast(Any, None))
+    first, second, ended = FakeSource(), FakeSource(), FakeSource()
+    with writer.throttling(ended):
+        pass
+    with writer.throttling(first):
+        response.on_pause(True)
+        with writer.throttling(second):
+            assert first.is_paused and second.is_paused
+            response.on_pause(False)
+            assert not first.is_paused and not second.is_paused
+    response.on_pause(True)
+    assert not (first.is_paused or second.is_paused or ended.is_paused)

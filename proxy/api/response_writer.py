@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client's response: from the exchange to the client's connection, accounting, back-pressure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvferry.proxy import sse
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.exchange.legs import PausableSource
+from kvferry.proxy.exchange.request_log import CLIENT_LEFT, RequestLog
+from kvferry.proxy.http.client_connection import ClientResponse, Header
+from kvferry.proxy.ids import RequestId
+
+AGENT_ERROR = 502
+"""The status logged for an error event that an agent wrote."""
+STREAM_HEADERS: tuple[Header, ...] = (
+    (b"content-type", sse.CONTENT_TYPE.encode()),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
+)
+
+
+class ResponseWriter:
+    """The client's end of one exchange (`ResponseSink`).
+
+    A stream's HTTP response starts with its first events. A client that does not read pauses the sources
+    (`throttling`), so that the buffer stays bounded.
+    """
+
+    def __init__(self, response: ClientResponse, log: RequestLog) -> None:
+        self._response = response
+        self._log = log
+        self._sources: list[PausableSource] = []
+        self._is_paused = False
+        self._whole: tuple[str, bytes] | None = None
+        self.is_started = False
+        """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
+        self.include_timing = False
+        """Whether a stream's last event reports how long each leg took."""
+        self._status = 200
+        self._code: str | None = None
+        self._is_done = False
+        """Whether `[DONE]` was sent. Many clients disconnect on it, without waiting for the body's end."""
+        response.on_pause = self._on_pause
+
+    def set_whole(self, content_type: str, body: bytes) -> None:
+        """See `ResponseSink`: `end` sends it."""
+        self._whole = content_type, body
+
+    def write_event(self, event: bytes) -> None:
+        """Write one event of a token, by the shortest path."""
+        if self.is_started and not self.include_timing:
+            self._log.event(event)
+            self._response.write(event)
+        else:
+            self.write(event)
+
+    def write(self, events: bytes) -> None:
+        """Write one or more whole events."""
+        if not self.is_started:
+            self.is_started = True
+            self._response.start(200, (*STREAM_HEADERS, *self._headers()))
+        self._log.events(events)
+        if self.include_timing:
+            events = sse.with_leg_times(events, self._log.leg_seconds())
+        if sse.has_error(events):
+            self._status, self._code = AGENT_ERROR, "agent_error"
+        self._is_done = events.endswith(sse.DONE)
+        self._response.write(events)
+
+    @contextmanager
+    def throttling(self, source: PausableSource) -> Iterator[None]:
+        """While open, pause `source` whenever the client does not read."""
+        self._sources.append(source)
+        if self._is_paused:
+            source.pause()
+        try:
+            yield
+        finally:
+            self._sources.remove(source)
+
+    def end(self) -> None:
+        """End the response, or send a whole one, and end its request."""
+        if self._whole is None:
+            self._response.end()
+            self._log.end(self._status, self._code)
+            return
+        content_type, body = self._whole
+        self._log.count_answer(body)
+        self._log.end(200)
+        content = (b"content-type", content_type.encode("latin-1"))
+        self._response.send(200, (content, *self._headers()), body)
+
+    def fail(self, error: ProxyError) -> None:
+        """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
+        if not self.is_started:
+            self._log.end(error.status, error.code)
+            send_error(self._response, self._log.request_id, error)
+            return
+        self.write(sse.event(error.body()) + sse.DONE)
+        self._status, self._code = error.status, error.code
+        self.end()
+
+    def client_left(self) -> None:
+        """End the request of a client that has disconnected; after `[DONE]` it counts as served."""
+        if self._is_done:
+            self._log.end(self._status, self._code)
+        else:
+            self._log.end(CLIENT_LEFT, "client_left")
+
+    def _headers(self) -> tuple[Header, Header]:
+        timing = (b"server-timing", self._log.server_timing().encode("latin-1"))
+        return _request_id_header(self._log.request_id), timing
+
+    def _on_pause(self, paused: bool) -> None:
+        self._is_paused = paused
+        for source in self._sources:
+            (source.pause if paused else source.resume)()
+
+
+def send_error(response: ClientResponse, request_id: RequestId, error: ProxyError) -> None:
+    """Send an error that is the whole response."""
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+    content = (b"content-type", b"application/json")
+    response.send(error.status, (content, _request_id_header(request_id), *headers), error.body())
+
+
+def _request_id_header(request_id: RequestId) -> Header:
+    return (b"x-request-id", request_id.encode())

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attempt with another engine's servers: the request's sub-requests side by side, each in two legs.
+
+A sub-request's legs run in the order that its dialect says:
+
+- **Serial**: the prefill leg, then the decode leg with the params that the prefill server answered. They are
+  used once, here; whatever goes wrong, the next attempt begins with a fresh prefill and a fresh transfer id.
+- **Concurrent**: both legs at once. The prefill's response is read to its end and checked; until then nothing
+  of the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).
+
+Nothing here knows a field or a header of any engine: that is its `Dialect`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from kvferry.proxy import sse
+from kvferry.proxy.dialects.base import (
+    Dialect,
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
+    Prefilled,
+    SubRequest,
+    pick_rank,
+)
+from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
+from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, StreamBroken
+from kvferry.proxy.exchange.kv_drops import KvDrops
+from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
+from kvferry.proxy.exchange.legs import (
+    AGENT_FAILURES,
+    Attempt,
+    Legs,
+    ResponseSink,
+    lost,
+    read_events,
+    require_stream,
+)
+from kvferry.proxy.exchange.request_log import Phase, RequestLog
+from kvferry.proxy.exchange.sub_requests import (
+    SubResponse,
+    as_events,
+    closing_events,
+    merge,
+    split,
+    whole_request,
+)
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.router import Pair
+from kvferry.proxy.http.pool import UpstreamResponse
+from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
+from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.messages import Incarnation, Register
+
+LOOKUP_MAX_AGE_S = 10.0
+"""How long an engine id that was looked up is believed: its server may have restarted at the same address."""
+LOOKUP_TIMEOUT_S = 5.0
+ACCEPT_S = 0.5
+"""A decode server that had less than this to accept a leg may not have seen it when the leg is cancelled."""
+
+Check = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTools:
+    """What the legs of one attempt work with."""
+
+    dialect: Dialect
+    legs: Legs
+    kv_endpoints: KvEndpointCache
+    drops: KvDrops
+    metrics: Metrics
+
+
+class ForeignAttempt(Attempt):
+    """See `Attempt`. The failure of one sub-request ends them all: a response is whole or it is none.
+
+    Until the client has anything a lost server is an `AgentLost`; later it is `StreamBroken`, for these
+    engines cannot resume what another server has begun.
+    """
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        request: ClientRequest,
+        ids: Identity,
+        transfer_id: TransferId,
+        *,
+        tools: ForeignTools,
+        log: RequestLog,
+    ) -> None:
+        super().__init__(reservation)
+        self._request = request
+        self._tools = tools
+        self._log = log
+        if self.pair.alone:
+            self._subs: tuple[SubRequest, ...] = (whole_request(request, ids, transfer_id),)
+        else:
+            others = [new_transfer_id() for _ in range(1, request.sequences)]
+            log.add_transfers(others)
+            self._subs = split(request, ids, [transfer_id, *others])
+        self._num_in_prefill = len(self._subs)
+        self._has_begun = False
+        """Whether the client has anything."""
+
+    async def run(self, sink: ResponseSink) -> None:
+        self._log.enter(Phase.DECODE_WAIT if self.pair.alone else Phase.PREFILL)
+        try:
+            responses = await self._run_all(sink)
+        except AgentLost as error:
+            if self._has_begun:
+                raise StreamBroken(error.message) from error
+            raise
+        if self._request.stream:
+            sink.write(closing_events(responses))
+        else:
+            sink.set_whole("application/json", merge(responses))
+
+    async def _run_all(self, sink: ResponseSink) -> list[SubResponse]:
+        """The response of every sub-request, in order. Raises the `ProxyError` that says most."""
+
+        def write(events: bytes) -> None:
+            if not self._has_begun:
+                self._has_begun = True
+                self._note_prefill_over()
+            sink.write(events)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        _SubExchange(self._tools, sub, sink, write, self._on_prefilled).run(self.pair)
+                    )
+                    for sub in self._subs
+                ]
+        except BaseExceptionGroup as failures:
+            if failures.subgroup(AGENT_FAILURES):
+                self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
+            _raise_one(failures)
+        return [task.result() for task in tasks]
+
+    def _on_prefilled(self) -> None:
+        """One more prefill leg has ended well."""
+        self._num_in_prefill -= 1
+        if not self._num_in_prefill:
+            self._note_prefill_over()
+            self._reservation.prefill_over()
+
+    def _note_prefill_over(self) -> None:
+        """The client waits for prefill no more: all prefill legs have ended, or it has an event already."""
+        if self._log.phase is Phase.PREFILL:
+            self._log.enter(Phase.DECODE_WAIT)
+
+
+class _SubExchange:
+    """The legs of one sub-request. Call `run` once.
+
+    Args:
+        write: Sends whole events to the client; not called for a response that is not streamed.
+        on_prefilled: Called when the prefill leg has ended well.
+    """
+
+    def __init__(
+        self,
+        tools: ForeignTools,
+        sub: SubRequest,
+        sink: ResponseSink,
+        write: Callable[[bytes], None],
+        on_prefilled: Callable[[], None],
+    ) -> None:
+        self._dialect = tools.dialect
+        self._legs = tools.legs
+        self._tools = tools
+        self._sub = sub
+        self._sink = sink
+        self._write = write
+        self._on_prefilled = on_prefilled
+
+    async def run(self, pair: Pair) -> SubResponse:
+        """Raises `ProxyError`, or an exception group of such."""
+        if pair.alone:
+            server = pair.prefill.info
+            leg = self._dialect.alone_leg(self._sub, pick_rank(self._sub.room, server))
+            return await self._receive(server, leg, SubResponse(self._sub, server))
+        endpoints = self._sub.endpoints(pair.prefill.info, pair.decode.info)
+        kv_endpoint = await self._find_kv_endpoint(endpoints)
+        if self._dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL:
+            return await self._run_serial(endpoints, kv_endpoint)
+        return await self._run_concurrent(endpoints, kv_endpoint)
+
+    async def _run_serial(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
+        dialect, sent_at = self._dialect, _now()
+        prefilled = await self._prefill(endpoints)
+        if prefilled.whole is not None:
+            self._free_kv(endpoints, prefilled)
+            return self._complete(endpoints, prefilled.whole)
+        answer = SubResponse(self._sub, endpoints.decode)
+        answer.prompt_tokens_details = prefilled.prompt_tokens_details
+        leg = dialect.decode_leg(self._sub, endpoints, prefilled, kv_endpoint)
+        if prefilled.params is None:
+            # The prompt is computed again, which an operator should know.
+            self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
+        if prefilled.params is None or dialect.lease_s is None:
+            return await self._receive(endpoints.decode, leg, answer)
+        lease = LeaseCheck(
+            self._legs.upstream,
+            endpoints.prefill,
+            dialect.expiry_counter,
+            sent_at=sent_at,
+            answered_at=_now(),
+            lease_s=dialect.lease_s,
+        )
+        async with lease:
+            return await self._decode_under_lease(endpoints, prefilled, leg, answer, lease)
+
+    async def _decode_under_lease(
+        self,
+        endpoints: Endpoints,
+        prefilled: Prefilled,
+        leg: LegRequest,
+        answer: SubResponse,
+        lease: LeaseCheck,
+    ) -> SubResponse:
+        """The decode leg of a serial order, whose KV may be gone after a while. Raises `AgentLost` then."""
+        late = lost(endpoints.decode, f"was too late for the KV at {endpoints.prefill.address}")
+        if not lease.is_sure:
+            raise late
+        accepted_by = _now() + ACCEPT_S
+
+        async def check() -> None:
+            verdict = await lease.judge()
+            self._tools.metrics.leases.labels(verdict.name.lower()).inc()
+            if verdict is Verdict.SUSPECT:
+                raise late
+
+        try:
+            return await self._receive(endpoints.decode, leg, answer, check, lease.sure_until)
+        except AgentTimeout:
+            if lease.is_sure:
+                raise
+            raise late from None
+        except asyncio.CancelledError:
+            if _now() < accepted_by:
+                self._free_kv(endpoints, prefilled)
+            raise
+
+    async def _run_concurrent(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
+        answer = SubResponse(self._sub, endpoints.decode)
+        leg = self._dialect.decode_leg(self._sub, endpoints, Prefilled(), kv_endpoint)
+
+        async def check() -> None:
+            answer.prompt_tokens_details = (await prefill).prompt_tokens_details
+
+        async with asyncio.TaskGroup() as group:
+            # Two tasks made in one go ask for their connections one right after the other, and connections
+            # are acquired in that order. So, of all legs with one, at most one waits for its other leg's.
+            prefill = group.create_task(self._prefill(endpoints))
+            group.create_task(self._receive(endpoints.decode, leg, answer, check))
+        return answer
+
+    async def _prefill(self, endpoints: Endpoints) -> Prefilled:
+        """The prefill leg, up to the end of its response."""
+        server, leg = endpoints.prefill, self._dialect.prefill_leg(self._sub, endpoints)
+        try:
+            async with self._legs.open_prefill(server, leg) as response:
+                prefilled = self._dialect.read_prefill(self._sub, await response.read())
+        except BadResponse as error:  # another server may do better
+            raise AgentLost(f"{server.address}: {error.message}", _incarnation(server)) from error
+        if prefilled.kv_endpoint is not None:
+            self._tools.kv_endpoints.learn(endpoints, prefilled.kv_endpoint, _now())
+        self._on_prefilled()
+        return prefilled
+
+    async def _receive(
+        self,
+        server: Register,
+        leg: LegRequest,
+        answer: SubResponse,
+        check: Check | None = None,
+        accept_deadline: float = float("inf"),
+    ) -> SubResponse:
+        """Send the last leg and read its response into `answer`.
+
+        `check` runs once, when there is something that it must vouch for, before the client gets that.
+        """
+        stream = self._sub.request.stream
+        opening = self._legs.open_last(server, leg, stream=stream, accept_deadline=accept_deadline)
+        async with opening as response:
+            if stream:
+                await self._receive_events(response, server, answer, check)
+            else:
+                raw = await response.read()
+                if check is not None:
+                    await check()
+                answer.read_whole(raw)
+        return answer
+
+    async def _receive_events(
+        self, response: UpstreamResponse, server: Register, answer: SubResponse, check: Check | None
+    ) -> None:
+        require_stream(response, server)
+        reader = _SubReader(answer, self._write, on_done=response.finish_soon)
+        if check is not None:
+            if await reader.read_first(response):
+                await check()
+            reader.release()
+        await read_events(response, server, reader, self._sink)
+        if not answer.complete:
+            raise lost(server, "ended its stream without ending every choice")
+
+    def _complete(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
+        """The response ended with its first token, at the prefill server."""
+        answer = SubResponse(self._sub, endpoints.prefill)
+        if not self._sub.request.stream:
+            answer.read_whole(whole)
+        elif events := answer.rewrite(as_events(whole, self._sub)):
+            self._write(events)
+        return answer
+
+    def _free_kv(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
+        """Have the decode server fetch the KV for one token, unread, so that the prefill server can free it.
+
+        No engine offers a shorter way (`docs/sources.md#vllm`); otherwise its blocks wait for their lease to
+        end.
+        """
+        if prefilled.params is not None:
+            once = {"max_tokens": 1, "stream": False}
+            body = {k: v for k, v in self._sub.body.items() if k in ("model", "prompt", "messages")} | once
+            leg = self._dialect.decode_leg(replace(self._sub, body=body), endpoints, prefilled, None)
+            self._tools.drops.send(endpoints.decode, leg)
+
+    async def _find_kv_endpoint(self, endpoints: Endpoints) -> KvEndpoint | None:
+        """What must be, or happens to be, known of the prefill server beforehand."""
+        dialect, known = self._dialect, self._tools.kv_endpoints
+        url = dialect.lookup(endpoints)
+        if url is None:
+            return known.find(endpoints)
+        found = known.find(endpoints, since=_now() - LOOKUP_MAX_AGE_S)
+        if found is None:
+            deadline = min(_now() + LOOKUP_TIMEOUT_S, self._legs.deadline)
+            try:
+                raw = await self._legs.upstream.get(endpoints.prefill, url, by=deadline)
+                found = dialect.read_lookup(endpoints, raw)
+            except (AgentRejected, AgentTimeout, BadResponse) as error:
+                raise AgentLost(f"{url}: {error.message}", _incarnation(endpoints.prefill)) from error
+            known.learn(endpoints, found, _now())
+        return found
+
+
+class _SubReader:
+    """Rewrites the events of one sub-request's stream for the client (`EventReader`)."""
+
+    def __init__(
+        self, answer: SubResponse, write: Callable[[bytes], None], on_done: Callable[[], None]
+    ) -> None:
+        self._answer = answer
+        self._write = write
+        self._on_done = on_done
+        self._scanner = sse.Scanner()
+        self._held: bytes | None = None
+        """What is held back from the client; None when nothing is."""
+        self.done = False
+
+    async def read_first(self, response: UpstreamResponse) -> bool:
+        """Read until there is anything for the client, and hold it back. Returns False if nothing comes."""
+        self._held = b""
+        while not self._held and not self.done:
+            piece = await response.read_some()
+            if not piece:
+                return False
+            self.feed(piece)
+        return True
+
+    def release(self) -> None:
+        """Hold nothing back any more."""
+        held, self._held = self._held, None
+        if held:
+            self._write(held)
+
+    def feed(self, piece: bytes) -> None:
+        """See `EventReader`. Raises as `SubResponse.rewrite` does."""
+        if self.done:
+            return
+        events = self._answer.rewrite(self._scanner.feed(piece))
+        if self._held is not None:
+            self._held += events
+        elif events:
+            self._write(events)
+        if self._scanner.done:
+            self.done = True
+            self._on_done()
+
+
+def _raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the one failure that the client gets: an engine's rejection of the request, else the first.
+
+    An internal error is raised as it is, in its group.
+    """
+    ours, others = failures.split(ProxyError)
+    if others is not None or ours is None:
+        raise failures
+    rejections = ours.subgroup(AgentRejected)
+    raise _first(rejections or ours) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _incarnation(server: Register) -> Incarnation:
+    return Incarnation(server.incarnation)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
