@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
 	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
 
 help: ## list the targets
@@ -45,6 +45,10 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 test-parts: $(STAMP) ## the tests that need no cluster
 	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
 	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract
+
+coverage: $(STAMP) ## a table of what the unit tests cover, module by module; not a gate
+	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal --cov agent --cov deploy --cov proxy --cov transfer \
+		--cov-report term:skip-covered tests/unit
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
 	$(BIN)/pytest -m 'full or not full' tests/model --timeout 7200
@@ -114,4 +118,4 @@ train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis logs *.egg-info
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage logs *.egg-info

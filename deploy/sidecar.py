@@ -24,11 +24,11 @@ import uvloop
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.config import configure_logging
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
-from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode, TransferMode
+from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
 from kvferry.proxy.wire.addresses import check_host_port
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import parse_flags
-from kvferry.proxy.wire.messages import Bye, Incarnation, Register, Role
+from kvferry.proxy.wire.messages import Bye, Incarnation, Register, Role, TransferMode
 
 log = logging.getLogger(__name__)
 
