@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
-	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table train clean
+	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table lifecycles train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -113,6 +113,9 @@ bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they c
 
 dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
+
+lifecycles: $(STAMP) ## bring the state diagrams in docs/architecture.md up to date with the code
+	$(BIN)/python -m tools.lifecycles --write
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny

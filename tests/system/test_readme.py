@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R18, R22: every command of the README is run, on free ports in place of the printed ones."""
+"""R18, R22: every command of the README is run, on free ports in place of the printed ones.
+
+Commands of the other pages name hosts and files that are not here: they are parsed by what would run them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,11 +23,24 @@ import aiohttp
 import psutil
 import pytest
 
+from kvferry.agent.cli import parse_config as agent_config
+from kvferry.deploy import keygen
+from kvferry.deploy.cli import COMMANDS
+from kvferry.deploy.sidecar import SidecarConfig
+from kvferry.deploy.up import UpConfig
+from kvferry.proxy.config import parse_config as proxy_config
+from kvferry.proxy.wire.flags import parse_flags
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SECURITY = (ROOT / "docs" / "security.md").read_text()
 PORTS = ("10001", "36367", "8000", "8001", "6301", "6302")
 # `make test` is what runs this file.
 TARGETS = {"make demo", "make test", "make bench-proxy"}
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
+# Options of vLLM, SGLang, our benchmarks and our tools.
+FOREIGN = {"--kv-transfer-config", "--disaggregation-mode", "--json", "--out", "--tokens"}
 
 
 def commands() -> list[str]:
@@ -157,3 +175,107 @@ async def test_a_wrong_command_line_ends_at_once_and_names_it(words: list[str], 
     said = (await process.stderr.read()).decode()
     assert await process.wait() == 2
     assert named in said
+
+
+def blocks(page: Path) -> str:
+    """Return the lines of a page's code blocks, continued lines joined."""
+    return "\n".join(re.findall(r"```\w*\n(.*?)```", page.read_text(), flags=re.DOTALL)).replace("\\\n", " ")
+
+
+def documented() -> list[tuple[str, str]]:
+    """Return the `kvferry` commands of all pages, each with its page."""
+    return [
+        (page.relative_to(ROOT).as_posix(), line.strip().removeprefix(".venv/bin/"))
+        for page in PAGES
+        for line in blocks(page).splitlines()
+        if re.match(r"(\.venv/bin/)?kvferry ", line.strip())
+    ]
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, set[str]]:
+    """The options that each command lists in its help."""
+    commands = {name: [name] for name in COMMANDS} | {"attach": ["agent", "--attach", "http://127.0.0.1:1"]}
+    texts = {
+        name: subprocess.run(
+            [sys.executable, "-m", "kvferry.deploy.cli", *words, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for name, words in commands.items()
+    }
+    return {name: {"--help", *re.findall(r"(?<![\w-])--[a-z][\w-]*", text)} for name, text in texts.items()}
+
+
+@pytest.mark.parametrize(("page", "command"), documented())
+def test_a_documented_command_is_understood(page: str, command: str, tmp_path: Path) -> None:
+    """Parsed as a start would parse it; hosts need not exist, and files are there."""
+    _, name, *words = shlex.split(command)
+    for file in (
+        "cluster.key",
+        "keys.txt",
+        "agent.crt",
+        "agent.key",
+        "proxy.crt",
+        "proxy.key",
+        "agents-ca.crt",
+        "nodes.yml",
+    ):
+        words = [str(tmp_path / file) if word == file else word for word in words]
+        (tmp_path / file).touch()
+    words = ["ferry-tiny" if word == "MODEL" else word for word in words]
+    if name == "proxy":
+        proxy_config(words)
+    elif name == "agent" and "--attach" in words:
+        parse_flags(SidecarConfig, words, prog="kvferry agent", description="")
+    elif name == "agent":
+        agent_config(words)
+    elif name == "up":
+        parse_flags(UpConfig, words, prog="kvferry up", description="")
+    else:
+        assert name == "keygen"
+        (tmp_path / "cluster.key").unlink()
+        assert keygen.main(words) == 0
+
+
+def test_documented_options_exist(helps: dict[str, set[str]]) -> None:
+    """Every option that prose names is one of ours, or known to be another program's."""
+    known = set().union(*helps.values())
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for option in re.findall(r"`[^`]*`", prose):
+            unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", option)) - known - FOREIGN
+            assert not unknown, (page, option)
+
+
+def test_documented_options_belong_to_their_command(helps: dict[str, set[str]]) -> None:
+    """`kvferry agent --verify-kv` in prose names an option of that command."""
+    for page in PAGES:
+        for name, rest in re.findall(r"`kvferry ([a-z]+)((?: [^`]*)?)`", page.read_text()):
+            options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
+            assert name in helps, (page, name)
+            assert options <= helps["attach" if "--attach" in options else name], (page, name, rest)
+
+
+def test_documented_targets_and_modules_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        text = page.read_text()
+        assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets, page
+        for module in re.findall(r"python -m ((?:tests|tools|kvferry)[\w.]*)", text):
+            found = importlib.util.find_spec(module)
+            assert found is not None, (page, module)
+
+
+def test_the_certificates_of_the_security_page_are_made(tmp_path: Path) -> None:
+    [script] = [text for text in re.findall(r"```\n(.*?)```", SECURITY, flags=re.DOTALL) if "openssl" in text]
+    done = subprocess.run(
+        ["bash", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    verified = subprocess.run(
+        ["openssl", "verify", "-CAfile", "agents-ca.crt", "agent.crt"], cwd=tmp_path, timeout=30
+    )
+    assert verified.returncode == 0

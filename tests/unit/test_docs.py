@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tools import lifecycles
+
 ROOT = Path(__file__).parents[2]
 TEST = re.compile(r"`((?:unit|system|contract|chaos|model|fuzz)/[\w/]+\.py)?(?:::(\w+)…?)?`")
 PAGES = [
@@ -73,3 +75,17 @@ def test_tests_named_on_pages_exist() -> None:
             assert f"def {function}" in (ROOT / "tests" / file).read_text(), (page, file, function)
             named += 1
     assert named > 100
+
+
+def test_the_lifecycles_are_those_of_the_code() -> None:
+    """`make lifecycles` brings the page up to date."""
+    page = lifecycles.PAGE.read_text()
+    assert lifecycles.with_section(page) == page
+
+
+def test_every_table_of_transitions_is_found_and_whole() -> None:
+    found = list(lifecycles.tables())
+    assert len(found) > 6
+    for path, name in found:
+        table = lifecycles.load(path, name)
+        assert {state for followers in table.values() for state in followers} <= table.keys(), (path, name)
