@@ -35,7 +35,7 @@ async def test_100000_frames_do_not_either() -> None:
 
 
 def test_names_of_models_are_remembered_within_bounds() -> None:
-    """Whoever may ping could else fill the memory with names, which outlive the nodes."""
+    """Otherwise pings could fill the memory with names, which outlive the nodes."""
     registry = Registry()
     for number in range(2 * MAX_NODES):
         registry.register(registration("decode", 1, model=f"m{number}"), number / 1000)

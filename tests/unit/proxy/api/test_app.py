@@ -50,7 +50,7 @@ async def test_content_types_say_what_is_sent(stage: Stage, path: str, body: dic
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_proxy_can_refuse_bothers_no_agent(
+async def test_what_the_proxy_can_reject_reaches_no_agent(
     start_stage: StartStage, body: Any, status: int, param: str | None, stream: bool
 ) -> None:
     """Issue 2, "Bad input"; OpenAI's error shape, streamed or not."""
@@ -58,8 +58,8 @@ async def test_what_the_proxy_can_refuse_bothers_no_agent(
     stage = await start_stage(max_body_bytes=10_000 if status == 413 else 2**20, split_min_tokens=1)
     prefill, decode = await stage.pair()
     asked = {**body, "stream": stream} if isinstance(body, dict) else body
-    told, answer = await stage.ask(asked)
-    assert (told, answer["error"]["param"]) == (status, param)
+    given, answer = await stage.ask(asked)
+    assert (given, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     if status == 404:
         assert "unheard-of" in answer["error"]["message"]
@@ -84,10 +84,10 @@ FAILED = {
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_defect_is_a_500_and_is_logged(
+async def test_an_internal_error_is_a_500_and_is_logged(
     stage: Stage, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """I5: nothing ends without an answer, not even for a reason that nobody has thought of."""
+    """I5: every request ends with a response, whatever the failure."""
     await stage.pair()
     monkeypatch.setattr(native, "headers", lambda _: 1 // 0)
     async with stage.post({**BODY, "stream": stream}, headers={"X-Request-Id": "mine"}) as response:
@@ -98,7 +98,7 @@ async def test_a_defect_is_a_500_and_is_logged(
     assert "mine" in defect.getMessage() and defect.exc_info[0] is ZeroDivisionError
 
 
-async def test_a_defect_in_mid_stream_is_an_error_event_and_done(
+async def test_an_internal_error_in_mid_stream_is_an_error_event_and_done(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stage.pair()
@@ -108,7 +108,7 @@ async def test_a_defect_in_mid_stream_is_an_error_event_and_done(
     assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
 
 
-async def test_a_defect_after_the_end_adds_nothing_to_the_answer(
+async def test_an_internal_error_after_the_end_adds_nothing_to_the_response(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client has it all; what came after would be taken for the beginning of the next answer."""
@@ -131,7 +131,7 @@ async def test_a_defect_after_the_end_adds_nothing_to_the_answer(
         (["decode"], "no prefill agent"),
     ],
 )
-async def test_without_a_pair_the_answer_says_when_to_come_back(
+async def test_without_a_pair_the_response_has_a_retry_after(
     stage: Stage, roles: list[Any], reason: str
 ) -> None:
     for role in roles:
@@ -246,7 +246,7 @@ async def test_a_refusal_of_head_has_no_body(stage: Stage) -> None:
     await writer.wait_closed()
 
 
-async def test_metrics_tell_what_happened(stage: Stage) -> None:
+async def test_metrics_count_what_happened(stage: Stage) -> None:
     await stage.pair()
     await stage.stream({**BODY, "max_tokens": 5})
     await stage.ask(BODY)
@@ -287,7 +287,7 @@ async def test_openai_clients_agree_with_the_answers(stage: Stage) -> None:
             await client.completions.create(model="stand-in", prompt="", max_tokens=4)
 
 
-async def test_prometheus_is_told_where_the_agents_are(stage: Stage) -> None:
+async def test_prometheus_discovers_the_agents(stage: Stage) -> None:
     prefill, decode = await stage.pair()
     async with stage.http.get(f"{stage.proxy.url}/nodes/targets") as response:
         assert response.content_type == "application/json", "Prometheus insists on it"

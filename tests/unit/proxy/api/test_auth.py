@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys: without one nothing is answered, and no agent hears of the request."""
+"""API keys: without one every request is rejected, and no agent gets it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def basic(password: str, user: str = "me") -> dict[str, str]:
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    path.write_text(f"# who may come in\n\n{CLIENT_KEY}\n{ADMIN_KEY} admin\n")
+    path.write_text(f"# who has access\n\n{CLIENT_KEY}\n{ADMIN_KEY} admin\n")
     return path
 
 
@@ -45,7 +45,7 @@ async def guarded(start_stage: StartStage, key_file: Path) -> Stage:
      {"X-Api-Key": CLIENT_KEY}],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [True, False])
-async def test_without_a_key_there_is_a_typed_401_and_no_agent_is_bothered(
+async def test_without_a_key_there_is_a_typed_401_and_no_agent_gets_the_request(
     guarded: Stage, headers: dict[str, str], stream: bool
 ) -> None:
     prefill, decode = await guarded.pair()
@@ -64,7 +64,7 @@ async def test_with_a_key_requests_are_answered_and_the_key_stays_here(guarded: 
         assert response.status == 200
         await response.read()
     for asked in (*prefill.asked, *decode.asked):
-        assert key not in str(asked.headers), "agents are not told the client's key"
+        assert key not in str(asked.headers), "the client's key is not sent to agents"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_each_path_opens_to_those_it_is_for(guarded: Stage, path: str, nee
             assert (response.status != 401) == (access >= needed), (path, access)
 
 
-async def test_a_browser_can_bring_an_admin_key_for_looking_only(guarded: Stage) -> None:
+async def test_a_browser_may_use_an_admin_key_only_to_read(guarded: Stage) -> None:
     """Browsers attach Basic to requests that other sites cause, so it must not change anything."""
     url = f"{guarded.proxy.url}/ui"
     async with guarded.http.get(url) as response:
@@ -109,7 +109,7 @@ async def test_a_browser_can_bring_an_admin_key_for_looking_only(guarded: Stage)
         f"{CLIENT_KEY} admin admin\n",
     ],
 )
-def test_a_file_that_admits_nobody_or_is_mistaken_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_key_file_without_keys_or_with_an_error_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(BadKeyFile, match=str(path)) as caught:
@@ -118,7 +118,7 @@ def test_a_file_that_admits_nobody_or_is_mistaken_is_refused(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize("flag", ["--api-keys", "--cluster-key"])
-def test_a_proxy_does_not_start_without_the_keys_it_was_told_of(tmp_path: Path, flag: str) -> None:
+def test_a_proxy_does_not_start_without_the_configured_keys(tmp_path: Path, flag: str) -> None:
     path = tmp_path / "keys"
     path.touch()
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's page: its files, and a feed that costs nothing while nobody looks."""
+"""The dashboard: its files, and a feed that costs nothing without viewers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_the_files_say_what_they_are_and_load_from_here_only(
 
 
 @pytest.mark.parametrize("path", ["/ui/index.html", "/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/other.js"])
-async def test_there_is_nothing_else(stage: Stage, path: str) -> None:
+async def test_other_paths_are_not_served(stage: Stage, path: str) -> None:
     url = aiohttp.client.URL(f"{stage.proxy.url}{path}", encoded=True)
     async with stage.http.get(url) as response:
         assert response.status == 404
@@ -90,7 +90,7 @@ async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
 
 
 async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
-    """Issue 4, "Security": a rogue address is refused, and whoever looks after the fleet sees it."""
+    """Issue 4, "Security": a rogue address is rejected, and the operator sees it."""
     stage = await start_stage(allow_address="10.0.0.0/8")
     rogue = StandInAgent("decode", (stage.discovery,))
     async with rogue:
@@ -119,10 +119,10 @@ async def test_a_request_in_flight_is_shown_in_its_phase(stage: Stage) -> None:
             assert any(snapshot["charts"]["ttft_p50"])
 
 
-async def test_viewers_share_one_snapshot_a_second(
+async def test_viewers_share_one_snapshot_per_second(
     start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody's looking costs none at all."""
+    """Without viewers none is computed."""
     stage = await start_stage()
     made = 0
     real = Registry.snapshot
@@ -143,7 +143,7 @@ async def test_viewers_share_one_snapshot_a_second(
         await feed.aclose()
 
 
-async def test_a_viewer_too_many_is_told_so_and_one_that_leaves_makes_room(
+async def test_viewers_are_limited_and_a_disconnect_frees_a_slot(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "MAX_VIEWERS", 1)

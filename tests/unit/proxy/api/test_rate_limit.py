@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a key may ask for."""
+"""Rate limits per key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 5}
 
 
 def refused(limit: RateLimit, now: float) -> int | None:
-    """Seconds to wait, or None when the request is let in."""
+    """Seconds to wait, or None when the request is admitted."""
     try:
         limit.admit(now)
     except RateLimited as error:
@@ -34,7 +34,7 @@ def test_requests_may_come_all_at_once_and_then_at_their_rate() -> None:
     assert [refused(limit, 9999.0) for _ in range(7)] == [None] * 6 + [10], "no more is saved up"
 
 
-def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
+def test_tokens_may_be_overdrawn_once_and_then_refill() -> None:
     limit = RateLimit(None, Rate.parse("60/min"))
     assert refused(limit, 0.0) is None
     limit.charge(90, 1.0)
@@ -43,7 +43,7 @@ def test_tokens_may_be_overdrawn_once_and_are_then_paid_off() -> None:
     assert refused(limit, 32.0) is None
 
 
-def test_a_refused_request_costs_nothing() -> None:
+def test_a_rejected_request_is_not_charged() -> None:
     limit = RateLimit(Rate.parse("1/s"), Rate.parse("10/s"))
     limit.charge(20, 0.0)
     assert refused(limit, 0.0) == 2
@@ -105,9 +105,7 @@ async def status(stage: Stage, key: str, stream: bool = False) -> tuple[int, str
         return response.status, response.headers.get("Retry-After")
 
 
-async def test_a_key_that_asks_too_often_is_told_when_to_come_back(
-    start_stage: StartStage, tmp_path: Path
-) -> None:
+async def test_a_rate_limited_key_gets_a_retry_after(start_stage: StartStage, tmp_path: Path) -> None:
     """Issue 4, "Security": per-key rate limit. Others are served meanwhile, and it is counted."""
     stage = await limited(start_stage, tmp_path, "requests=2/h")
     assert [await status(stage, KEY) for _ in range(3)] == [(200, None), (200, None), (429, "1800")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a streamed answer is accounted for, however it ends, and what a client that does not read costs."""
+"""Accounting of streamed responses, however they end, and back-pressure of a client that does not read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def until_counted(stage: Stage, status: str) -> None:
 
 @pytest.mark.parametrize(("last", "status"), [(b"data: {", "499"), (sse.DONE.rstrip(), "200")])
 async def test_a_client_is_served_once_it_has_done(stage: Stage, last: bytes, status: str) -> None:
-    """Clients hang up on `[DONE]` without waiting for the end of the body: that is not leaving early."""
+    """Clients disconnect on `[DONE]` without waiting for the body's end: that counts as served."""
     _, decode = await stage.pair(interval_s=0.05)
     decode.faults.append(Fault("decode", "late_end"))
     reader, writer = await ask(stage, BODY)
@@ -48,10 +48,10 @@ async def test_a_client_is_served_once_it_has_done(stage: Stage, last: bytes, st
     await writer.wait_closed()
 
 
-async def test_a_client_that_takes_nothing_holds_its_agent_back_and_is_cut_off(
+async def test_a_client_that_does_not_read_slows_its_agent_and_is_disconnected(
     start_stage: StartStage,
 ) -> None:
-    """Never unbounded memory: back-pressure reaches the agent, and past a bound the client has left."""
+    """Memory is bounded: back-pressure reaches the agent, and past a limit the client is disconnected."""
     stage = await start_stage(client_stall_s=0.5)
     wordy = "x" * 4096  # in every event, so that no socket buffer holds the whole stream
     agent = await stage.agent("both", model=wordy)

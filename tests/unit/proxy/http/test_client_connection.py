@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client's connection may cost before a request of its is known: a deadline and a size, no more."""
+"""Limits of a client's connection before its request is known: a deadline and a size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(stage: Stage) -> AsyncIterator[Client]:
-    """A connection of which nothing is asked yet."""
+    """A connection without a request yet."""
     client = Client(*await asyncio.open_connection("127.0.0.1", stage.proxy.port))
     try:
         yield client
@@ -61,7 +61,7 @@ def padded(size: int) -> bytes:
 
 
 TOO_MUCH = padded(MAX_HEAD_BYTES + 5)[: MAX_HEAD_BYTES + 1]
-"""Of a head, by one byte; nothing of it is left unread when it is refused."""
+"""A head that exceeds the limit by one byte, so that nothing is left unread when it is rejected."""
 
 
 @pytest.mark.parametrize("first", [b"", HEALTH], ids=["at once", "after a request"])
@@ -80,13 +80,13 @@ async def test_a_head_that_does_not_come_is_a_408(
         assert await client.rest() == b""
 
 
-async def test_a_client_that_says_nothing_is_left(start_stage: StartStage) -> None:
+async def test_an_idle_connection_is_closed(start_stage: StartStage) -> None:
     stage = await start_stage(body_timeout_s=0.2)
     async with client_of(stage) as client:
         assert await client.rest() == b""
 
 
-async def test_a_client_that_goes_on_with_a_refused_body_is_left(start_stage: StartStage) -> None:
+async def test_a_client_that_goes_on_with_a_rejected_body_is_disconnected(start_stage: StartStage) -> None:
     """uvicorn waits for the next request from the answer on, but only until anything comes."""
     stage = await start_stage(body_timeout_s=0.2, max_body_bytes=1000)
     async with client_of(stage) as client:
@@ -96,7 +96,7 @@ async def test_a_client_that_goes_on_with_a_refused_body_is_left(start_stage: St
         assert await client.rest() == b""
 
 
-async def test_who_is_being_served_has_all_the_time(start_stage: StartStage) -> None:
+async def test_the_head_deadline_does_not_apply_to_a_request_in_flight(start_stage: StartStage) -> None:
     """Also a client that ends its body with a line's end, as old ones do."""
     stage = await start_stage(body_timeout_s=0.2)
     gate = asyncio.Event()
@@ -131,15 +131,15 @@ async def test_a_head_has_a_size(stage: Stage, first: bytes) -> None:
     [padded(2**20), b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 2**17 + b"\r\n"],
     ids=["one header", "many headers"],
 )
-async def test_a_head_of_a_mebibyte_is_not_taken(stage: Stage, head: bytes) -> None:
-    """One header costs the parser the square of its size, on the loop that relays everybody's tokens."""
+async def test_a_head_of_a_mebibyte_is_rejected(stage: Stage, head: bytes) -> None:
+    """One header costs the parser the square of its size, on the loop that relays all tokens."""
     async with client_of(stage) as client:
         client.send(head)
         try:
-            told = await client.rest()
+            response = await client.rest()
         except ConnectionResetError:  # how a connection ends of which not all was read
             return
-        assert told.startswith(b"HTTP/1.1 431 ")
+        assert response.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_nor_are_trailers_of_a_mebibyte(stage: Stage) -> None:
@@ -171,7 +171,7 @@ async def test_requests_in_a_row_may_be_more_than_a_head(stage: Stage) -> None:
 
 
 async def test_a_head_without_end_behind_a_request_ends_that_too(stage: Stage) -> None:
-    """There is no place for a refusal within another answer."""
+    """An error cannot be sent in the middle of another response."""
     prefill, _ = await stage.pair(faults=[Fault("prefill", "hang")])
     async with client_of(stage) as client:
         client.send(ASK)

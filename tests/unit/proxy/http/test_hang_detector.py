@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent that hangs: its legs go elsewhere long before a deadline for silence, and no other is harmed."""
+"""An agent that hangs: its requests are retried elsewhere long before the idle timeout, and no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PORT = 8000
 AGENT = f"{PORT:016x}"
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
 MAX_HANG_S = 30.0
-"""Far less than the deadlines for silence below, far more than is needed."""
+"""Far less than the timeouts below, far more than is needed."""
 HUNG = [
     (True, Fault("prefill", "hang")),
     (True, Fault("decode", "hang")),
@@ -38,7 +38,7 @@ def busy(steps: int) -> Register:
     return registration("decode", PORT, steps=steps, load=load(running=1))
 
 
-async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: StartStage) -> None:
+async def test_requests_at_an_agent_that_hangs_are_retried_elsewhere(start_stage: StartStage) -> None:
     """I5: pings and answers end while the connection stays, as when a process is stopped."""
     stages = [await start_stage(first_byte_timeout_s=60, idle_timeout_s=60, total_timeout_s=60) for _ in HUNG]
 
@@ -57,7 +57,7 @@ async def test_what_an_agent_that_hangs_was_asked_goes_elsewhere(start_stage: St
 
         undisturbed = await answer()
         while stage.proxy.services.retry_budget.try_withdraw():
-            pass  # moving what an idle agent has not done costs none of it
+            pass  # retrying what an agent that is down has not done costs none of it
         hung.faults.append(fault)
         asking = asyncio.ensure_future(answer())
         await hung.until(lambda: not hung.faults)
@@ -87,7 +87,7 @@ class Waiting:
 
 
 class Stopwatch:
-    """A clock that goes as the test says."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +103,7 @@ def clock() -> Stopwatch:
 
 @pytest.fixture
 def fleet(clock: Stopwatch) -> LocalFleet:
-    """A decode agent heard at second 0 with something running."""
+    """A decode agent that pinged at second 0, with something running."""
     made = LocalFleet(ProxyConfig(), Metrics(), History(), clock)
     made.registry.register(busy(steps=1), 0.0)
     return made
@@ -127,10 +127,10 @@ async def is_aborted(fleet: LocalFleet, since: float | None, now: float, can_ret
         (0.0, NODE_EXPIRY_S - 0.1, False),
         (0.0, NODE_EXPIRY_S, True),
         (1.0, NODE_EXPIRY_S, False),  # something came: only its pings are lost
-        (None, NODE_EXPIRY_S, False),  # nobody waits: the client reads slowly
+        (None, NODE_EXPIRY_S, False),  # not awaited: the client reads slowly
     ],
 )
-async def test_only_quiet_legs_of_lost_agents_are_aborted(
+async def test_only_overdue_requests_at_hung_agents_are_aborted(
     fleet: LocalFleet, since: float | None, now: float, ended: bool
 ) -> None:
     fleet.registry.register(registration("decode", PORT + 1), now)
@@ -149,7 +149,7 @@ async def test_only_quiet_legs_of_lost_agents_are_aborted(
         (None, False),
     ],
 )
-async def test_where_nobody_else_serves_an_agent_is_waited_for(
+async def test_without_an_alternative_the_request_waits(
     fleet: LocalFleet, other: Register | None, ended: bool
 ) -> None:
     """It may only be slow, and the deadlines hold all the same."""
@@ -158,14 +158,14 @@ async def test_where_nobody_else_serves_an_agent_is_waited_for(
     assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S) == ended
 
 
-async def test_a_leg_that_may_not_go_elsewhere_waits(fleet: LocalFleet) -> None:
+async def test_a_request_that_cannot_be_retried_waits(fleet: LocalFleet) -> None:
     """A request without another try would only fail sooner."""
     fleet.registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
     assert not await is_aborted(fleet, 0.0, NODE_EXPIRY_S, can_retry=False)
     assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S)
 
 
-async def test_an_engine_that_stands_still_for_long_is_aborted_too(fleet: LocalFleet) -> None:
+async def test_requests_at_a_stalled_engine_are_aborted_too(fleet: LocalFleet) -> None:
     for second in range(int(STALL_S)):
         fleet.registry.register(registration("decode", PORT + 1), second)
         assert not await is_aborted(fleet, 0.0, second)
@@ -175,9 +175,7 @@ async def test_an_engine_that_stands_still_for_long_is_aborted_too(fleet: LocalF
     assert not await is_aborted(fleet, 0.0, STALL_S)
 
 
-async def test_a_pause_of_the_proxy_itself_is_held_against_nobody(
-    fleet: LocalFleet, clock: Stopwatch
-) -> None:
+async def test_a_pause_of_the_proxy_itself_aborts_nothing(fleet: LocalFleet, clock: Stopwatch) -> None:
     """When it wakes, the pings of that time are still to be read."""
     detector, request = HangDetector(), Waiting(0.0)
     detector.add(request)

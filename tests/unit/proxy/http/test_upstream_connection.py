@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 from agents, however its bytes are cut, and what a connection does when they are wrong."""
+"""HTTP/1.1 from agents, however its bytes are split, and when they are invalid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + LENGTH
 
 
 class Wire:
-    """Stands in for the transport: remembers what it was told."""
+    """Stands in for the transport: records its calls."""
 
     def __init__(self) -> None:
         self.sent = b""
@@ -62,7 +62,7 @@ def soon(seconds: float = 5.0) -> float:
 @pytest.mark.parametrize("raw", [LENGTH, CHUNKED, UNTIL_END, CONTINUED])
 @given(cuts=st.lists(st.integers(0, 90), max_size=8), early=st.booleans())
 @settings(deadline=None)
-def test_an_answer_is_whole_however_it_is_cut(raw: bytes, cuts: list[int], early: bool) -> None:
+def test_a_response_is_complete_however_its_bytes_are_split(raw: bytes, cuts: list[int], early: bool) -> None:
     async def run() -> None:
         connection, _, _ = connected()
         connection.send(b"request", soon())
@@ -86,8 +86,8 @@ def test_an_answer_is_whole_however_it_is_cut(raw: bytes, cuts: list[int], early
 
 
 @pytest.mark.parametrize("upto", [0, 10, len(CHUNKED) - 3])
-async def test_an_answer_that_is_cut_off_is_never_whole(upto: int) -> None:
-    """L10, X14: neither its head nor its body ends well by the connection's end."""
+async def test_a_truncated_response_is_never_complete(upto: int) -> None:
+    """L10, X14: neither its head nor its body is complete."""
     connection, _, closed = connected()
     connection.send(b"request", soon())
     connection.data_received(CHUNKED[:upto])
@@ -102,7 +102,7 @@ async def test_an_answer_that_is_cut_off_is_never_whole(upto: int) -> None:
 @pytest.mark.parametrize(
     "noise", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\n\r\n..", b"\0" * 50]
 )
-async def test_what_is_no_http_ends_the_connection(noise: bytes) -> None:
+async def test_invalid_http_closes_the_connection(noise: bytes) -> None:
     connection, wire, closed = connected()
     connection.send(b"request", soon(0.2))
     connection.data_received(noise)
@@ -128,7 +128,7 @@ async def test_deadlines_hold_also_after_earlier_ones_were_moved_back() -> None:
         await connection.read_headers()
 
 
-async def test_silence_does_not_count_while_the_client_is_slow() -> None:
+async def test_the_idle_timeout_stops_while_the_client_is_slow() -> None:
     connection, _, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(CHUNKED[:-10])
@@ -142,7 +142,7 @@ async def test_silence_does_not_count_while_the_client_is_slow() -> None:
         await connection.wait_complete()
 
 
-async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
+async def test_a_body_that_is_not_read_is_buffered_up_to_a_limit() -> None:
     """Never unbounded memory."""
     connection, wire, _ = connected()
     connection.send(b"request", soon())
@@ -160,7 +160,7 @@ async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
     connection.close()
 
 
-async def test_what_the_sink_raises_ends_the_connection_and_reaches_the_waiter() -> None:
+async def test_what_the_sink_raises_closes_the_connection_and_is_reraised() -> None:
     connection, wire, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(CHUNKED[:-10])

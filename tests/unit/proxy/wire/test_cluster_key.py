@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secure discovery: who does not hold the cluster key changes nothing, and is told nothing."""
+"""Secure discovery: peers without the cluster key change nothing, and get no response."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_holders_of_the_key_are_admitted() -> None:
 
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster", "knows the public key"])
-async def test_without_the_key_nobody_is_admitted(peer: str) -> None:
+async def test_peers_without_the_key_are_not_admitted(peer: str) -> None:
     """Issue 4, "Security": a node without the key is never routed to."""
     key = new_key()
     secure: Secure = {
@@ -132,7 +132,7 @@ class Agent:
 
 
 async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
-    """Issue 4, "Security": an agent's life, sent again byte by byte, is not even heard."""
+    """Issue 4, "Security": an agent's life, sent again byte by byte, is not even received."""
     key, clock = new_key(), asyncio.get_running_loop().time
     async with discovery(key) as (registry, address):
         port = int(address.rpartition(":")[2])
@@ -204,7 +204,7 @@ async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
             agent.close()
 
 
-async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_socket_is_bound_before_its_authenticator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 4, "Security": with the authenticator failing to start, nothing listens."""
 
     def fail(self: AsyncioAuthenticator) -> None:
@@ -221,7 +221,7 @@ async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.
     listener.close()
 
 
-async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_running_authenticator_no_peer_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails closed: libzmq alone would admit any CURVE client when no authenticator answers."""
     monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
     monkeypatch.setattr(AsyncioAuthenticator, "stop", lambda self: None)
@@ -231,7 +231,7 @@ async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.
         assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
 
 
-def test_a_key_file_is_read_or_refused_by_name(tmp_path: Path) -> None:
+def test_a_key_file_is_read_or_rejected_by_name(tmp_path: Path) -> None:
     public, secret = zmq.curve_keypair()
     path = tmp_path / "cluster.key"
     path.write_bytes(secret + b"\n")

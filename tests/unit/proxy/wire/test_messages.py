@@ -17,7 +17,7 @@ def test_agents_messages_make_the_round_trip(message: wire.AgentMessage) -> None
     assert wire.decode_agent_message(wire.encode(message)) == message
 
 
-def test_an_agent_need_not_say_how_many_sequences_it_runs() -> None:
+def test_max_running_is_optional() -> None:
     """Agents from before the field existed stay welcome."""
     body = msgpack.unpackb(wire.encode(registration("decode", 1)))
     del body["load"]["max_running"]

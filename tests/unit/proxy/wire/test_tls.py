@@ -29,7 +29,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return make_certificate(tmp_path_factory.mktemp("tls"), "others")
 
 
-async def test_clients_are_served_by_https_alone(
+async def test_clients_are_served_over_https_only(
     start_stage: StartStage, ours: Certificate, others: Certificate
 ) -> None:
     stage = await start_stage(tls_cert=ours.cert, tls_key=ours.key)
@@ -60,12 +60,12 @@ async def test_agents_are_asked_by_https_and_those_without_are_refused(
         assert prefill.asked and decode.asked and not plain.asked
 
 
-@pytest.mark.parametrize("flaw", ["another authority", "another address"])
-async def test_an_agent_that_cannot_prove_its_address_is_told_nothing(
-    start_stage: StartStage, ours: Certificate, tmp_path: Path, flaw: str
+@pytest.mark.parametrize("defect", ["another authority", "another address"])
+async def test_an_agent_that_cannot_prove_its_address_gets_no_request(
+    start_stage: StartStage, ours: Certificate, tmp_path: Path, defect: str
 ) -> None:
-    elsewhere = make_certificate(tmp_path, ip="127.0.0.1" if flaw == "another authority" else "127.0.0.2")
-    trusted = ours if flaw == "another authority" else elsewhere
+    elsewhere = make_certificate(tmp_path, ip="127.0.0.1" if defect == "another authority" else "127.0.0.2")
+    trusted = ours if defect == "another authority" else elsewhere
     stage = await start_stage(agent_ca=trusted.cert)
     prefill, decode = await stage.pair(tls=server_context(elsewhere.cert, elsewhere.key))
     status, answer = await stage.ask(BODY)
@@ -73,22 +73,22 @@ async def test_an_agent_that_cannot_prove_its_address_is_told_nothing(
     assert not prefill.asked and not decode.asked
 
 
-@pytest.mark.parametrize("flaw", ["absent", "not a certificate", "key of another"])
+@pytest.mark.parametrize("defect", ["absent", "not a certificate", "key of another"])
 def test_files_that_are_no_certificate_and_its_key_are_named(
-    tmp_path: Path, ours: Certificate, others: Certificate, flaw: str
+    tmp_path: Path, ours: Certificate, others: Certificate, defect: str
 ) -> None:
     (tmp_path / "junk.crt").write_text("junk")
     junk = {"absent": tmp_path / "absent.crt", "not a certificate": tmp_path / "junk.crt"}
-    cert = junk.get(flaw, others.cert)
+    cert = junk.get(defect, others.cert)
     with pytest.raises(BadCertificate, match=str(cert)):
         server_context(cert, ours.key)
-    if flaw in junk:
+    if defect in junk:
         with pytest.raises(BadCertificate, match=str(cert)):
             client_context(cert)
 
 
 @pytest.mark.parametrize("package", ["proxy", "agent"])
-def test_nothing_starts_without_the_certificate_it_was_told_of(tmp_path: Path, package: str) -> None:
+def test_nothing_starts_without_the_configured_certificate(tmp_path: Path, package: str) -> None:
     path = str(tmp_path / "absent.pem")
     ports = {"proxy": ("--discovery-port", "0"), "agent": ("--model", "ferry-tiny", "--control-port", "0")}
     done = subprocess.run(
