@@ -132,7 +132,7 @@ class Agent:
 
 
 async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
-    """Issue 4, "Security": an agent's life, sent again byte by byte, is not even received."""
+    """Issue 4, "Security": an agent's life, sent again byte by byte, is not processed."""
     key, clock = new_key(), asyncio.get_running_loop().time
     async with discovery(key) as (registry, address):
         port = int(address.rpartition(":")[2])
