@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m agent`, also `kvferry agent`."""
+"""`python -m kvferry.agent`, also `kvferry agent`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m deploy` is the `kvferry` command."""
+"""`python -m kvferry.deploy` is the `kvferry` command."""
 
 import sys
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make demo`: start a small cluster, stream three prompts through it, and show what each one cost.
 
-Exits non-zero, with the reason, if a process fails, an answer is wrong, or the KV did not really move.
+Exit non-zero, with the reason, if a process fails, an answer is wrong, or no KV was transferred.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry doctor`: which KV transfer backends are usable on this machine, and why the others are not."""
+"""`kvferry doctor`: report which KV transfer backends work on this machine, and why others do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvferry.transfer.engine import BACKENDS, usable
 def main(argv: list[str]) -> int:
     """Print one line per backend, best first. Returns 0 if at least one is usable."""
     argparse.ArgumentParser(
-        prog="kvferry doctor", description="Say which KV transfer backends work here, and why others do not."
+        prog="kvferry doctor",
+        description="Report which KV transfer backends work here, and why others do not.",
     ).parse_args(argv)
     table = Table("backend", "usable", "why")
     verdicts = [usable(name) for name in BACKENDS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry keygen FILE`: makes the key that the proxies and agents of one cluster share."""
+"""`kvferry keygen FILE`: make the key that the proxies and agents of one cluster share."""
 
 from __future__ import annotations
 

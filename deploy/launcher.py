@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a proxy and its agents as local processes, watch them, and stop them.
 
-Used by `kvferry up`, by `make demo` and by the system tests, so that all three start the product alike.
+`kvferry up`, `make demo` and the system tests all start the product through this module.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             limit=LISTENING_LINE_LIMIT,
-            # Ctrl-C is for the launcher alone: it ends its children in order.
+            # Ctrl-C must reach the launcher alone: it stops its children in order.
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
@@ -143,7 +143,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 class Cluster:
-    """A running cluster. An async context: entering starts every process, leaving ends them all."""
+    """A running cluster: an async context that starts every process and stops them all."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
@@ -168,7 +168,7 @@ class Cluster:
 
     async def __aexit__(self, *_: object) -> None:
         for agent in self.agents.values():
-            agent.terminate()  # all at once; the proxy goes when they have gone
+            agent.terminate()  # all at once; the proxy is stopped after them
         await self._stack.aclose()
 
     @property
@@ -181,7 +181,7 @@ class Cluster:
         return [self.proxy, *self.agents.values()]
 
     async def start_agent(self, agent: AgentSpec) -> Process:
-        """Start one agent; also used to bring one back after its death."""
+        """Start one agent, or restart one that has ended."""
         process = await self._start(
             agent.name,
             "-m", agent.module, "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up`: a whole cluster on this machine, until Ctrl-C."""
+"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.proxy.wire.flags import parse_flags
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """What `kvferry up` starts.
+    """The options of `kvferry up`.
 
     Args:
         model: Checkpoint directory, or the name of a bundled model.
@@ -52,7 +52,7 @@ class UpConfig:
 
 
 def cluster_spec(config: UpConfig) -> ClusterSpec:
-    """The processes that a configuration asks for. Cores are shared out evenly among all ranks."""
+    """Return the processes to start. Cores are divided evenly among all ranks."""
     ranks = (config.prefill + config.decode) * config.tp
     threads = max(1, (os.cpu_count() or 1) // ranks)
     args = (
@@ -76,7 +76,7 @@ def cluster_spec(config: UpConfig) -> ClusterSpec:
 
 
 async def run(config: UpConfig, console: Console) -> int:
-    """Keep the cluster running until a signal (returns 0) or until one of its processes ends (returns 1)."""
+    """Run the cluster until a signal (returns 0) or until one of its processes ends (returns 1)."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m proxy` and `kvferry proxy`."""
+"""`python -m kvferry.proxy`, also `kvferry proxy`."""
 
 from __future__ import annotations
 

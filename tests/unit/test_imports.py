@@ -87,12 +87,11 @@ KNOWN: set[tuple[str, str]] = {
     ("proxy.fleet", "proxy.config"),
     ("proxy.fleet", "proxy.discovery"),
     ("proxy.telemetry", "proxy.fleet"),
-    ("transfer.backends.common", "transfer.backends.tcp"),
 }
 BACKENDS = "transfer.backends"
 MOST_MODULES = 13
-KNOWN_CROWDED = {"proxy/fleet", "transfer"}
-DEEPEST = 23
+KNOWN_CROWDED = {"proxy/fleet"}
+DEEPEST = 20
 
 
 def imported(path: Path) -> set[str]:
