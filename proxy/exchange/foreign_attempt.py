@@ -346,7 +346,7 @@ class _SubExchange:
         if found is None:
             deadline = min(_now() + LOOKUP_TIMEOUT_S, self._legs.deadline)
             try:
-                raw = await self._legs.upstream.get(endpoints.prefill, url, by=deadline)
+                raw = await self._legs.upstream.get(endpoints.prefill, url, deadline=deadline)
                 found = dialect.read_lookup(endpoints, raw)
             except (AgentRejected, AgentTimeout, BadResponse) as error:
                 raise AgentLost(f"{url}: {error.message}", _incarnation(endpoints.prefill)) from error

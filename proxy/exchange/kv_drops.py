@@ -60,7 +60,7 @@ class KvDrops:
         by = asyncio.get_running_loop().time() + DROP_TIMEOUT_S
         try:
             async with self._upstream.post(
-                agent, leg.path, leg.body, leg.headers, headers_by=by, by=by
+                agent, leg.path, leg.body, leg.headers, headers_deadline=by, deadline=by
             ) as answer:
                 await answer.read()
         except ProxyError as error:

@@ -100,7 +100,9 @@ class LeaseCheck:
     async def _count(self) -> float | None:
         by = asyncio.get_running_loop().time() + SCRAPE_TIMEOUT_S
         try:
-            exposition = await self._upstream.get(self._server, f"{self._server.address}/metrics", by=by)
+            exposition = await self._upstream.get(
+                self._server, f"{self._server.address}/metrics", deadline=by
+            )
         except ProxyError as error:
             logger.info("expired leases cannot be counted: %s", error)
             return None

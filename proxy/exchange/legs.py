@@ -125,8 +125,8 @@ class Legs:
             leg.path,
             leg.body,
             leg.headers,
-            headers_by=headers_deadline,
-            by=deadline,
+            headers_deadline=headers_deadline,
+            deadline=deadline,
             can_retry=self._can_retry,
         )
         return OpenLeg(request, self._fleet, Incarnation(server.incarnation))

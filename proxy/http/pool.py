@@ -133,7 +133,7 @@ class UpstreamResponse:
         """The next bytes of the body to arrive; empty at its end. `stream_to` may follow."""
         self._connection.set_deadline(self._deadline, self._idle_timeout_s)
         try:
-            return await self._connection.read()
+            return await self._connection.read_some()
         except (ConnectionBroken, TimeoutError) as error:
             raise _failure(error, self._agent) from error
 
@@ -251,8 +251,8 @@ class UpstreamPool:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        headers_by: float,
-        by: float,
+        headers_deadline: float,
+        deadline: float,
         can_retry: Callable[[], bool] = lambda: False,
     ) -> UpstreamRequest:
         """A context that sends one request and yields its response as soon as its headers have arrived.
@@ -261,8 +261,8 @@ class UpstreamPool:
         the agent.
 
         Args:
-            headers_by: Deadline for the response's headers, on the event loop's clock; not after `by`.
-            by: Deadline for its end, likewise.
+            headers_deadline: For the response's headers, on the event loop's clock; not after `deadline`.
+            deadline: For its end, likewise.
             can_retry: Whether the request could be retried elsewhere now, should the agent become
                 unresponsive (`proxy.http.hang_detector`).
 
@@ -273,9 +273,9 @@ class UpstreamPool:
         """
         origin = origin_of(agent.address)
         head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
-        return UpstreamRequest(self, origin, agent, head + body, headers_by, by, can_retry)
+        return UpstreamRequest(self, origin, agent, head + body, headers_deadline, deadline, can_retry)
 
-    async def get(self, agent: Register, url: str, *, by: float) -> bytes:
+    async def get(self, agent: Register, url: str, *, deadline: float) -> bytes:
         """The body at a URL of the agent, which may be on another port than its address.
 
         Raises as `post` does.
@@ -284,7 +284,9 @@ class UpstreamPool:
         origin = origin_of(f"{parts.scheme}://{parts.netloc}")
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         request = self._head("GET", origin, target or "/", agent, {})
-        async with UpstreamRequest(self, origin, agent, request, by, by, lambda: False) as response:
+        async with UpstreamRequest(
+            self, origin, agent, request, deadline, deadline, lambda: False
+        ) as response:
             return await response.read()
 
     async def acquire(self, origin: Origin, agent: Register, deadline: float) -> UpstreamConnection:

@@ -52,7 +52,8 @@ CONNECTION_TRANSITIONS: dict[ConnectionState, frozenset[ConnectionState]] = {
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Carries one request at a time: `send`, `read_headers`, `stream_to` and `wait_complete` (or `read`).
+    """Carries one request at a time: `send`, `read_headers`, then `read_some`, or `stream_to`
+    and `wait_complete`.
 
     It may be reused after `reset` if `reusable`. `on_closed` is called once, with this connection.
     """
@@ -117,8 +118,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._deliver(piece)
         self._set_reading(not self._paused)
 
-    async def read(self) -> bytes:
-        """The body's buffered bytes, or the next to arrive; empty at its end. Instead of `stream_to`.
+    async def read_some(self) -> bytes:
+        """The body's buffered bytes, or the next to arrive; empty at its end. `stream_to` may follow.
 
         Raises as `wait_complete` does. The idle timeout runs only while a read is pending.
         """

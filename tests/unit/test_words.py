@@ -34,8 +34,16 @@ CLEAN = [
             "verify-kv",
         )
     ),
-    *("proxy/__main__.py", "proxy/cli.py", "proxy/state_machine.py"),
-    *("agent/__main__.py", "agent/errors.py", "agent/ids.py", "agent/tls.py"),
+    *(
+        "proxy/__main__.py",
+        "proxy/cli.py",
+        "proxy/state_machine.py",
+        "proxy/http",
+        "proxy/wire",
+        "proxy/ids.py",
+    ),
+    *("proxy/errors.py", "proxy/sse.py", "proxy/request.py", "proxy/config.py"),
+    *("agent/__main__.py", "agent/errors.py", "agent/ids.py"),
     *(
         "transfer/checksum.py",
         "transfer/ids.py",

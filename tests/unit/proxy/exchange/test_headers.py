@@ -72,7 +72,9 @@ async def test_the_clusters_token_goes_to_holders_of_the_key_alone() -> None:
         by = asyncio.get_running_loop().time() + 10
         for agent in (native, other):
             info, body = agent.registration(), json.dumps(BODY).encode()
-            async with upstream.post(info, "/v1/completions", body, {}, headers_by=by, by=by) as answer:
+            async with upstream.post(
+                info, "/v1/completions", body, {}, headers_deadline=by, deadline=by
+            ) as answer:
                 await answer.read()
         assert native.asked[0].headers["Authorization"] == "Bearer of-the-cluster"
         assert "Authorization" not in other.asked[0].headers

@@ -21,7 +21,7 @@ SOON_S = 5.0
 async def ask(upstream: UpstreamPool, agent: StandInAgent) -> None:
     by = asyncio.get_running_loop().time() + SOON_S
     async with upstream.post(
-        agent.registration(), "/v1/completions", BODY, {}, headers_by=by, by=by
+        agent.registration(), "/v1/completions", BODY, {}, headers_deadline=by, deadline=by
     ) as response:
         await response.read()
 
