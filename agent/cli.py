@@ -84,5 +84,5 @@ def _checked(config: AgentConfig) -> AgentConfig:
     for address in config.proxy:
         check_host_port("proxy", address)
     if config.proxy and config.advertised_host in _WILDCARDS:
-        raise ValueError(f"advertise_host is needed when host is {config.host!r}: nobody can dial that")
+        raise ValueError(f"advertise_host is needed when host is {config.host!r}, which peers cannot dial")
     return config

@@ -41,7 +41,7 @@ class AgentConfig:
         transfer: KV transfer backend; auto takes the best that works with the peer.
         transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
         verify_kv: Checksum every KV block lent, and check those pulled; producers must have it on as well.
-        lease_s: Seconds that a reader may stay silent before its blocks are taken back.
+        lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
         pull_timeout_s: Deadline for pulling one prompt's KV, waiting for room included.
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.

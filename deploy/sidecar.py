@@ -114,7 +114,7 @@ class Sidecar:
     def _publish(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
             self._latest = None
-            self._announcer.say_bye(Incarnation(message.incarnation))
+            self._announcer.send_bye(Incarnation(message.incarnation))
         else:
             self._latest = message
             self._changed.set()

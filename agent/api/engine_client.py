@@ -18,10 +18,10 @@ from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
     EngineReady,
-    Failed,
     FromEngine,
     Output,
     Outputs,
+    RequestFailed,
     Stats,
     StopChoice,
     Submit,
@@ -32,16 +32,16 @@ from kvferry.agent.errors import ApiError, unavailable
 log = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK = 10_000
-# The engine ends every request at its own deadline; this much later it is presumed to have lost it.
+# The engine ends every request at its own deadline; this much later the request counts as lost.
 _ENGINE_GRACE_S = 10.0
 
 
 class BadEngineMessage(RuntimeError):
-    """The engine sent a frame that is none of `FromEngine`: the two processes do not fit together."""
+    """The engine sent a frame that is none of `FromEngine`: the two processes are not of one version."""
 
 
-class Reply:
-    """What the engine says about one request. An async context: leaving it early aborts the request.
+class EngineStream:
+    """The engine's outputs of one request. An async context: leaving it early aborts the request.
 
     The queue holds at most one message per output token; one that grows beyond that fails the request.
     """
@@ -56,7 +56,7 @@ class Reply:
         self._arrived = asyncio.Event()
         self._ended = False
 
-    async def __aenter__(self) -> Reply:
+    async def __aenter__(self) -> EngineStream:
         return self
 
     async def __aexit__(
@@ -65,7 +65,7 @@ class Reply:
         self._client.leave(self._request_id, abort=not self._ended)
 
     async def next(self, timeout_s: float | None = None) -> Output:
-        """The next output; one with `done` is the last.
+        """Wait for the next output; one with `done` is the last.
 
         Raises:
             ApiError: the request failed, here or in the engine, or nothing came in time.
@@ -85,7 +85,7 @@ class Reply:
         return self._outputs.popleft()
 
     def stop_choice(self, index: int) -> None:
-        """Tell the engine that a stop string ended this choice."""
+        """End this choice in the engine: a stop string was found."""
         if not self._ended:
             self._client.send(StopChoice(request_id=self._request_id, index=index))
 
@@ -99,14 +99,14 @@ class Reply:
         self._arrived.set()
 
     def fail(self, error: ApiError, *, ended: bool = False) -> None:
-        """End the reply with an error, after what is queued. `ended`: the engine knows that it is over."""
+        """End the stream with an error, after what is queued. `ended`: the engine has ended the request."""
         self._ended = self._ended or ended
         self._error = self._error or error
         self._arrived.set()
 
 
 class EngineClient:
-    """Submits requests and hands each one's outputs to its `Reply`.
+    """Submits requests and hands each one's outputs to its `EngineStream`.
 
     `run()` must be awaited by an owner for as long as the client is used; it is the only reader.
     """
@@ -124,7 +124,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._numbers = itertools.count(1)
-        self._replies: dict[str, Reply] = {}
+        self._streams: dict[str, EngineStream] = {}
         self._refusal: ApiError | None = None
         self._is_ready = asyncio.Event()
         self._idle = asyncio.Event()
@@ -134,14 +134,14 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        return len(self._replies)
+        return len(self._streams)
 
     def engine_id(self, request_id: str) -> str:
         """A name for the request between the two processes: clients may send one request id twice."""
         return f"{request_id}#{next(self._numbers)}"
 
     async def run(self) -> None:
-        """Dispatch engine messages for ever. Raises `BadEngineMessage`."""
+        """Dispatch engine messages until cancelled. Raises `BadEngineMessage`."""
         while True:
             frame = await self._receiver.recv()
             try:
@@ -157,18 +157,18 @@ class EngineClient:
         assert self.ready is not None
         return self.ready
 
-    def submit(self, message: Submit) -> Reply:
+    def submit(self, message: Submit) -> EngineStream:
         """Send one request. Raises `ApiError` 503 when the engine cannot take it."""
         if self._refusal is not None:
             raise self._refusal
-        reply = Reply(self, message)
+        stream = EngineStream(self, message)
         self.send(message)
-        self._replies[message.request_id] = reply
+        self._streams[message.request_id] = stream
         self._idle.clear()
-        return reply
+        return stream
 
     def drop_transfer(self, transfer_id: str) -> None:
-        """Have the blocks of a transfer unpinned. Idempotent."""
+        """Unpin the blocks of a transfer. Idempotent."""
         self.send(DropTransfer(transfer_id=transfer_id))
 
     def send(self, message: ToEngine) -> None:
@@ -179,10 +179,10 @@ class EngineClient:
             raise unavailable("engine_busy", "the engine's queue is full") from None
 
     def leave(self, request_id: str, *, abort: bool) -> None:
-        """Forget a request; `abort` it in the engine if that still works on it."""
-        if self._replies.pop(request_id, None) is None:
+        """Forget a request, and `abort` it in the engine."""
+        if self._streams.pop(request_id, None) is None:
             return
-        if not self._replies:
+        if not self._streams:
             self._idle.set()
         if abort:
             try:
@@ -196,8 +196,8 @@ class EngineClient:
 
     def fail_all(self, error: ApiError) -> None:
         """End every request in flight with an error."""
-        for reply in self._replies.values():
-            reply.fail(error)
+        for stream in self._streams.values():
+            stream.fail(error)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is in flight; False when some still are at the deadline."""
@@ -216,12 +216,12 @@ class EngineClient:
         match message:
             case Outputs(items=items):
                 for output in items:
-                    # Absent: its client has gone, and the engine had not heard of that yet.
-                    if (reply := self._replies.get(output.request_id)) is not None:
-                        reply.deliver(output)
-            case Failed():
-                if (reply := self._replies.get(message.request_id)) is not None:
-                    reply.fail(ApiError(message.status, message.code, message.message), ended=True)
+                    # Absent: its client has gone, and the abort is still under way.
+                    if (stream := self._streams.get(output.request_id)) is not None:
+                        stream.deliver(output)
+            case RequestFailed():
+                if (stream := self._streams.get(message.request_id)) is not None:
+                    stream.fail(ApiError(message.status, message.code, message.message), ended=True)
             case Stats():
                 self.stats = message
             case EngineReady():

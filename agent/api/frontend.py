@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes one request through the agent: body → prompt ids → engine → text → answer or events.
+"""Serves one request: body → prompt ids → engine → text → response or stream events.
 
-1. The body is already typed and checked (`openai_api`); `_prepare` encodes the prompt and resolves limits.
-2. `Submit` goes to the engine; its outputs come back one by one (`EngineClient`, `Reply`).
-3. `Generation` turns tokens into deltas of text; a stop string found there is told to the engine.
-4. Deltas become one answer, or an event each (`answers`).
+1. The body is already typed and checked (`openai_schema`); `_prepare` encodes the prompt and resolves limits.
+2. `Submit` goes to the engine; its outputs come back one by one (`EngineClient`, `EngineStream`).
+3. `Generation` turns tokens into deltas of text; a stop string found there ends the choice in the engine.
+4. Deltas become one response, or an event each (`responses`).
 
-A prefill leg (design §5) asks for one token per choice and answers where the prompt's KV is pinned; a decode
-leg begins with those tokens and goes on from there. A streamed one, which was sent together with its prefill
-leg, gets them with the KV, as its engine's first output, and leaves it to that leg to show them. To resume a
-stream that broke elsewhere, it begins with all the tokens which that stream had shown, and shows what comes
-after them.
+A prefill leg (design §5) asks for one token per choice and returns where the prompt's KV is pinned; a decode
+leg continues from those tokens. A streamed one, which was sent together with its prefill leg, gets them with
+the KV, as its engine's first output; the prefill leg shows them. To resume a stream that broke elsewhere, a
+decode leg begins with all the tokens which that stream had shown, and shows what comes after them.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.agent.api import answers
-from kvferry.agent.api.engine_client import EngineClient, Reply
+from kvferry.agent.api import responses
+from kvferry.agent.api.engine_client import EngineClient, EngineStream
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
-from kvferry.agent.api.kv_params import KVTransferParams, prefill_answer_params
+from kvferry.agent.api.kv_params import KVTransferParams, prefill_response_params
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.openai_schema import (
     ChatBody,
@@ -38,7 +37,7 @@ from kvferry.agent.api.openai_schema import (
     completion_prompt,
     sampling_params,
 )
-from kvferry.agent.api.request_log import Entry
+from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.api.text.chat_template import TemplateRefused
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.config import AgentConfig
@@ -49,15 +48,15 @@ from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, m
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 1800.0
-# After the last choice's stop string, the engine owes one more message, which carries the timing.
-_LAST_WORD_TIMEOUT_S = 5.0
+# After the last choice's stop string, the engine sends one more message, which carries the timing.
+_LAST_OUTPUT_TIMEOUT_S = 5.0
 # Longer texts are encoded beside the event loop: a megabyte takes the better part of a second.
 _ENCODE_INLINE_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who a request is; a proxy that minted `answer_id` and `created` finds them in the answer."""
+class RequestIds:
+    """A request's own id, and what a proxy minted for its response."""
 
     request_id: RequestId
     answer_id: AnswerId | None = None
@@ -75,68 +74,68 @@ class Frontend:
         self._engine = engine
         self._lifecycle = lifecycle
 
-    async def answer(
-        self, body: GenerationBody, identity: Identity, entry: Entry
+    async def complete(
+        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
     ) -> tuple[dict[str, Any], str]:
-        """The whole answer, and its `Server-Timing` header. Raises `ApiError`."""
-        async with self._generation(body, identity, entry) as (generation, reply):
+        """Return the body of the whole response, and its `Server-Timing` header. Raises `ApiError`."""
+        async with self._generation(body, identity, entry) as (generation, stream):
             wholes = {delta.index: delta for delta in generation.restore()}
             leased = False
-            async for output in self._outputs(generation, reply):
-                for delta in self._push(generation, reply, output):
+            async for output in self._outputs(generation, stream):
+                for delta in self._push(generation, stream, output):
                     if delta.index in wholes:
                         wholes[delta.index].add(delta)
                     else:
                         wholes[delta.index] = delta
                 leased = leased or output.leased
             choices = [wholes[index] for index in sorted(wholes)]
-            kv_params = self._hand_over(generation, choices) if leased else None
-            timing = answers.server_timing(generation.timing) if generation.timing else ""
+            kv_params = self._transfer_params(generation, choices) if leased else None
+            timing = responses.server_timing(generation.timing) if generation.timing else ""
             entry.close(200)
-            return answers.answer(generation, choices, kv_params), timing
+            return responses.completion(generation, choices, kv_params), timing
 
     async def events(
-        self, body: GenerationBody, identity: Identity, entry: Entry
+        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, `[DONE]` included.
+        """Yield the events of a stream, `[DONE]` included.
 
         Raises `ApiError` before the first event only; a later failure is an event of its own.
         """
         begun = False
         with entry.closed_on_failure():
             try:
-                async with self._generation(body, identity, entry) as (generation, reply):
+                async with self._generation(body, identity, entry) as (generation, stream):
                     generation.restore()
                     hides_first = generation.request.streamed
-                    async for output in self._outputs(generation, reply):
-                        deltas = self._push(generation, reply, output)
+                    async for output in self._outputs(generation, stream):
+                        deltas = self._push(generation, stream, output)
                         if hides_first and deltas:
-                            events, hides_first = answers.first_tokens_event(deltas), False
+                            events, hides_first = responses.first_tokens_event(deltas), False
                         else:
                             events = b"".join(
-                                answers.delta_event(generation.request, delta) for delta in deltas
+                                responses.delta_event(generation.request, delta) for delta in deltas
                             )
                         if events:
                             begun = True
                             yield events
-                    yield answers.last_event(generation) + answers.DONE_EVENT
+                    yield responses.last_event(generation) + responses.DONE_EVENT
                     entry.close(200)
             except ApiError as error:
                 if not begun:
                     raise
                 entry.close(error.status, error.code)
-                yield answers.sse_event(error.body()) + answers.DONE_EVENT
+                yield responses.sse_event(error.body()) + responses.DONE_EVENT
 
     def drop(self, transfer_id: str) -> None:
-        """Unpin what a prefill leg left for a reader that will not come. Idempotent. Raises `ApiError`."""
+        """Unpin the blocks of a prefill leg whose reader will not come. Idempotent. Raises `ApiError`."""
         self._check_ready()
         self._engine.drop_transfer(transfer_id)
 
     @asynccontextmanager
     async def _generation(
-        self, body: GenerationBody, identity: Identity, entry: Entry
-    ) -> AsyncIterator[tuple[Generation, Reply]]:
-        """A submitted request; leaving before its end aborts it in the engine."""
+        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
+    ) -> AsyncIterator[tuple[Generation, EngineStream]]:
+        """Submit a request; leaving before its end aborts it in the engine."""
         self._check_ready()
         request = await self._prepare(body, identity)
         generation = Generation(request, self._tokenizer)
@@ -150,52 +149,52 @@ class Frontend:
             timeout_s=REQUEST_TIMEOUT_S,
             produce=request.produce,
             remote=request.remote,
-            prior=kv.prior(request.resume) if kv and request.remote else (),
+            resumed=kv.resumed_choices(request.resume) if kv and request.remote else (),
         )
-        async with self._engine.submit(submit) as reply:
-            yield generation, reply
+        async with self._engine.submit(submit) as stream:
+            yield generation, stream
 
-    async def _outputs(self, generation: Generation, reply: Reply) -> AsyncIterator[Output]:
-        """The engine's outputs up to and including the last one."""
+    async def _outputs(self, generation: Generation, stream: EngineStream) -> AsyncIterator[Output]:
+        """Yield the engine's outputs up to and including the last one."""
         while True:
             try:
-                output = await reply.next(_LAST_WORD_TIMEOUT_S if generation.finished else None)
+                output = await stream.next(_LAST_OUTPUT_TIMEOUT_S if generation.finished else None)
             except ApiError as error:
                 if not generation.finished:
                     raise
-                log.warning("an answer is whole, but the engine's last word about it is missing: %s", error)
+                log.warning("a request has all its tokens, but not the engine's last message: %s", error)
                 return
             yield output
             if output.done:
                 return
 
-    def _push(self, generation: Generation, reply: Reply, output: Output) -> list[Delta]:
-        """Advance the choices by one output, and tell the engine of those that a stop string ended."""
+    def _push(self, generation: Generation, stream: EngineStream, output: Output) -> list[Delta]:
+        """Advance the choices by one output, and stop those in the engine that a stop string ended."""
         ended_by_engine = {token.index for token in output.tokens if token.finish is not None}
         deltas = generation.push(output.tokens)
         for delta in deltas:
             if delta.finish_reason is not None and delta.index not in ended_by_engine:
-                reply.stop_choice(delta.index)
+                stream.stop_choice(delta.index)
         if generation.request.remote is None or generation.request.streamed:
             generation.cached_tokens = max(generation.cached_tokens, output.cached_tokens)
         generation.timing = output.timing or generation.timing
         return deltas
 
-    def _hand_over(self, generation: Generation, choices: list[Delta]) -> dict[str, Any] | None:
-        """What a prefill leg answers of the pinned blocks; None, and unpinned, if nobody will read them."""
+    def _transfer_params(self, generation: Generation, choices: list[Delta]) -> dict[str, Any] | None:
+        """Return the params of a prefill response; None, with the blocks unpinned, if no choice continues."""
         request, ready = generation.request, self._engine.ready
         assert request.produce is not None and ready is not None
-        if generation.finished:  # a stop string ended what the engine would have let go on
+        if generation.finished:  # a stop string ended what the engine would have continued
             self._engine.drop_transfer(request.produce)
             return None
-        return prefill_answer_params(
+        return prefill_response_params(
             transfer_id=request.produce,
             incarnation=ready.incarnation,
             host=self._config.advertised_host,
             port=ready.control_port,
             tp_size=self._config.tp,
             cached_tokens=generation.cached_tokens,
-            first_tokens=[answers.first_token(choice) for choice in choices],
+            first_tokens=[responses.first_token_entry(choice) for choice in choices],
             prompt_ids=request.prompt_ids,
         )
 
@@ -203,10 +202,10 @@ class Frontend:
         if self._lifecycle.state != "ready":
             raise unavailable(self._lifecycle.state, f"this agent is {self._lifecycle.state}")
 
-    async def _prepare(self, body: GenerationBody, identity: Identity) -> GenerationRequest:
+    async def _prepare(self, body: GenerationBody, identity: RequestIds) -> GenerationRequest:
         if body.model != self._config.model_name:
             raise ApiError(404, "model_not_found", f"the model {body.model!r} is not served here", "model")
-        kv = self._leg(body.kv_transfer_params)
+        kv = self._leg_params(body.kv_transfer_params)
         if kv is not None and kv.prompt_token_ids is not None:
             prompt_ids = tuple(kv.prompt_token_ids)
         else:
@@ -243,8 +242,8 @@ class Frontend:
             token_lines=bool(body.kvferry_token_lines),
         )
 
-    def _leg(self, kv: KVTransferParams | None) -> KVTransferParams | None:
-        """The params of a leg that this agent's role serves; None for a whole request."""
+    def _leg_params(self, kv: KVTransferParams | None) -> KVTransferParams | None:
+        """Return None for a whole request. Raises `ApiError` for a leg that the role does not serve."""
         if kv is None or not (kv.do_remote_decode or kv.do_remote_prefill):
             return None
         refused = "decode" if kv.do_remote_decode else "prefill"

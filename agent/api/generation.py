@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's answer as it grows: engine tokens in, what each choice gained out. Pure state, no I/O."""
+"""The choices of one request as they grow: engine tokens in, deltas of text out. Pure state, no I/O."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvferry.proxy.wire.kv_params import FirstToken
 class GenerationRequest:
     """One request, validated and resolved. `produce` and `remote` are as in `messages.Submit`.
 
-    `first_tokens` are those that a prefill leg has answered already, one per choice; `remote_cached_tokens`
-    is how much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown
-    of each choice, token 1 included. With `token_lines` every event of a stream tells its output ids.
+    `first_tokens` are those that a prefill leg has returned, one per choice; `remote_cached_tokens` is how
+    much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown of each
+    choice, token 1 included. With `token_lines` every event of a stream carries its output ids.
     """
 
     kind: AnswerKind
@@ -54,7 +54,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -62,7 +62,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice gained: text that may be shown, and the tokens behind it or behind text still held.
+    """What a choice gained: text that may be shown, and the tokens of it or of text still held back.
 
     `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token.
     """
@@ -76,7 +76,7 @@ class Delta:
     finish_reason: FinishReason | None = None
 
     def add(self, later: Delta) -> None:
-        """Append what the same choice gained next."""
+        """Append the same choice's next delta."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.margins += later.margins
@@ -84,7 +84,7 @@ class Delta:
         self.finish_reason = later.finish_reason
 
 
-class Choice:
+class GeneratedChoice:
     """One choice: its detokenizer, how many tokens it has, and how it ended."""
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
@@ -98,7 +98,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
 
     def restore(self, first: FirstToken) -> Delta:
-        """Stand where the prefill leg stood after its token; returns what its answer showed."""
+        """Restore the state after the prefill leg's token; returns what its response showed."""
         delta = Delta(self._index, first=True, logprobs=first.logprobs)
         if first.logprobs is not None:
             delta.margins.append(first.margin)
@@ -110,9 +110,9 @@ class Choice:
         return delta
 
     def resume(self, sent: Resume) -> None:
-        """Stand where a broken stream stood; after `restore`. Its tokens count, and show nothing again.
+        """Restore the state of a broken stream; after `restore`. Its tokens count, and are not shown again.
 
-        Raises `ApiError` 400 when a choice that is said to go on has ended with these tokens.
+        Raises `ApiError` 400 when an unfinished choice ends with these tokens.
         """
         if sent.finish_reason is not None:
             self.num_tokens, self.finish_reason = len(sent.output_ids), sent.finish_reason
@@ -124,9 +124,9 @@ class Choice:
             raise bad_request(f"choice {self._index} ends within its tokens", "resume")
 
     def push(self, tokens: Iterable[Token]) -> Delta:
-        """Add new tokens, except those after the end of the choice, which the engine had not heard of yet."""
+        """Add new tokens, except those that the engine sent before it learned of the choice's end."""
         delta = Delta(self._index, first=self.num_tokens == 0)
-        drawn = []
+        sampled = []
         offset = self._text_offset
         for token in tokens:
             if self.finish_reason is not None:
@@ -134,10 +134,10 @@ class Choice:
             self._add_token(delta, token.token_id, token.finish)
             if self._render is not None:
                 assert token.logprob is not None, "the engine sent no logprobs for a request that asked"
-                drawn.append((token.token_id, token.logprob))
+                sampled.append((token.token_id, token.logprob))
                 delta.margins.append(token.logprob.margin)
-        if self._render is not None and drawn:
-            delta.logprobs = self._render(self._tokenizer, drawn, offset)
+        if self._render is not None and sampled:
+            delta.logprobs = self._render(self._tokenizer, sampled, offset)
         return delta
 
     def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
@@ -145,7 +145,7 @@ class Choice:
         delta.token_ids.append(token_id)
         if self._render is not None:
             self._text_offset += len(self._tokenizer.token_text(token_id))
-        if finish != "stop":  # the token that says "stop" is no part of the text
+        if finish != "stop":  # the stop token is no part of the text
             delta.text += self._detokenizer.push(token_id)
         if finish is not None:
             delta.text += self._detokenizer.finish()
@@ -157,14 +157,14 @@ class Generation:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
-        self.choices = [Choice(index, request, tokenizer) for index in range(request.sampling.n)]
+        self.choices = [GeneratedChoice(index, request, tokenizer) for index in range(request.sampling.n)]
         self.cached_tokens = request.remote_cached_tokens
         self.timing: Timing | None = None
 
     def restore(self) -> list[Delta]:
-        """What the prefill leg's answer showed of each choice; nothing for a request that had no such leg.
+        """Restore all choices. Returns what the prefill leg's response showed of each, if there was one.
 
-        What a broken stream showed after that is taken in too, but not given back: only streams resume.
+        What a broken stream showed after that is restored too, but not returned: only streams resume.
         """
         shown = [
             choice.restore(first)
@@ -175,7 +175,7 @@ class Generation:
         return shown
 
     def push(self, tokens: Sequence[Token]) -> list[Delta]:
-        """Add one engine output's tokens; one delta for each choice that gained any."""
+        """Add one engine output's tokens. Returns one delta for each choice that gained any."""
         by_choice: dict[int, list[Token]] = {}
         for token in tokens:
             if self.choices[token.index].finish_reason is None:
@@ -187,8 +187,8 @@ class Generation:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
-    def usage(self) -> Usage:
-        return Usage(
+    def token_usage(self) -> TokenUsage:
+        return TokenUsage(
             prompt_tokens=len(self.request.prompt_ids),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=self.cached_tokens,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proxy tells each leg of a request (`kv_transfer_params`, `resume`), and what a prefill leg answers.
+"""`kv_transfer_params` and `resume`, which a proxy sends with each leg, and what a prefill leg returns.
 
 The field names are those of vLLM and ATOM (design §5), so that one proxy can serve several engines; this
 side fills or reads only what the native dialect needs.
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.agent.engine.messages import Prior, RemoteKV
+from kvferry.agent.engine.messages import RemoteKV, ResumedChoice
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
 from kvferry.proxy.wire.kv_params import FirstToken, TokenId
@@ -26,8 +26,7 @@ _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
     """What a client already has of one choice whose stream broke elsewhere: its output ids, all of them.
 
-    The ids say it all: which text has been shown is a function of them alone (`agent.api.text.detokenizer`).
-    Only why a choice ended is not in them.
+    The text shown is a function of the ids alone (`agent.api.text.detokenizer`); why a choice ended is not.
     """
 
     output_ids: Annotated[list[TokenId], Meta(min_length=1)]
@@ -91,7 +90,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             raise bad_request(message, f"{_PARAM}.prompt_token_ids")
 
     def remote(self, num_tokens: int) -> RemoteKV:
-        """Where a decode leg pulls the KV of its prompt of `num_tokens` from. Only after `check`."""
+        """Return where a decode leg pulls the KV of its prompt of `num_tokens` from. Only after `check`."""
         assert self.transfer_id and self.remote_engine_id and self.remote_host and self.remote_port
         assert self.remote_tp_size
         return RemoteKV(
@@ -107,30 +106,29 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
             streamed=self.streamed,
         )
 
-    def prior(self, resume: Sequence[Resume] | None) -> tuple[Prior, ...]:
-        """The tokens to go on from, as the engine needs them. Only after `check` (and `check_resume`).
-
-        Nothing while the prefill runs.
-        """
+    def resumed_choices(self, resume: Sequence[Resume] | None) -> tuple[ResumedChoice, ...]:
+        """Return the tokens to continue from; none while the prefill runs. Only after `check`."""
         known = resume or [
             Resume(output_ids=[token.id], finish_reason=token.finish_reason)
             for token in self.first_tokens or ()
         ]
         return tuple(
-            Prior(index=index, token_ids=tuple(each.output_ids), finished=each.finish_reason is not None)
-            for index, each in enumerate(known)
+            ResumedChoice(
+                index=index, token_ids=tuple(choice.output_ids), finished=choice.finish_reason is not None
+            )
+            for index, choice in enumerate(known)
         )
 
 
 def check_resume(resume: Sequence[Resume], params: KVTransferParams | None, stream: bool) -> None:
-    """Raise `ApiError` 400 unless `resume` goes on from what the prefill leg of `params` answered."""
+    """Raise `ApiError` 400 unless `resume` continues the first tokens of `params`."""
     if params is None or not params.do_remote_prefill or not stream:
         raise bad_request("only a streamed decode leg can resume", "resume")
     if [each.output_ids[0] for each in resume] != [token.id for token in params.first_tokens or ()]:
         raise bad_request("resume must begin with the first token of every choice", "resume")
 
 
-def prefill_answer_params(
+def prefill_response_params(
     *,
     transfer_id: str,
     incarnation: str,
@@ -141,7 +139,7 @@ def prefill_answer_params(
     first_tokens: list[FirstToken],
     prompt_ids: tuple[int, ...],
 ) -> dict[str, Any]:
-    """What the prefill leg answers when some choice must go on elsewhere."""
+    """Return the params of a prefill response of which some choice continues elsewhere."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent's /metrics page says (design §10). One registry per agent, none global."""
+"""The agent's /metrics page (design §10). One registry per agent, none global."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 _LEASE_CAUSES = ("released", "expired", "dropped", "failed")
 
 
-class Metrics:
-    """Counts finished requests, and shows the engine's last snapshot whenever it is scraped.
+class AgentMetrics:
+    """Counts finished requests, and shows the engine's last snapshot when scraped.
 
     Args:
         stats: Returns that snapshot, or None before the first.
@@ -51,7 +51,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's counters at scrape time, so that nothing has to be kept in step."""
+    """Reads the engine's counters at scrape time."""
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         self._stats = stats

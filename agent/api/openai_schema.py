@@ -19,7 +19,7 @@ from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED
 
 MAX_STOP_STRINGS = 16
-# Dividing float32 logits by less than this could overflow; the draw would be the greedy one anyway.
+# Dividing float32 logits by less than this could overflow; sampling would be greedy anyway.
 _MIN_TEMPERATURE = 1e-5
 
 Limit = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -83,7 +83,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def given_prompt(self) -> object:
-        """What the client asks about, as it was given."""
+        """The prompt as it was given."""
         raise NotImplementedError
 
     @property
@@ -137,7 +137,7 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message; fields beyond role and content are there for templates that read them."""
 
     role: str
@@ -148,7 +148,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
-    messages: list[Message]
+    messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
     tools: list[Any] | None = None
@@ -212,7 +212,7 @@ def check_token_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
 
 
 def check_resumed(resume: list[Resume], *, max_tokens: int, vocab_size: int) -> None:
-    """Raise `ApiError` 400 where a broken stream's tokens do not fit the request that they came of."""
+    """Raise `ApiError` 400 where a broken stream's tokens do not fit the request."""
     for each in resume:
         check_token_ids(tuple(each.output_ids), vocab_size, "resume")
         if len(each.output_ids) + (each.finish_reason is None) > max_tokens:
@@ -263,7 +263,7 @@ def _resolve_limit(limit: int | None, prompt_len: int, max_model_len: int) -> in
     return limit or room
 
 
-def _content_text(message: Message) -> str:
+def _content_text(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:

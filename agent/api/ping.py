@@ -26,16 +26,16 @@ from kvferry.proxy.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-_MAX_ANSWERS_PER_PING = 16
+_MAX_RESPONSES_PER_PING = 16
 _BYE_LINGER_MS = 200
 _CLOSE_S = 0.5
 
 
-class ProxyLink:
-    """The way to one proxy, which may be down, come back as another process, or refuse us.
+class ProxyConnection:
+    """The connection to one proxy, which may be down, restart, or refuse this agent.
 
-    It has a ZMQ context of its own: a context resolves names on its only I/O thread, over and over while
-    nobody is there, so a resolver that does not answer holds up whatever else that thread does.
+    It has a ZMQ context of its own: a context resolves names on its only I/O thread, again and again while it
+    cannot connect, so a resolver that does not answer blocks everything else on that thread.
     """
 
     def __init__(self, address: str, key: ClusterKey | None) -> None:
@@ -43,9 +43,9 @@ class ProxyLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_ANSWERS_PER_PING)
-        self._socket.setsockopt(zmq.RCVHWM, _MAX_ANSWERS_PER_PING)
-        # No queue while nobody is connected: a proxy that comes back must not read old news.
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_RESPONSES_PER_PING)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_RESPONSES_PER_PING)
+        # No queue while not connected: a proxy that restarts must not read old pings.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -53,44 +53,44 @@ class ProxyLink:
         if key is not None:
             key.secure_client(self._socket)
         self._socket.connect(f"tcp://{address}")
-        self._standing: str | None = None
+        self._status: str | None = None
 
     def send(self, frame: bytes) -> None:
-        """Send if the proxy is connected and reads; else this ping is lost, and the next one is due soon."""
+        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self._note("unreachable", logging.DEBUG)
 
-    def hear(self) -> None:
-        """Read the answers that have come since the last ping; never waits."""
-        for _ in range(_MAX_ANSWERS_PER_PING):
+    def read_responses(self) -> None:
+        """Read the responses that have come since the last ping; never waits."""
+        for _ in range(_MAX_RESPONSES_PER_PING):
             try:
-                answer = decode_proxy_message(self._socket.recv(zmq.NOBLOCK))
+                response = decode_proxy_message(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             except BadFrame as error:
-                self._note(f"answered nonsense: {error}", logging.WARNING)
+                self._note(f"invalid response: {error}", logging.WARNING)
                 continue
-            match answer:
+            match response:
                 case Ack(proxy=proxy):
                     self._note(f"registered with {proxy}", logging.INFO)
                 case Refused(reason=reason):
                     self._note(f"refused: {reason}", logging.WARNING)
 
     def close(self) -> threading.Thread:
-        """Close once what was sent has left, or soon. The thread ends then, or when a name is resolved."""
+        """Close once what is queued is sent, or soon. The thread ends then, or when a name is resolved."""
         self._socket.close(linger=_BYE_LINGER_MS)
         # `term` waits for the I/O thread, however long a name takes.
         closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
         closing.start()
         return closing
 
-    def _note(self, standing: str, level: int) -> None:
-        """Log how we stand with the proxy, once per change."""
-        if standing != self._standing:
-            self._standing = standing
-            log.log(level, "proxy %s: %s", self.address, standing)
+    def _note(self, status: str, level: int) -> None:
+        """Log the state of the registration, once per change."""
+        if status != self._status:
+            self._status = status
+            log.log(level, "proxy %s: %s", self.address, status)
 
 
 class Announcer:
@@ -98,7 +98,7 @@ class Announcer:
 
     Args:
         describe: Returns the registration that carries a given ping counter; None for no ping this time.
-        key: When given, only proxies that hold the same key are spoken to.
+        key: When given, only proxies with the same key are announced to.
     """
 
     def __init__(
@@ -109,21 +109,21 @@ class Announcer:
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
     ) -> None:
-        self._links = [ProxyLink(address, key) for address in proxies]
+        self._connections = [ProxyConnection(address, key) for address in proxies]
         self._changed = changed
         self._describe = describe
         self._interval_s = interval_s
 
     async def run(self) -> None:
-        """Ping for ever."""
+        """Ping until cancelled."""
         index = 0
         while True:
             self._changed.clear()
             ping = self._describe(index)
-            for link in self._links:
-                link.hear()
+            for connection in self._connections:
+                connection.read_responses()
                 if ping is not None:
-                    link.send(encode(ping))
+                    connection.send(encode(ping))
             index += 1
             try:
                 async with asyncio.timeout(self._interval_s):
@@ -131,13 +131,13 @@ class Announcer:
             except TimeoutError:
                 pass
 
-    def say_bye(self, incarnation: Incarnation) -> None:
-        """Say goodbye to every proxy that is connected."""
-        for link in self._links:
-            link.send(encode(Bye(incarnation=incarnation)))
+    def send_bye(self, incarnation: Incarnation) -> None:
+        """Send a bye to every proxy that is connected."""
+        for connection in self._connections:
+            connection.send(encode(Bye(incarnation=incarnation)))
 
     def close(self) -> None:
-        """Return once what was said has left, or soon."""
+        """Close all links. Returns once what was queued is sent, or soon."""
         deadline = time.monotonic() + _CLOSE_S
-        for closing in [link.close() for link in self._links]:
+        for closing in [connection.close() for connection in self._connections]:
             closing.join(max(deadline - time.monotonic(), 0.0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API process: boots an agent, keeps its parts together, and ends it in order.
+"""The API process: starts an agent, supervises its parts, and stops it in order.
 
-HTTP is up first, so that health checks see a live agent that is not ready yet. The engine child is one fate
-with this process (design I8): its death ends the agent at once; ours takes it along.
+HTTP listens first, so that health checks see a live agent that is not ready yet. The engine process and this
+one end together (design I8): the death of either ends the other at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import zmq.asyncio
 from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.lifecycle import Lifecycle
-from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.ping import Announcer
 from kvferry.agent.api.server import create_app, create_server, listen_http
 from kvferry.agent.api.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ from kvferry.proxy.wire.tls import server_context
 log = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 180.0
-# Requests under way when the agent is told to end get this long; what is left fails with a typed error.
+# Requests under way when the agent is stopped get this long; what is left fails with a typed error.
 _DRAIN_TIMEOUT_S = 3.0
 _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
@@ -52,7 +52,7 @@ _ENGINE_STOP_GRACE_S = 5.0
 
 
 class EngineDied(RuntimeError):
-    """The engine process ended by itself, never became ready, or spoke nonsense."""
+    """The engine process exited, was not ready in time, or sent an invalid message."""
 
 
 async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
@@ -77,7 +77,7 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
 
 
 class _Agent:
-    """The parts of one agent: `run()` is its life, `close()` frees what outlasts it."""
+    """The parts of one agent: `run()` until it ends, then `close()`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Agent:
         self._lifecycle = Lifecycle()
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
-        self._metrics = Metrics(lambda: self._engine.stats)
+        self._metrics = AgentMetrics(lambda: self._engine.stats)
         self._announcer = Announcer(
             config.proxy,
             self._lifecycle.changed,
@@ -113,9 +113,9 @@ class _Agent:
                 stop = _stop_on_signals()
                 serving = tasks.create_task(server.serve(sockets=[listener]))
                 pinging = tasks.create_task(self._announcer.run())
-                living = tasks.create_task(self._live(engine_module, stop))
-                self._say_listening()
-                code = await living
+                running = tasks.create_task(self._run_engine(engine_module, stop))
+                self._print_listening()
+                code = await running
                 if code == 0:
                     await _stop_server(server, serving)
                 else:
@@ -123,7 +123,7 @@ class _Agent:
                 pinging.cancel()
             return code
         finally:
-            self._announcer.say_bye(self._incarnation)
+            self._announcer.send_bye(self._incarnation)
             self._announcer.close()
 
     def close(self) -> None:
@@ -131,11 +131,11 @@ class _Agent:
         self._engine.close()
         self._context.term()
 
-    def _say_listening(self) -> None:
+    def _print_listening(self) -> None:
         print(json.dumps({"listening": {"url": self._url, "incarnation": self._incarnation}}), flush=True)
 
-    async def _live(self, engine_module: str, stop: asyncio.Event) -> int:
-        """Run the engine from its start to its end, or to the agent's; returns the agent's exit status."""
+    async def _run_engine(self, engine_module: str, stop: asyncio.Event) -> int:
+        """Run the engine until it or the agent ends; returns the agent's exit status."""
         stdin = {
             "config": self._config,
             "incarnation": self._incarnation,
@@ -154,7 +154,7 @@ class _Agent:
                     task.cancel()
             return 0
         except* (EngineDied, BadEngineMessage) as died:
-            log.error("the agent ends: %s", died.exceptions[0])
+            log.error("stopping: %s", died.exceptions[0])
             self._refuse_all(ApiError(500, "engine_died", "the engine of this agent died"))
             if self._lifecycle.state != "draining":
                 self._lifecycle.transition("draining")
@@ -179,10 +179,10 @@ class _Agent:
         self._lifecycle.transition("ready")
 
     async def _drain(self) -> None:
-        """Let requests under way finish for a while, then fail them; new ones are refused meanwhile."""
+        """Refuse new requests, give those under way `_DRAIN_TIMEOUT_S`, then fail the rest."""
         self._lifecycle.transition("draining")
         if not await self._engine.wait_idle(_DRAIN_TIMEOUT_S):
-            log.info("%d requests are cut short", self._engine.in_flight)
+            log.info("%d requests are aborted", self._engine.in_flight)
             self._refuse_all(unavailable("draining", "this agent is shutting down"))
 
     def _refuse_all(self, error: ApiError) -> None:
@@ -281,7 +281,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 def _not_ready(incarnation: Incarnation) -> EngineReady:
-    """What a registration says of an engine that has not spoken yet."""
+    """Stand in for the first message of an engine in registrations."""
     return EngineReady(
         incarnation=incarnation,
         control_port=0,

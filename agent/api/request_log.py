@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of every finished request: one JSON log line and its share of the metrics."""
+"""The request log: one JSON line per finished request, and its share of the metrics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.api.generation import Generation
-from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.errors import ApiError
 
-log = logging.getLogger("agent.request")
+log = logging.getLogger("kvferry.agent.request")
 
 MAX_PROMPT_BYTES = 4096
-CLIENT_GONE = 499  # as nginx logs it: nobody was left to be told a status
+CLIENT_GONE = 499  # as nginx logs it: the client had gone before a status was sent
 
 
-class Entry:
+class RequestLogEntry:
     """One request from its arrival to its end. Closed exactly once; later closings change nothing."""
 
-    def __init__(self, metrics: Metrics, request_id: str, traceparent: str | None) -> None:
+    def __init__(self, metrics: AgentMetrics, request_id: str, traceparent: str | None) -> None:
         self._metrics = metrics
         self._start = time.monotonic()
         self._facts: dict[str, Any] = {"request_id": request_id}
@@ -35,17 +35,17 @@ class Entry:
         self._closed = False
 
     def show_prompt(self, prompt: bytes) -> None:
-        """The prompt, as JSON, is to be on the line."""
+        """Put the beginning of the prompt, as JSON, on the line."""
         self._facts["prompt"] = prompt[:MAX_PROMPT_BYTES].decode(errors="ignore")
 
     def follow(self, generation: Generation, leg: str, transfer_id: str | None) -> None:
-        """Remember whose figures belong on the line."""
+        """Put the figures of a generation on the line."""
         self._generation = generation
         self._facts |= {"leg": leg, "transfer_id": transfer_id}
 
     @contextmanager
     def closed_on_failure(self) -> Iterator[None]:
-        """Close the entry with the status that an exception stands for, and let it pass."""
+        """Close the entry with the status of an exception, and re-raise it."""
         try:
             yield
         except ApiError as error:
@@ -59,7 +59,7 @@ class Entry:
             raise
 
     def close(self, status: int, code: str | None = None) -> None:
-        """Write the line and count the request."""
+        """Write the line and count the request, once."""
         if self._closed:
             return
         self._closed = True
@@ -69,7 +69,7 @@ class Entry:
         if code is not None:
             facts["code"] = code
         if self._generation is not None:
-            facts |= msgspec.to_builtins(self._generation.usage)
+            facts |= msgspec.to_builtins(self._generation.token_usage)
             facts["finish_reasons"] = [choice.finish_reason for choice in self._generation.choices]
         if timing is not None:
             facts["phases"] = {name: round(seconds, 6) for name, seconds in timing.phases().items()}
@@ -78,11 +78,11 @@ class Entry:
         log.info("%s", msgspec.json.encode(facts).decode())
 
 
-class Journal:
+class RequestLog:
     """Opens entries."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: AgentMetrics) -> None:
         self._metrics = metrics
 
-    def open(self, request_id: str, traceparent: str | None = None) -> Entry:
-        return Entry(self._metrics, request_id, traceparent)
+    def open(self, request_id: str, traceparent: str | None = None) -> RequestLogEntry:
+        return RequestLogEntry(self._metrics, request_id, traceparent)

@@ -19,11 +19,11 @@ from quart.wrappers.response import ResponseBody
 from werkzeug.exceptions import HTTPException
 
 from kvferry.agent.api.engine_client import EngineClient
-from kvferry.agent.api.frontend import Frontend, Identity
+from kvferry.agent.api.frontend import Frontend, RequestIds
 from kvferry.agent.api.lifecycle import Lifecycle
-from kvferry.agent.api.metrics import Metrics
+from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, GenerationBody, decode_body
-from kvferry.agent.api.request_log import Journal
+from kvferry.agent.api.request_log import RequestLog
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
@@ -36,20 +36,20 @@ _BODY_TIMEOUT_S = 60
 # Longer than any client keeps an unused connection: the side that reuses it should be the one to close it.
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048
-# For load balancers and Prometheus: nothing of it says what users asked or were told.
+# For load balancers and Prometheus: these carry nothing of what users sent or got.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class DropBody(msgspec.Struct, frozen=True):
-    """POST /kv/drop: which transfer nobody will read, and of which start of this agent."""
+    """POST /kv/drop: a transfer whose reader will not come, and the incarnation that leased it."""
 
     transfer_id: str
     incarnation: str
 
 
 class EventBody(ResponseBody):
-    """The body of a stream whose first event is already there: status and headers wait for that one."""
+    """The body of a stream whose first event is known: status and headers are sent after that one."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self._first = first
@@ -74,19 +74,19 @@ def create_app(
     frontend: Frontend,
     engine: EngineClient,
     lifecycle: Lifecycle,
-    metrics: Metrics,
+    metrics: AgentMetrics,
     bearer: str | None = None,
 ) -> Quart:
-    """The Quart application of one agent. With `bearer`, it serves only those who send that token."""
+    """The Quart application of one agent. With `bearer`, it serves only requests with that token."""
     app = Quart("agent", static_folder=None)
-    app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine holds every request's deadline
+    app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine keeps every request's deadline
     app.config["BODY_TIMEOUT"] = _BODY_TIMEOUT_S
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
-    journal = Journal(metrics)
+    request_log = RequestLog(metrics)
     started = int(time.time())
 
     async def generate(body_type: type[GenerationBody]) -> Response:
-        entry = journal.open(g.request_id, request.headers.get("traceparent"))
+        entry = request_log.open(g.request_id, request.headers.get("traceparent"))
         with entry.closed_on_failure():
             body = decode_body(await _read_body(), body_type)
             if config.log_prompts:
@@ -95,7 +95,7 @@ def create_app(
             if body.stream:
                 events = frontend.events(body, identity, entry)
                 return Response(EventBody(await anext(events), events), headers=_EVENT_STREAM)
-            answer, timing = await frontend.answer(body, identity, entry)
+            answer, timing = await frontend.complete(body, identity, entry)
             return _json(msgspec.json.encode(answer), headers={"Server-Timing": timing} if timing else {})
 
     @app.post("/v1/completions")
@@ -192,7 +192,7 @@ def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
 
 
 def listen_http(host: str, port: int) -> socket.socket:
-    """A listening TCP socket: whoever is told of its port can connect from now on. Raises `OSError`."""
+    """Open a listening TCP socket: clients can connect from now on. Raises `OSError`."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -209,21 +209,21 @@ def listen_http(host: str, port: int) -> socket.socket:
 
 
 async def _read_body() -> bytes:
-    """The request's body. Quart raises 413 when it is over the limit, 408 when it does not come."""
+    """Read the request's body. Quart raises 413 when it is over the limit, 408 when it does not come."""
     data = await request.get_data()
     assert isinstance(data, bytes)
     return data
 
 
-def _identity() -> Identity:
-    """Ids that a proxy has minted, from its headers. Raises `ApiError` 400 if they are unusable."""
+def _identity() -> RequestIds:
+    """Read the ids that a proxy has minted from its headers. Raises `ApiError` 400 if they are unusable."""
     answer_id = request.headers.get("X-Kvferry-Answer-Id")
     created = request.headers.get("X-Kvferry-Created")
     if answer_id is not None and not is_plain_id(answer_id):
         raise bad_request("X-Kvferry-Answer-Id must be short and printable", "X-Kvferry-Answer-Id")
     if created is not None and not (created.isascii() and created.isdecimal() and len(created) < 16):
         raise bad_request("X-Kvferry-Created must be Unix seconds", "X-Kvferry-Created")
-    return Identity(
+    return RequestIds(
         request_id=g.request_id,
         answer_id=AnswerId(answer_id) if answer_id is not None else None,
         created=int(created) if created is not None else None,

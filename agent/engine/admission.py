@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine takes in: its limits, and why it refuses a request. Pure."""
+"""Admission of requests: the engine's limits, and why it refuses a request. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.agent.engine.messages import Failed, Submit
+from kvferry.agent.engine.messages import RequestFailed, Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +25,25 @@ class Limits:
     eos_ids: frozenset[int]
 
 
-def failed(submit: Submit, status: int, code: str, message: str) -> Failed:
-    return Failed(request_id=submit.request_id, status=status, code=code, message=message)
+def failed(submit: Submit, status: int, code: str, message: str) -> RequestFailed:
+    return RequestFailed(request_id=submit.request_id, status=status, code=code, message=message)
 
 
-def duplicate_transfer(submit: Submit) -> Failed:
-    """The transfer id is bound to another request or to blocks that are not free yet."""
+def duplicate_transfer(submit: Submit) -> RequestFailed:
+    """Refuse a transfer id that another request has, or blocks that are not free yet."""
     return failed(submit, 409, "duplicate_transfer", "This transfer id is in use.")
 
 
-def check_request(submit: Submit, limits: Limits) -> Failed | None:
+def check_request(submit: Submit, limits: Limits) -> RequestFailed | None:
     """Return why the engine can never serve a request, or None."""
     sampling = submit.sampling
-    if submit.produce is not None and (submit.remote is not None or submit.prior):
+    if submit.produce is not None and (submit.remote is not None or submit.resumed):
         return failed(submit, 400, "bad_transfer", "A prompt is either produced or pulled, not both.")
     if submit.remote is not None and not _transfer_matches(submit):
         return failed(submit, 400, "bad_transfer", "The transfer's tokens do not match the request.")
     if not submit.prompt_ids:
         return failed(submit, 400, "empty_prompt", "The prompt has no tokens.")
-    known = (*submit.prompt_ids, *(token for prior in submit.prior for token in prior.token_ids))
+    known = (*submit.prompt_ids, *(token for choice in submit.resumed for token in choice.token_ids))
     if not 0 <= min(known) <= max(known) < limits.vocab_size:
         return failed(submit, 400, "bad_token", f"Token ids go from 0 to {limits.vocab_size - 1}.")
     if len(submit.prompt_ids) + sampling.max_tokens > limits.max_model_len:
@@ -63,6 +63,6 @@ def _transfer_matches(submit: Submit) -> bool:
     assert submit.remote is not None
     return (
         submit.remote.source.num_tokens == len(submit.prompt_ids)
-        and all(prior.finished or prior.token_ids for prior in submit.prior)
-        and bool(submit.prior) != submit.remote.streamed
+        and all(choice.finished or choice.token_ids for choice in submit.resumed)
+        and bool(submit.resumed) != submit.remote.streamed
     )

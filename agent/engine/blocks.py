@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the KV blocks of one agent: who holds each block, and which blocks hold the KV of which tokens.
+"""The KV blocks of one agent: reference counts, states, and a prefix cache by hash.
 
 A block is in exactly one state. It is *quarantined* while a cancelled transfer may still write into it,
 *leased* while a reader may come for it, *used* while a sequence holds it, and *free* otherwise. A free block
@@ -61,7 +61,7 @@ def hash_blocks(
 
 
 def hash_prompt(token_ids: Sequence[int]) -> str:
-    """One hash of a whole prompt, by which producer and consumer see that they mean the same one."""
+    """Hash a whole prompt; producer and consumer compare it to see that they mean the same one."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -94,14 +94,14 @@ class BlockAllocator:
         )
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with one reference each, evicting cached prefixes if need be.
+        """Return `count` blocks with one reference each, evicting cached prefixes if need be.
 
         Raises:
-            OutOfBlocks: too few are free; nothing was taken.
+            OutOfBlocks: too few are free; nothing changed.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
-        blocks = [self._take_free() for _ in range(count)]
+        blocks = [self._pop_free() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -114,16 +114,16 @@ class BlockAllocator:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give back one reference to each block; the last one frees it."""
+        """Remove one reference from each block; the last one frees it."""
         for block in blocks:
             if self._references[block] <= 0 or block in self._quarantined:
-                raise IntegrityError(f"block {block} released more often than taken")
+                raise IntegrityError(f"block {block} released more often than allocated or shared")
             self._references[block] -= 1
             if not self._references[block]:
-                self._put_free(block)
+                self._push_free(block)
 
     def num_references(self, block: int) -> int:
-        """How many holders a block has; one that has several must not be written to."""
+        """Return how many holders a block has; one that has several must not be written to."""
         return self._references[block]
 
     def lease(self, blocks: Iterable[int]) -> None:
@@ -144,7 +144,7 @@ class BlockAllocator:
         self.release(blocks)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Set aside blocks that somebody may still write to. The caller's reference goes with them."""
+        """Set aside blocks that a failed transfer may still write to. Consumes the caller's reference."""
         for block in blocks:
             if self._references[block] != 1 or block in self._hash_of or self._leases[block]:
                 raise IntegrityError(f"block {block} is not the caller's alone")
@@ -152,12 +152,12 @@ class BlockAllocator:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Free quarantined blocks: nobody can write to them any more."""
+        """Free quarantined blocks: no write can come any more."""
         for block in blocks:
             if block not in self._quarantined:
                 raise IntegrityError(f"block {block} is not in quarantine")
             self._quarantined.remove(block)
-            self._put_free(block)
+            self._push_free(block)
 
     def remember(self, block: int, block_hash: BlockHash) -> None:
         """Offer a held block, whose KV is complete and proven, for sharing under its prefix's hash.
@@ -170,7 +170,7 @@ class BlockAllocator:
             self._hash_of[block] = block_hash
 
     def find_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks that hold the longest known prefix. They are not taken: `share` them at once."""
+        """Return the blocks of the longest known prefix, without a reference: `share` them at once."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -180,7 +180,7 @@ class BlockAllocator:
         return found
 
     def num_cached(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks count as free now and would stop doing so when shared."""
+        """Count the blocks that are free now and would not be once shared."""
         return sum(1 for block in blocks if block in self._cached)
 
     def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
@@ -188,7 +188,7 @@ class BlockAllocator:
 
         Args:
             holders: What each user believes to hold, one reference per mention (quarantine excluded); when
-                given, the reference counts must agree with it.
+                given, the reference counts must equal it.
         """
         blank, cached = set(self._blank), set(self._cached)
         held = {block for block, count in enumerate(self._references) if count}
@@ -214,14 +214,14 @@ class BlockAllocator:
         if wrong:
             raise IntegrityError(f"reference counts of blocks {wrong[:8]} do not match their holders")
 
-    def _take_free(self) -> int:
+    def _pop_free(self) -> int:
         if self._blank:
             return self._blank.popleft()
         block, _ = self._cached.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         return block
 
-    def _put_free(self, block: int) -> None:
+    def _push_free(self, block: int) -> None:
         if block in self._hash_of:
             self._cached[block] = None
         else:

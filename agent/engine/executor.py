@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts one process per tensor-parallel rank, hands every step to all of them, and gathers their replies."""
+"""Starts one process per tensor-parallel rank, sends every step to all of them, and gathers their replies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.worker.messages import (
     Boot,
-    Drawn,
     FromRank,
     RankReady,
+    SampleOutput,
     Step,
     StepWritten,
-    Stop,
+    StopRank,
     ToRank,
     step_address,
 )
@@ -26,18 +26,18 @@ from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListene
 
 RANK_MODULE = "kvferry.agent.worker.process"
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class BrokenRank(RuntimeError):
-    """A rank process ended or spoke out of turn; its group cannot go on."""
+    """A rank process ended or sent an unexpected message; its group cannot go on."""
 
 
 class Executor:
     """The rank processes of one agent. `run` is called by one task at a time; `watch` runs beside it.
 
-    Both sides of the channel agree on one address in the agent's private directory. A step is sent to each
-    rank and is over when each has answered; the engine's event loop only waits.
+    Both sides of the channel use one address in the agent's private directory. A step is sent to each rank
+    and is over when each has replied; the engine's event loop only waits.
     """
 
     def __init__(self, boot: Boot, run_dir: Path, rank_module: str = RANK_MODULE) -> None:
@@ -56,7 +56,7 @@ class Executor:
         self._decoder = msgspec.msgpack.Decoder(FromRank)
 
     async def start(self, timeout_s: float) -> RankReady:
-        """Start the ranks and wait until each holds its weights and its pool.
+        """Start the ranks and wait until each has its weights and its pool.
 
         Raises:
             BrokenRank: a rank ended, or was not ready within `timeout_s`; the caller must `close`.
@@ -87,32 +87,32 @@ class Executor:
                 task.cancel()
             await asyncio.gather(watch, ready, return_exceptions=True)
 
-    async def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[Drawn]]:
-        """Run one step on every rank. Returns the drawn tokens, one tuple per chunk.
+    async def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[SampleOutput]]:
+        """Run one step on every rank. Returns the sampled tokens, one tuple per chunk.
 
         The step's writes to the pool are complete on every rank when this returns; if the step asks for it,
-        `on_written` is called as soon as they are. A rank's death does not show here but in `watch`.
+        `on_written` is called as soon as they are. A rank's death raises in `watch`, not here.
         """
         self._broadcast(step)
-        drawn: Sequence[Sequence[Drawn]] | None = None
+        sampled: Sequence[Sequence[SampleOutput]] | None = None
         unwritten, unfinished = set(range(self._size)), set(range(self._size))
         while unfinished:
             _, reply = await self._receive()
             if isinstance(reply, RankReady) or reply.number != step.number:
-                raise BrokenRank(f"a rank answered step {step.number} with {reply}")
+                raise BrokenRank(f"a rank replied to step {step.number} with {reply}")
             if isinstance(reply, StepWritten):
                 unwritten.discard(reply.rank)
                 if not unwritten:
                     on_written()
                 continue
             unfinished.discard(reply.rank)
-            drawn = reply.drawn if reply.rank == 0 else drawn
-        if drawn is None:
+            sampled = reply.sampled if reply.rank == 0 else sampled
+        if sampled is None:
             raise BrokenRank("rank 0 sent no tokens")
-        return drawn
+        return sampled
 
     async def watch(self) -> RankReady:
-        """Wait until a rank process ends, which none should. Always raises `BrokenRank`."""
+        """Wait until a rank process ends, and raise `BrokenRank`."""
         waits = {asyncio.ensure_future(child.wait()): child for child in self._children}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -124,18 +124,18 @@ class Executor:
         raise BrokenRank("; ".join(ended))
 
     async def close(self, *, grace_s: float) -> None:
-        """Ask the ranks to end, kill those that have not after `grace_s` seconds, and reap all of them."""
+        """Send `StopRank`, kill the ranks still alive after `grace_s` seconds, and reap all of them."""
         try:
             if grace_s:
-                await self._stop_politely(grace_s)
+                await self._request_stop(grace_s)
         finally:
             await asyncio.gather(*(child.stop(grace_s=0.0) for child in self._children))
             self._listener.close()
 
-    async def _stop_politely(self, grace_s: float) -> None:
+    async def _request_stop(self, grace_s: float) -> None:
         try:
             async with asyncio.timeout(grace_s):
-                self._broadcast(Stop())
+                self._broadcast(StopRank())
                 for child in self._children:
                     await child.wait()
         except TimeoutError:  # a rank that hangs, or one that never connected
@@ -146,7 +146,7 @@ class Executor:
         while len(reports) < self._size:
             connection, report = await self._receive()
             if not isinstance(report, RankReady):
-                raise BrokenRank(f"a rank began with {report}")
+                raise BrokenRank(f"a rank's first message was {report}")
             reports[report.rank] = report
             self._ranks[report.rank] = connection
         return reports[0]
@@ -157,7 +157,7 @@ class Executor:
             try:
                 connection.send(frame)
             except RankGone as error:  # `watch` sees it too
-                _log.debug("rank %d did not take a message: %s", rank, error)
+                log.debug("rank %d: message not sent: %s", rank, error)
 
     async def _receive(self) -> tuple[RankConnection, FromRank]:
         connection, frame = await self._received.get()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API process and the engine process of one agent say to each other.
+"""Messages between the API process and the engine process of one agent.
 
 Two one-to-one ZMQ sockets over ipc in a private directory; msgspec's msgpack, typed unions, no pickle.
 """
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. Already validated and defaulted by the API process.
+    """How tokens are sampled. Already validated and defaulted by the API process.
 
     `max_tokens` is the client's own limit (never the 1 of a prefill leg), resolved against the context.
     `logprobs` is the number of alternatives to report per position, or None for no logprobs at all.
@@ -40,10 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Prior(msgspec.Struct, frozen=True, kw_only=True):
+class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens that a choice already has when the request arrives (from the prefill leg, or a resume).
 
-    A finished choice occupies nothing here: it takes no sequence and emits no tokens.
+    A finished choice gets no sequence and no tokens.
     """
 
     index: int
@@ -73,24 +73,24 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     timeout_s: float
     produce: str | None = None
     remote: RemoteKV | None = None
-    prior: tuple[Prior, ...] = ()
+    resumed: tuple[ResumedChoice, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """End the whole request, whatever its state; nothing more is sent about it."""
+    """End the whole request in any state. The engine sends no more output of it."""
 
     request_id: str
 
 
 class StopChoice(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """One choice ended by a stop string, which only the API process can see."""
+    """End one choice: a stop string was found, which only the API process looks for."""
 
     request_id: str
     index: int
 
 
 class DropTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
-    """The proxy lost interest in a transfer: unpin its blocks now. Idempotent."""
+    """Unpin a transfer's blocks now: its reader will not come. Idempotent."""
 
     transfer_id: str
 
@@ -99,9 +99,9 @@ ToEngine = Submit | Abort | StopChoice | DropTransfer
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Log probability of the drawn token, and of the likeliest ones, best first, before temperature.
+    """Log probability of the sampled token, and of the likeliest ones, best first, before temperature.
 
-    `margin` is how far the drawn token's decision score (logit ÷ T, plus noise) lay above the second best.
+    `margin` is how far the sampled token's decision score (logit ÷ T, plus noise) lay above the second best.
     """
 
     logprob: float
@@ -122,7 +122,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request's time went, in seconds, and what its KV transfer moved.
 
     `pull_tail_s` is the part of `pull_s` after the prefill had ended; `pull_early_blocks` were here before
-    that. `prompt_done_at` (when its KV was computed or had arrived here) and `first_step_at` are readings of
+    that. `prompt_done_at` (when its KV was computed or pulled) and `first_step_at` are readings of
     the monotonic clock, which all processes of a host share.
     """
 
@@ -178,13 +178,13 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
-    """Everything one engine step produced."""
+    """All outputs of one engine step."""
 
     items: tuple[Output, ...]
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The request ended without an answer. `status` is the HTTP status that fits, `code` a stable word."""
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The request failed. `status` is the HTTP status that fits, `code` a stable word."""
 
     request_id: str
     status: int
@@ -193,7 +193,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine can take requests. Sent once."""
+    """The engine accepts requests. Sent once."""
 
     incarnation: str
     control_port: int
@@ -226,4 +226,4 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     plane: PlaneStats
 
 
-FromEngine = EngineReady | Outputs | Failed | Stats
+FromEngine = EngineReady | Outputs | RequestFailed | Stats

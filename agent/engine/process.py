@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvferry.agent.engine.process`: the process that schedules. Started by the API process only.
+"""`python -m kvferry.agent.engine.process`: the process that schedules, started by the API process.
 
-One loop: take what arrived (requests, transfer events) → schedule → run on the ranks → commit → answer. It
-only ever awaits the ranks, so the control channel, lease renewals and answers never wait for a model step;
-and it sleeps until something arrives when there is nothing to compute.
+One loop: handle what arrived (requests, transfer events) → schedule → run on the ranks → commit → send. It
+only awaits the ranks, so the control channel, lease renewals and outputs never wait for a model step; and it
+sleeps until something arrives when there is nothing to compute.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
     EngineReady,
-    Failed,
     FromEngine,
     Output,
     Outputs,
+    RequestFailed,
     Stats,
     StopChoice,
     Submit,
@@ -59,7 +59,7 @@ _STATS_PAUSE_S = 0.1
 
 
 class ApiGone(RuntimeError):
-    """The API process takes no more messages."""
+    """The API process reads no more messages."""
 
 
 class ApiChannel:
@@ -85,7 +85,7 @@ class ApiChannel:
             async with asyncio.timeout(_SEND_TIMEOUT_S):
                 await self._to_api.send(self._encoder.encode(message))
         except TimeoutError as error:
-            raise ApiGone("the API process does not read") from error
+            raise ApiGone("the API process does not read its socket") from error
 
     def close(self) -> None:
         self._from_api.close()
@@ -96,7 +96,7 @@ class ApiChannel:
 class Engine:
     """The scheduler's loop, between the API process, the ranks and the transfer plane.
 
-    All state changes happen between steps, in this one task; readers may hear of blocks during one.
+    All state changes happen between steps, in this one task; only readers may be notified during one.
     """
 
     def __init__(
@@ -128,24 +128,24 @@ class Engine:
             self._wake.set()
 
     async def loop(self) -> None:
-        """Take → schedule → run → commit → answer, for ever."""
+        """Receive → schedule → run → commit → send, until cancelled."""
         while True:
             self._wake.clear()
-            self._take()
+            self._handle_arrivals()
             step = self._scheduler.schedule(self._clock())
-            await self._answer(self._scheduler.take_messages())
+            await self._send(self._scheduler.take_messages())
             if step is None:
                 self._audit()
                 await self._publish_stats()
                 await self._sleep()
                 continue
-            drawn = await self._executor.run(step, self._scheduler.written)
-            self._scheduler.commit(drawn, self._clock())
-            await self._answer(self._scheduler.take_messages())
+            sampled = await self._executor.run(step, self._scheduler.written)
+            self._scheduler.commit(sampled, self._clock())
+            await self._send(self._scheduler.take_messages())
             await self._publish_stats()
 
-    def _take(self) -> None:
-        """Hand everything that has arrived to the scheduler."""
+    def _handle_arrivals(self) -> None:
+        """Pass everything that has arrived to the scheduler."""
         now = self._clock()
         for event in self._connector.take_events():
             self._scheduler.handle_event(event, now)
@@ -166,7 +166,7 @@ class Engine:
             case DropTransfer():
                 self._scheduler.drop_transfer(message.transfer_id)
 
-    async def _answer(self, messages: Iterable[Output | Failed]) -> None:
+    async def _send(self, messages: Iterable[Output | RequestFailed]) -> None:
         """Send what a step produced: all outputs in one message."""
         outputs = []
         for message in messages:
@@ -187,9 +187,7 @@ class Engine:
             return
 
     def _audit(self) -> None:
-        """Recount all blocks whenever the agent has fallen idle. That takes milliseconds, so not while
-        somebody reads here, who would have to wait.
-        """
+        """Recount all blocks once the agent is idle; not while a reader would wait for these milliseconds."""
         if self._audited or not self._scheduler.is_idle or self._allocator.counts().leased:
             return
         self._audited = True
@@ -201,7 +199,7 @@ class Engine:
             log.exception("block accounting is wrong")
 
     async def _publish_stats(self) -> None:
-        """Send a snapshot when it has changed; while steps run, not more often than is useful."""
+        """Send a snapshot when it has changed; while steps run, at most every `_STATS_PAUSE_S`."""
         now = self._clock()
         busy = self._scheduler.num_running > 0
         if busy and now - self._stats_sent_at < _STATS_PAUSE_S:
@@ -282,7 +280,7 @@ async def run_engine(boot: Boot, run_dir: Path, rank_module: str) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_raise_stopped(stop))
-            tasks.create_task(_live(boot, run_dir, rank_module, stop))
+            tasks.create_task(_run_until_cancelled(boot, run_dir, rank_module, stop))
     except* _Stopped:
         log.info("stopped")
 
@@ -292,8 +290,8 @@ async def _raise_stopped(stop: asyncio.Event) -> None:
     raise _Stopped
 
 
-async def _live(boot: Boot, run_dir: Path, rank_module: str, stop: asyncio.Event) -> None:
-    """The engine's whole life, until cancelled."""
+async def _run_until_cancelled(boot: Boot, run_dir: Path, rank_module: str, stop: asyncio.Event) -> None:
+    """Start everything, run the loop until cancelled, and close everything."""
     executor, channel = Executor(boot, run_dir, rank_module), ApiChannel(run_dir)
     try:
         ready = await executor.start(_START_TIMEOUT_S)

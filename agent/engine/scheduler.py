@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
-from kvferry.agent.engine.messages import Failed, Output, Submit, Token
+from kvferry.agent.engine.messages import Output, RequestFailed, Submit, Token
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import Connector, PullOutcome, TransferLedger
-from kvferry.agent.worker.messages import Drawn, Step
+from kvferry.agent.worker.messages import SampleOutput, Step
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 
@@ -69,7 +69,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._plan: _Plan | None = None
-        self._outbox: list[Output | Failed] = []
+        self._outbox: list[Output | RequestFailed] = []
 
     @property
     def num_running(self) -> int:
@@ -88,19 +88,19 @@ class Scheduler:
         """When `expire` should be called if nothing happens before."""
         return min((self._deadline(request) for request in self._requests.values()), default=None)
 
-    def take_messages(self) -> list[Output | Failed]:
-        """Everything to be sent since the last call."""
+    def take_messages(self) -> list[Output | RequestFailed]:
+        """Return everything to be sent since the last call."""
         messages, self._outbox = self._outbox, []
         return messages
 
     def check_integrity(self) -> None:
-        """Recount all blocks against everyone who holds one. Raises `IntegrityError`."""
+        """Recount all blocks against their holders. Raises `IntegrityError`."""
         sequences = [seq for request in self._requests.values() for seq in request.sequences.values()]
         held = [seq.blocks for seq in sequences]
         copied = [[source for source, _ in self._plan.copies]] if self._plan else []
         self._allocator.check_integrity([*held, *copied, *self._transfers.holders()])
 
-    # Requests come and go.
+    # Requests.
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a request, or fail it at once."""
@@ -127,7 +127,7 @@ class Scheduler:
         self._requests[submit.request_id] = request
         self._waiting.append(trunk)
 
-    def _refusal(self, submit: Submit) -> Failed | None:
+    def _refusal(self, submit: Submit) -> RequestFailed | None:
         if submit.request_id in self._requests:
             return failed(submit, 409, "duplicate_request", "A request with this id is being served.")
         transfer_id = submit.remote.transfer_id if submit.remote else submit.produce
@@ -227,7 +227,7 @@ class Scheduler:
             number=self.counters.steps,
             copies=tuple(plan.copies),
             chunks=tuple(sequence.chunk(end, self._limits.block_size) for sequence, end in plan.parts),
-            tells_written=any(_ends_produced_prompt(sequence, end) for sequence, end in plan.parts),
+            report_written=any(_ends_produced_prompt(sequence, end) for sequence, end in plan.parts),
         )
 
     def written(self) -> None:
@@ -241,7 +241,7 @@ class Scheduler:
             if _ends_produced_prompt(sequence, end):
                 self._transfers.advance(sequence.request, self._kv_cache.num_blocks(end))
 
-    def commit(self, drawn: Seq[Seq[Drawn]], now: float) -> None:
+    def commit(self, sampled: Seq[Seq[SampleOutput]], now: float) -> None:
         """Record a step that every rank has completed: one tuple of sampled tokens per chunk."""
         plan, self._plan = self._plan, None
         if plan is None:
@@ -249,10 +249,10 @@ class Scheduler:
         self._allocator.release(source for source, _ in plan.copies)
         tokens: defaultdict[str, list[Token]] = defaultdict(list)
         requests: dict[str, Request] = {}
-        for (sequence, end), chunk_drawn in zip(plan.parts, drawn, strict=True):
+        for (sequence, end), chunk_outputs in zip(plan.parts, sampled, strict=True):
             request = sequence.request
             requests[request.request_id] = request
-            self._record(sequence, end, chunk_drawn, tokens[request.request_id], now)
+            self._record(sequence, end, chunk_outputs, tokens[request.request_id], now)
         for request_id, new_tokens in tokens.items():
             request = requests[request_id]
             if request.all_finished:
@@ -356,9 +356,9 @@ class Scheduler:
     # Committing.
 
     def _record(
-        self, sequence: Sequence, end: int, drawn: Seq[Drawn], tokens: list[Token], now: float
+        self, sequence: Sequence, end: int, sampled: Seq[SampleOutput], tokens: list[Token], now: float
     ) -> None:
-        """Record one part: its KV is complete, and `drawn` are its choices' next tokens."""
+        """Record one part: its KV is complete, and `sampled` are its choices' next tokens."""
         request = sequence.request
         if sequence.is_decoding and request.clock.first_decoded is None:
             request.clock.first_decoded = now
@@ -369,10 +369,10 @@ class Scheduler:
                 self._transfers.advance(request, end // self._limits.block_size)
             if end == request.prompt_len:
                 self._prompt_done(sequence, now)
-        if not drawn:
+        if not sampled:
             return
-        siblings = list(request.sequences.values()) if len(drawn) > 1 else [sequence]
-        for sibling, token in zip(siblings, drawn, strict=True):
+        siblings = list(request.sequences.values()) if len(sampled) > 1 else [sequence]
+        for sibling, token in zip(siblings, sampled, strict=True):
             tokens.append(sibling.append(token, self._limits.eos_ids))
             if tokens[-1].finish is not None:
                 self._finish(sibling)
@@ -392,8 +392,8 @@ class Scheduler:
         for sibling in request.fork():
             self._allocator.share(sibling.blocks)
             self._running.append(sibling)
-        if request.unsaid:
-            self._outbox.append(request.output(request.take_unsaid()))
+        if request.pending_output:
+            self._outbox.append(request.output(request.take_pending_output()))
         return list(request.sequences.values())
 
     def _end_produce(self, request: Request, tokens: Seq[Token]) -> None:

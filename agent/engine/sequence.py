@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of one request on its way through the engine, and the request that it belongs to."""
+"""A request in the engine, and its choices as sequences of tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from enum import Enum
 import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
-from kvferry.agent.engine.messages import FinishReason, Output, Prior, Submit, Timing, Token
-from kvferry.agent.worker.messages import Chunk, Drawn, Sample, uses_earlier_ids
+from kvferry.agent.engine.messages import FinishReason, Output, ResumedChoice, Submit, Timing, Token
+from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, uses_earlier_ids
 from kvferry.transfer.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Sequence:
 
     `blocks` is the block table; block i holds positions [i * block_size, (i + 1) * block_size). It covers at
     least `num_computed` tokens, and the first `num_remembered` blocks were offered to the prefix cache. The
-    last token's KV is computed by the step that draws its successor.
+    last token's KV is computed by the step that samples its successor.
     """
 
     def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
@@ -89,14 +89,14 @@ class Sequence:
 
     @property
     def knows_first_token(self) -> bool:
-        """Whether this is the trunk of a request that arrived with tokens: the prompt's logits are moot."""
+        """Whether this is the trunk of a request that arrived with tokens: the prompt's logits are unused."""
         return self.num_outputs > 0 and not self.request.forked
 
-    def sample(self, choice: int) -> Sample:
-        """What to draw as a choice's next token. Before the fork all choices draw from the trunk's logits."""
+    def sampling_row(self, choice: int) -> SamplingRow:
+        """Describe a choice's next token. Before the fork all choices sample from the trunk's logits."""
         submit = self.request.submit
         earlier = uses_earlier_ids(submit.sampling)
-        return Sample(
+        return SamplingRow(
             choice=choice,
             position=self.num_outputs,
             sampling=submit.sampling,
@@ -129,14 +129,14 @@ class Sequence:
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             blocks=tuple(self.blocks[: -(-end // block_size)]),
-            samples=tuple(self.sample(choice) for choice in choices),
+            samples=tuple(self.sampling_row(choice) for choice in choices),
         )
 
-    def append(self, drawn: Drawn, eos_ids: Collection[int]) -> Token:
+    def append(self, sampled: SampleOutput, eos_ids: Collection[int]) -> Token:
         """Record the next token; `finish` says why the choice ends with it, if it does."""
-        self.tokens.append(drawn.token_id)
-        finish = self._finish_reason(drawn.token_id, eos_ids)
-        return Token(index=self.index, token_id=drawn.token_id, logprob=drawn.logprob, finish=finish)
+        self.tokens.append(sampled.token_id)
+        finish = self._finish_reason(sampled.token_id, eos_ids)
+        return Token(index=self.index, token_id=sampled.token_id, logprob=sampled.logprob, finish=finish)
 
     def _finish_reason(self, token_id: int, eos_ids: Collection[int]) -> FinishReason | None:
         sampling = self.request.submit.sampling
@@ -167,11 +167,11 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One `Submit`: its sequences, deadlines and what became of its KV transfer.
+    """One `Submit`: its sequences, deadline, and timing.
 
     Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
-    `prior` is what the choices have had since they arrived here; `unsaid` are tokens that another engine drew
-    and the API process has not been told.
+    `resumed` is what the choices had on arrival; `pending_output` are tokens that another engine sampled, to
+    be sent to the API process once the prompt is here.
     """
 
     submit: Submit
@@ -183,11 +183,11 @@ class Request:
     preempted: bool = False
     cached_tokens: int | None = None
     timing: Timing = field(default_factory=Timing)
-    prior: tuple[Prior, ...] = field(init=False)
-    unsaid: tuple[Token, ...] = ()
+    resumed: tuple[ResumedChoice, ...] = field(init=False)
+    pending_output: tuple[Token, ...] = ()
 
     def __post_init__(self) -> None:
-        self.prior = self.submit.prior
+        self.resumed = self.submit.resumed
 
     @property
     def request_id(self) -> str:
@@ -215,16 +215,16 @@ class Request:
     @property
     def awaits_first_tokens(self) -> bool:
         """Whether token 1 of its choices is to come with the KV."""
-        return self.submit.remote is not None and self.submit.remote.streamed and not self.prior
+        return self.submit.remote is not None and self.submit.remote.streamed and not self.resumed
 
     def adopt(self, tokens: tuple[Token, ...]) -> None:
-        """Go on from token 1 of every choice, which the prefill's engine drew, as if it had come along.
+        """Continue from token 1 of every choice, which the prefill's engine sampled.
 
-        Some choice must go on after it.
+        Some choice must continue after it.
         """
-        self.unsaid = tokens
-        self.prior = tuple(
-            Prior(index=token.index, token_ids=(token.token_id,), finished=token.finish is not None)
+        self.pending_output = tokens
+        self.resumed = tuple(
+            ResumedChoice(index=token.index, token_ids=(token.token_id,), finished=token.finish is not None)
             for token in tokens
         )
         (trunk,) = self.sequences.values()
@@ -232,9 +232,9 @@ class Request:
         trunk.tokens = [*self.submit.prompt_ids, *outputs]
         self.sequences = {trunk.index: trunk}
 
-    def take_unsaid(self) -> list[Token]:
-        """What the API process is to be told now."""
-        tokens, self.unsaid = self.unsaid, ()
+    def take_pending_output(self) -> list[Token]:
+        """Return the tokens to be sent now."""
+        tokens, self.pending_output = self.pending_output, ()
         return list(tokens)
 
     def fork(self) -> list[Sequence]:
@@ -253,18 +253,18 @@ class Request:
         return siblings
 
     def unfinished_choices(self) -> dict[int, tuple[int, ...]]:
-        """Choices that want tokens, with the output tokens that they had on arrival."""
-        if not self.prior:
+        """Return the choices that want tokens, with the output tokens that they had on arrival."""
+        if not self.resumed:
             return dict.fromkeys(range(self.submit.sampling.n), ())
         limit = self.submit.sampling.max_tokens
         return {
-            prior.index: prior.token_ids
-            for prior in self.prior
-            if not prior.finished and len(prior.token_ids) < limit
+            choice.index: choice.token_ids
+            for choice in self.resumed
+            if not choice.finished and len(choice.token_ids) < limit
         }
 
     def output(self, tokens: list[Token], *, done: bool = False) -> Output:
-        """New tokens, as the API process gets them."""
+        """Make the message to the API process about new tokens."""
         return Output(
             request_id=self.request_id,
             tokens=tuple(tokens),
@@ -275,7 +275,7 @@ class Request:
         )
 
     def _measured(self) -> Timing:
-        """Where the time went; a stage that did not happen took none."""
+        """Return where the time went; a stage that did not happen took none."""
         clock = self.clock
         pulled = self.submit.remote is not None and not self.recomputed
         return msgspec.structs.replace(

@@ -84,7 +84,7 @@ class TransferLedger:
         self._quarantine: dict[str, list[int]] = {}
 
     def is_known(self, transfer_id: str) -> bool:
-        """Whether a request, or some block, is bound to this id; another request must not use it then."""
+        """Whether a request or a block is bound to this id; another request must not use it then."""
         books = (self._leases, self._held, self._pulls, self._quarantine)
         return any(transfer_id in book for book in books)
 
@@ -265,10 +265,10 @@ def to_wire(tokens: Seq[Token], cached_tokens: int) -> SampledTokens:
 
 
 def from_wire(first: SampledTokens, sampling: SamplingParams, vocab_size: int) -> tuple[Token, ...] | None:
-    """The tokens as if they had been sampled here.
+    """Return the tokens as if they had been sampled here.
 
-    None if they cannot be this request's: another number of choices, unknown ids, or no choice that goes on,
-    for which a prefill pins nothing.
+    None if they cannot be this request's: another number of choices, unknown ids, or no choice that
+    continues, for which a prefill pins nothing.
     """
     if len(first.choices) != sampling.n or any(token.id >= vocab_size for token in first.choices):
         return None

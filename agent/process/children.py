@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes with one fate (design I8): no part of an agent outlives another.
+"""Child processes that end with their parent, and it with them (design I8).
 
-Two halves make it so, whatever signal a process dies of: each child asks the kernel to be killed with its
-parent, and each parent waits on its children and ends itself when one exits.
+Whatever signal a process dies of: each child asks the kernel to be killed with its parent, and each parent
+waits on its children and ends itself when one exits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REAP_TIMEOUT_S = 5.0
-# Who started a child, told by `ChildProcess.start`: the parent may die before the child can ask who it is.
+# The parent's id, set by `ChildProcess.start`: the parent may die before the child can query it.
 _PARENT_VARIABLE = "KVFERRY_PARENT_PID"
 
 
 class ParentGone(RuntimeError):
-    """The parent died before this process could tie itself to it."""
+    """The parent died before this process had asked to be killed with it."""
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
@@ -30,7 +30,7 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
     Args:
         parent_pid: The parent as this process first saw it (`os.getppid()`).
-        signum: What to end with; SIGKILL leaves no room for a slow goodbye.
+        signum: The signal; SIGKILL cannot be handled or delayed.
 
     Raises:
         ParentGone: the parent died before the request took effect (or before this process first looked, if
@@ -58,7 +58,7 @@ class ChildProcess:
         then EOF.
 
         The child gets a session of its own, so that Ctrl-C in a terminal reaches only the process that
-        decides what to do about it. A child that ends before it has read everything shows in `wait()`.
+        handles it. A child that ends before it has read everything shows in `wait()`.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -89,7 +89,7 @@ class ChildProcess:
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """End the child and reap it: SIGTERM, and SIGKILL when it has not gone after `grace_s` seconds."""
+        """End the child and reap it: SIGTERM, and SIGKILL if it still runs after `grace_s` seconds."""
         for signum, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _REAP_TIMEOUT_S)):
             if self._process.returncode is not None:
                 return

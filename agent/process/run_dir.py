@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent's private directory for the sockets between its processes, gone when the agent is.
+"""An agent's private directory for the sockets between its processes, removed when it ends.
 
-An agent that is killed cannot tidy up, so each agent removes what dead ones of this user have left when it
-starts. A directory's owner holds a lock (flock) on a file in it for as long as it lives, however it ends;
-the file gets its name only once it is locked, so whoever can lock it may be sure that the owner is dead. A
-directory without that file is left alone: it is being made, or not ours.
+A killed agent cannot clean up, so each agent removes the directories of this user's dead agents when it
+starts. A directory's owner has a lock (flock) on a file in it until its process ends, however it ends; the
+file gets its name only once it is locked, so a process that can lock it knows that the owner is dead. A
+directory without that file is kept: it is being made, or belongs to another program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def private_run_dir() -> Iterator[Path]:
-    """Remove what dead agents have left, and make a directory (mode 700) that lives as long as the body.
+    """Remove dead agents' directories, and make one (mode 700) that exists as long as the body runs.
 
     Raises `OSError` where none can be made.
     """
@@ -53,7 +53,7 @@ def _lock(run_dir: Path) -> int:
 
 
 def _remove_stale(parent: Path) -> list[Path]:
-    """Remove the directories whose owner is dead. Returns them; others may be at it too."""
+    """Remove the directories whose owner is dead, and return them. Safe beside other agents that do so."""
     return [path for path in parent.glob(f"{_PREFIX}*") if _is_own_directory(path) and _remove_if_stale(path)]
 
 

@@ -126,7 +126,7 @@ def _groups(chunks: Sequence[Chunk], pool: torch.Tensor) -> Iterator[QueryGroup]
 
 
 def _chunk_group(row: int, chunk: Chunk, pool: torch.Tensor) -> QueryGroup:
-    """The chunk that begins at this row, by itself."""
+    """Make a group of the one chunk that begins at this row."""
     count = len(chunk.token_ids)
     context_len = chunk.start + count
     ones = torch.ones(count, context_len, dtype=torch.bool, device=pool.device)
@@ -140,8 +140,8 @@ def _chunk_group(row: int, chunk: Chunk, pool: torch.Tensor) -> QueryGroup:
 
 
 def _decode_group(members: Sequence[tuple[int, Chunk]], context_len: int, pool: torch.Tensor) -> QueryGroup:
-    """Chunks of one token, with their rows. Whoever needs fewer blocks than there are is shown its first one
-    again.
+    """Group chunks of one token, given with their rows. A block table shorter than the longest is padded with
+    its first block.
     """
     rows, chunks = zip(*members, strict=True)
     num_blocks = -(-context_len // pool.shape[4])
@@ -160,7 +160,7 @@ def _decode_group(members: Sequence[tuple[int, Chunk]], context_len: int, pool: 
 
 
 def _kv_rows(tables: Sequence[tuple[int, ...]], pool: torch.Tensor) -> torch.Tensor:
-    """See `QueryGroup.kv_rows`. Block tables are of one length."""
+    """Return `QueryGroup.kv_rows` of block tables of one length."""
     _, heads, layers, parts, _, _ = pool.shape
     head = torch.arange(heads, device=pool.device).view(heads, 1)
     part = torch.arange(parts, device=pool.device).view(parts, 1, 1)
@@ -223,6 +223,6 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def register_attention() -> None:
-    """Make `ATTENTION_NAME` usable as `attn_implementation`. Idempotent."""
+    """Register `ATTENTION_NAME` as an `attn_implementation`. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine process and its rank processes say to each other (TP ranks, one step at a time).
+"""Messages between the engine process and its rank processes (TP ranks, one step at a time).
 
-The engine sends every rank the same `Step`; each rank answers once its device has completed it, and before
-that says when the KV is written, where a reader may wait for it. A rank that cannot go on exits, which the
-engine sees. msgspec's msgpack over `transfer.ranks.channel`, typed unions, no pickle.
+The engine sends every rank the same `Step`; each rank replies `StepDone` once its device has completed it,
+and `StepWritten` before, where a reader may wait for the KV. A rank that cannot go on exits, which the engine
+sees. msgspec's msgpack over `transfer.ranks.channel`, typed unions, no pickle.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
 
 
 def uses_earlier_ids(sampling: SamplingParams) -> bool:
-    """Whether a draw depends on the tokens before it."""
+    """Whether sampling depends on the tokens before."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Draw one token from the logits of a chunk's last row.
+class SamplingRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Sample one token from the logits of a chunk's last row.
 
-    `position` is the output index of the token drawn. The ids are sent only where a penalty looks at them.
+    `position` is the token's output index. The ids are sent only where a penalty depends on them.
     """
 
     choice: int
@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Consecutive tokens of one sequence: compute their KV, and draw `samples` from the last one's logits.
+    """Consecutive tokens of one sequence: compute their KV, and sample from the last one's logits.
 
     `blocks` is the block table up to and including the last token's block.
     """
@@ -43,37 +43,35 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     token_ids: tuple[int, ...]
     start: int
     blocks: tuple[int, ...]
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[SamplingRow, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One forward pass. Block copies (source, destination) are done first, in order.
 
-    `tells_written`: `StepWritten` is wanted.
+    With `report_written` each rank sends `StepWritten`.
     """
 
     number: int
     copies: tuple[tuple[int, int], ...]
     chunks: tuple[Chunk, ...]
-    tells_written: bool = False
+    report_written: bool = False
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class StopRank(msgspec.Struct, frozen=True, tag="stop"):
     """End the rank process in good order."""
 
 
-ToRank = Step | Stop
+ToRank = Step | StopRank
 
 
-class Drawn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One token drawn by the sampler."""
-
+class SampleOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     token_id: int
     logprob: TokenLogprob | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The rank holds its weights and its pool. Every rank reports the same values.
+    """The rank has loaded its weights and allocated its pool. Every rank reports the same values.
 
     `geometry` is a kvferry.transfer.layout.KVGeometry as built-in types.
     """
@@ -88,18 +86,18 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StepWritten(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """This rank's device has written a step's KV. What is left is to draw the tokens."""
+    """This rank's device has written a step's KV. What is left is to sample."""
 
     rank: int
     number: int
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """This rank's device has completed a step. Rank 0 adds the drawn tokens: one tuple per chunk."""
+    """This rank's device has completed a step. Rank 0 adds the sampled tokens: one tuple per chunk."""
 
     rank: int
     number: int
-    drawn: tuple[tuple[Drawn, ...], ...] | None = None
+    sampled: tuple[tuple[SampleOutput, ...], ...] | None = None
 
 
 FromRank = RankReady | StepWritten | StepDone
@@ -108,7 +106,7 @@ FromRank = RankReady | StepWritten | StepDone
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine and rank processes read from their standard input at start, as JSON.
 
-    `curve_secret` locks the engine's control channel; ranks are not told it.
+    `curve_secret` is the key of the engine's control channel; ranks do not get it.
     """
 
     config: AgentConfig
@@ -117,7 +115,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_address(run_dir: Path) -> Path:
-    """The Unix socket on which the engine hands out steps."""
+    """The Unix socket on which the engine sends steps."""
     return run_dir / "steps"
 
 

@@ -23,7 +23,7 @@ _ACTIVATION_TILE = 32768
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint needs something that this engine does not do."""
+    """The checkpoint needs something that this engine does not support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ModelSpec:
     group: Group
 
 
-class Model:
+class ModelShard:
     """A model's share on this rank. Every rank calls `hidden_states` and `logits` in step."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -93,7 +93,7 @@ class Model:
 
 
 def eos_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """Tokens that end an answer: those of generation_config.json, else those of config.json."""
+    """Return the tokens that end an answer: those of generation_config.json, else those of config.json."""
     generation = directory / "generation_config.json"
     found = GenerationConfig.from_pretrained(directory).eos_token_id if generation.is_file() else None
     found = config.eos_token_id if found is None else found
@@ -103,7 +103,7 @@ def eos_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def check_supported(config: PretrainedConfig, group: Group) -> None:
-    """Refuse what would give wrong answers. Raises `UnsupportedModel` or ValueError, naming the field."""
+    """Raise `UnsupportedModel` or ValueError, naming the field, for what would give wrong tokens."""
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = layer_types != {"full_attention"}
     if windowed or (getattr(config, "sliding_window", None) and config.model_type not in ("qwen2", "qwen3")):
@@ -184,7 +184,7 @@ def _splits(causal: Any, group: Group) -> dict[str, Split]:
 
 
 def _tie(causal: Any, splits: dict[str, Split], group: Group) -> None:
-    """Let the output head be a view of the embedding, of this rank's rows where the head is split."""
+    """Make the output head a view of the embedding, of this rank's rows where the head is split."""
     head, table = causal.get_output_embeddings(), causal.get_input_embeddings().weight
     is_split = any(module is head and name in splits for name, module in causal.named_modules())
     rows = group.share(table.shape[0], "vocab_size") if is_split else slice(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvferry.agent.worker.process`: one tensor-parallel rank. Only the engine process starts it."""
+"""`python -m kvferry.agent.worker.process`: one tensor-parallel rank, started by the engine process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker.messages import Boot
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MOST_FROM_THE_HEAP = 32 << 20  # glibc takes no more
+_MOST_FROM_THE_HEAP = 32 << 20  # glibc's maximum
 _MOST_KEPT = 256 << 20
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what a step frees: the next one asks for as much again.
+    """Let malloc keep what a step frees: the next one allocates as much again.
 
-    Given back to the kernel and zeroed anew, it can cost a tenth of a step (a thousand page faults). Only
-    glibc has this; elsewhere nothing happens.
+    Returned to the kernel and zeroed anew, it can cost a tenth of a step (a thousand page faults). No-op
+    without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -22,12 +22,12 @@ from kvferry.agent.worker.messages import (
     RankReady,
     StepDone,
     StepWritten,
-    Stop,
+    StopRank,
     ToRank,
     step_address,
     transfer_address,
 )
-from kvferry.agent.worker.model import Model, ModelSpec, eos_ids
+from kvferry.agent.worker.model import ModelShard, ModelSpec, eos_ids
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group
@@ -41,13 +41,13 @@ _CUDA_POOL_SHARE = 0.85
 
 
 class Rank:
-    """Owns the rank's device memory, its place in the process group and its transfer thread."""
+    """Device memory, place in the process group and transfer thread of one rank."""
 
     def __init__(self, boot: Boot, run_dir: Path, rank: int) -> None:
         config = self._config = boot.config
         device = _open_device(config, rank)
         self._group = _join_group(config, rank, device, run_dir)
-        self._model = Model(
+        self._model = ModelShard(
             ModelSpec(
                 directory=Path(config.model),
                 device=device,
@@ -60,7 +60,7 @@ class Rank:
         self._eos_ids = eos_ids(Path(config.model), self._model.config)
         self._geometry = self._model.geometry(config.block_size)
         self._pool = self._allocate_pool(device)
-        self._runner = StepRunner(self._model, self._pool, self._eos_ids, draws=rank == 0)
+        self._runner = StepRunner(self._model, self._pool, self._eos_ids, is_sampler=rank == 0)
         self._computing = threading.Event()
         self._connector = WorkerConnector(
             address=transfer_address(run_dir),
@@ -92,17 +92,17 @@ class Rank:
             dist.destroy_process_group()
 
     def serve(self) -> None:
-        """Report readiness, then run steps until told to stop, or until the engine process has gone."""
+        """Report readiness, then run steps until `StopRank`, or until the engine process has ended."""
         self._send(self._ready())
         decoder = msgspec.msgpack.Decoder(ToRank)
         for message in map(decoder.decode, self._engine.frames()):
-            if isinstance(message, Stop):
+            if isinstance(message, StopRank):
                 return
             written = StepWritten(rank=self._group.rank, number=message.number)
             self._computing.set()
-            drawn = self._runner.run(message, partial(self._send, written))
+            sampled = self._runner.run(message, partial(self._send, written))
             self._computing.clear()
-            self._send(StepDone(rank=self._group.rank, number=message.number, drawn=drawn))
+            self._send(StepDone(rank=self._group.rank, number=message.number, sampled=sampled))
 
     def _send(self, message: FromRank) -> None:
         self._engine.send(msgspec.msgpack.encode(message))
@@ -119,7 +119,7 @@ class Rank:
         )
 
     def _allocate_pool(self, device: torch.device) -> torch.Tensor:
-        """This rank's pool, as large as was asked for, or as fits."""
+        """Allocate `kv_blocks`, or as many as fit."""
         heads = len(self._geometry.local_heads(self._group.size, self._group.rank))
         block_bytes = heads * self._geometry.head_block_bytes
         num_blocks = self._config.kv_blocks or self._default_blocks(block_bytes, device)

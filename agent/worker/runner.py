@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps on one rank's device: model, KV pool and sampler, and nothing that talks to other processes."""
+"""Runs steps on one rank's device: model, KV pool and sampler, without other processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.agent.worker.attention import make_batch
-from kvferry.agent.worker.messages import Chunk, Drawn, Step
-from kvferry.agent.worker.model import Model
-from kvferry.agent.worker.sampler import draw
+from kvferry.agent.worker.messages import Chunk, SampleOutput, Step
+from kvferry.agent.worker.model import ModelShard
+from kvferry.agent.worker.sampler import sample_tokens
 
-DrawnByChunk = tuple[tuple[Drawn, ...], ...]
+OutputsByChunk = tuple[tuple[SampleOutput, ...], ...]
 
 
 class StepRunner:
@@ -23,21 +23,23 @@ class StepRunner:
         model: This rank's share of the model.
         pool: This rank's KV, shape as `KVGeometry.pool_shape`, of the model's dtype.
         eos_ids: Tokens that end an answer.
-        draws: Whether this rank draws the tokens; one of the group does.
+        is_sampler: Whether this rank samples the tokens; one of the group does.
     """
 
-    def __init__(self, model: Model, pool: torch.Tensor, eos_ids: Sequence[int], *, draws: bool) -> None:
+    def __init__(
+        self, model: ModelShard, pool: torch.Tensor, eos_ids: Sequence[int], *, is_sampler: bool
+    ) -> None:
         self._model = model
         self._pool = pool
         self._eos_ids = eos_ids
-        self._draws = draws
+        self._is_sampler = is_sampler
 
     @torch.inference_mode()
-    def run(self, step: Step, on_written: Callable[[], None]) -> DrawnByChunk | None:
-        """Run one step. On return the device has completed it. None on ranks that draw nothing.
+    def run(self, step: Step, on_written: Callable[[], None]) -> OutputsByChunk | None:
+        """Run one step, which the device has completed on return. Returns None on ranks that do not sample.
 
-        If the step asks for it, `on_written` is called once the device has written its KV. Logits and draws
-        follow, which for a large vocabulary take as long as moving the KV does.
+        If the step asks for it, `on_written` is called once the device has written its KV. Logits and
+        sampling follow, which for a large vocabulary take as long as moving the KV does.
         """
         for source, destination in step.copies:
             self._pool[destination].copy_(self._pool[source])
@@ -45,26 +47,28 @@ class StepRunner:
         if batch.begun_blocks is not None:
             self._pool[batch.begun_blocks] = 0
         hidden = self._model.hidden_states(batch)
-        if step.tells_written:
-            self._settle()
+        if step.report_written:
+            self._synchronize()
             on_written()
         ends = itertools.accumulate(len(chunk.token_ids) for chunk in step.chunks)
-        sampled = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
-        logits = self._model.logits(hidden, sampled) if sampled else None
-        self._settle()
-        if not self._draws:
+        last_rows = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
+        logits = self._model.logits(hidden, last_rows) if last_rows else None
+        self._synchronize()
+        if not self._is_sampler:
             return None
-        return tuple(() for _ in step.chunks) if logits is None else self._draw(logits, step.chunks)
+        return tuple(() for _ in step.chunks) if logits is None else self._sample(logits, step.chunks)
 
-    def _settle(self) -> None:
-        """Wait for the device, but not for all of it: KV that is being pulled has a stream of its own."""
+    def _synchronize(self) -> None:
+        """Wait for this step's stream, but not for the device: KV that is being pulled has its own stream."""
         if self._pool.is_cuda:
             torch.cuda.current_stream(self._pool.device).synchronize()
 
-    def _draw(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> DrawnByChunk:
-        """Draw each chunk's tokens; `logits` has one row per chunk that has samples."""
-        sampled = [chunk for chunk in chunks if chunk.samples]
-        rows = [row for row, chunk in enumerate(sampled) for _ in chunk.samples]
-        samples = [sample for chunk in sampled for sample in chunk.samples]
-        drawn = iter(draw(logits[torch.tensor(rows, device=logits.device)], samples, self._eos_ids))
-        return tuple(tuple(next(drawn) for _ in chunk.samples) for chunk in chunks)
+    def _sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> OutputsByChunk:
+        """Sample each chunk's tokens; `logits` has one row per chunk that has samples."""
+        with_samples = [chunk for chunk in chunks if chunk.samples]
+        rows = [row for row, chunk in enumerate(with_samples) for _ in chunk.samples]
+        samples = [sample for chunk in with_samples for sample in chunk.samples]
+        outputs = iter(
+            sample_tokens(logits[torch.tensor(rows, device=logits.device)], samples, self._eos_ids)
+        )
+        return tuple(tuple(next(outputs) for _ in chunk.samples) for chunk in chunks)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
+"""Samples tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
 
 A token is the argmax of logits ÷ temperature + Gumbel noise in float32, and the noise is a pure function of
-(seed, choice index, output position). The Gumbel-max trick makes that argmax a draw from the softmax. No
+(seed, choice index, output position). The Gumbel-max trick makes that argmax a sample of the softmax. No
 operation mixes rows, so what else is in the batch cannot matter.
 """
 
@@ -16,13 +16,13 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 
 from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
-from kvferry.agent.worker.messages import Drawn, Sample, uses_earlier_ids
+from kvferry.agent.worker.messages import SampleOutput, SamplingRow, uses_earlier_ids
 
 _UINT64 = 2**64 - 1
 
 
 class _Key(ISeedSequence):
-    """A key as it is. Philox takes one directly too, but draws on the system's entropy first, for nothing."""
+    """A key as it is. Philox takes one directly too, but reads the system's entropy first, for nothing."""
 
     def __init__(self, key: npt.NDArray[np.uint64]) -> None:
         self._key = key
@@ -31,7 +31,7 @@ class _Key(ISeedSequence):
         return self._key
 
 
-def gumbel_noise(samples: Sequence[Sample], size: int) -> torch.Tensor:
+def gumbel_noise(samples: Sequence[SamplingRow], size: int) -> torch.Tensor:
     """Standard Gumbel noise, float32, shape [len(samples), size].
 
     A row depends on its sample's seed, choice and position, and on nothing else. Philox is counter based
@@ -48,41 +48,46 @@ def gumbel_noise(samples: Sequence[Sample], size: int) -> torch.Tensor:
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
-def draw(logits: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
-    """Draw one token per sample.
+def sample_tokens(
+    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
+) -> list[SampleOutput]:
+    """Sample one token per row.
 
     Args:
         logits: float32, shape [len(samples), vocabulary], any device; it is not changed.
-        samples: What to draw from each row.
+        samples: What to sample from each row.
         eos_ids: Tokens that may not come before `min_tokens`.
     """
     plain = [index for index, sample in enumerate(samples) if _is_plain_greedy(sample)]
-    drawn: list[Drawn | None] = [None] * len(samples)
+    outputs: list[SampleOutput | None] = [None] * len(samples)
     if plain:
         rows = logits[torch.tensor(plain, device=logits.device)]
         for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
-            drawn[index] = Drawn(token_id=token_id)
-    others = [index for index, token in enumerate(drawn) if token is None]
+            outputs[index] = SampleOutput(token_id=token_id)
+    others = [index for index, output in enumerate(outputs) if output is None]
     if others:
         raw = logits[torch.tensor(others, device=logits.device)].cpu()
-        for index, token in zip(others, _draw(raw, [samples[i] for i in others], eos_ids), strict=True):
-            drawn[index] = token
-    return [token for token in drawn if token is not None]
+        sampled = _sample_rows(raw, [samples[index] for index in others], eos_ids)
+        for index, output in zip(others, sampled, strict=True):
+            outputs[index] = output
+    return [output for output in outputs if output is not None]
 
 
-def _changes_logits(sample: Sample) -> bool:
+def _changes_logits(sample: SamplingRow) -> bool:
     """Whether penalties, bias or bans apply."""
     sampling = sample.sampling
     return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
 
 
-def _is_plain_greedy(sample: Sample) -> bool:
+def _is_plain_greedy(sample: SamplingRow) -> bool:
     sampling = sample.sampling
     return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(sample)
 
 
-def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[Drawn]:
-    """One token per row of `raw`. What is the same for every row is done for all of them at once."""
+def _sample_rows(
+    raw: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
+) -> list[SampleOutput]:
+    """Sample one token per row of `raw`. What is the same for every row is done for all of them at once."""
     scores = decision_scores(raw, samples, eos_ids)
     token_ids = scores.argmax(dim=-1)
     reports: list[TokenLogprob | None] = [None] * len(samples)
@@ -96,13 +101,15 @@ def _draw(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) 
         for index, report in zip(indices, made, strict=True):
             reports[index] = report
     return [
-        Drawn(token_id=token_id, logprob=report)
+        SampleOutput(token_id=token_id, logprob=report)
         for token_id, report in zip(token_ids.tolist(), reports, strict=True)
     ]
 
 
-def decision_scores(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Sequence[int]) -> torch.Tensor:
-    """The scores whose argmax is the drawn token, one row a sample; excluded tokens are -inf.
+def decision_scores(
+    raw: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
+) -> torch.Tensor:
+    """Return the scores whose argmax is the sampled token, one row a sample; excluded tokens are -inf.
 
     Args:
         raw: float32, shape [len(samples), vocabulary], in host memory; it is not changed.
@@ -114,20 +121,20 @@ def decision_scores(raw: torch.Tensor, samples: Sequence[Sample], eos_ids: Seque
     for row, sample in enumerate(samples):
         if _changes_logits(sample):
             scores[row] = _adjusted(raw[row], sample, eos_ids)
-    drawing = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
-    if not drawing:
+    random = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
+    if not random:
         return scores
-    drawers, rows = [samples[row] for row in drawing], torch.tensor(drawing)
-    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in drawers])[:, None]
-    for row, sample in enumerate(drawers):
+    random_samples, rows = [samples[row] for row in random], torch.tensor(random)
+    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in random_samples])[:, None]
+    for row, sample in enumerate(random_samples):
         if _excludes(sample.sampling, raw.shape[-1]):
             likely[row] = _keep_likely(likely[row], sample.sampling)
-    scores[rows] = likely + gumbel_noise(drawers, raw.shape[-1])
+    scores[rows] = likely + gumbel_noise(random_samples, raw.shape[-1])
     return scores
 
 
 def margins(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """How far each drawn token's score lies above the best of the others (inf where there is no other).
+    """Return how far each sampled token's score lies above the best other one (inf where there is none).
 
     Args:
         scores: float32, shape [rows, vocabulary].
@@ -136,19 +143,19 @@ def margins(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     if scores.shape[-1] < 2:
         return torch.full(token_ids.shape, torch.inf)
     first, second = scores.topk(2).values.unbind(dim=-1)
-    drawn = scores.gather(1, token_ids[:, None])[:, 0]
-    return drawn - torch.where(drawn == first, second, first)
+    sampled = scores.gather(1, token_ids[:, None])[:, 0]
+    return sampled - torch.where(sampled == first, second, first)
 
 
 def _reports(
     raw: torch.Tensor, scores: torch.Tensor, token_ids: torch.Tensor, count: int
 ) -> Iterator[TokenLogprob]:
-    """What a client may know of each row's drawn token, with the `count` likeliest of its row."""
+    """Yield log probability and margin of each row's sampled token, with the `count` likeliest of its row."""
     logprobs = torch.log_softmax(raw, dim=-1)
     top = logprobs.topk(min(count, logprobs.shape[-1]))
-    drawn = logprobs.gather(1, token_ids[:, None])[:, 0]
+    sampled = logprobs.gather(1, token_ids[:, None])[:, 0]
     for logprob, margin, ids, values in zip(
-        drawn.tolist(),
+        sampled.tolist(),
         margins(scores, token_ids).tolist(),
         top.indices.tolist(),
         top.values.tolist(),
@@ -157,8 +164,8 @@ def _reports(
         yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
 
 
-def _adjusted(raw: torch.Tensor, sample: Sample, eos_ids: Sequence[int]) -> torch.Tensor:
-    """Logits after penalties, bias and bans.
+def _adjusted(raw: torch.Tensor, sample: SamplingRow, eos_ids: Sequence[int]) -> torch.Tensor:
+    """Return logits after penalties, bias and bans.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.

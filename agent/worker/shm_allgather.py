@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensor-parallel ranks on one host show each other tensors: shared memory, and a byte to say "look".
+"""All-gather between tensor-parallel ranks of one host: shared memory, and a byte through a socket as signal.
 
 A small model calls this a dozen times a step. gloo's all-gather takes 300 to 800 µs for it between two ranks,
 nearly all of them in waking threads of its own; this takes about 15 (`python -m tests.bench.rank_exchange`).
@@ -20,20 +20,20 @@ from typing import Self
 import torch
 
 SLOT_BYTES = 4 << 20
-_LOOK = b"!"
+_SIGNAL = b"!"
 _HELLO = struct.Struct("<I")
 
 
 class RankLost(RuntimeError):
-    """Another rank has left, or was silent for too long; the group cannot go on."""
+    """Another rank has ended, or did not answer in time; the group cannot go on."""
 
 
 class RankExchange:
     """One rank's end. Every rank calls `gather` equally often, and with tensors of one shape and dtype.
 
-    Each rank owns a memory file of two slots, which all of them map, and writes to the slots in turn. To have
-    the bytes of a later call, a rank must have made that call itself, and so be done with what it was shown
-    in the one before: what a slot held two calls ago is wanted by nobody.
+    Each rank owns a memory file of two slots, which all of them map, and writes to the slots in turn. A rank
+    that has signalled a call is done with the tensors of the call before, so a slot is free again two calls
+    later.
 
     Args:
         run_dir: The agent's private directory, in which the ranks find each other.
@@ -74,10 +74,10 @@ class RankExchange:
         self.close()
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """One flat tensor per rank, in rank order. They are good until the next call.
+        """Return one flat tensor per rank, in rank order, valid until the next call.
 
         Args:
-            part: What this rank shows: contiguous, on the CPU, at most `SLOT_BYTES`.
+            part: This rank's tensor: contiguous, on the CPU, at most `SLOT_BYTES`.
 
         Raises:
             RankLost: a rank has left, or did not call within the timeout.
@@ -91,24 +91,24 @@ class RankExchange:
         parts[self._rank].copy_(part.view(-1))
         try:
             for peer in self._peers.values():
-                peer.send(_LOOK)
+                peer.send(_SIGNAL)
             for rank, peer in self._peers.items():
-                if peer.recv(1) != _LOOK:
+                if peer.recv(1) != _SIGNAL:
                     raise RankLost(f"rank {rank} has left")
         except BlockingIOError:
-            raise RankLost(f"a rank was silent for {self._timeout_s:g} s") from None
+            raise RankLost(f"a rank did not answer within {self._timeout_s:g} s") from None
         except OSError as error:
             raise RankLost(f"a rank has left: {error}") from error
         return parts
 
     def close(self) -> None:
-        """Leave. The memory itself goes with its last user."""
+        """Close the sockets. The memory is freed with its last user."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
 
     def _meet(self, run_dir: Path, size: int, own: int, barrier: Callable[[], object]) -> None:
-        """Connect to every lower rank and let every higher one in; swap memory files with each."""
+        """Connect to every lower rank and accept every higher one; exchange memory files with each."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(_address(run_dir, self._rank)))
             listener.listen(size)
@@ -127,7 +127,7 @@ class RankExchange:
         self._peers = dict(sorted(self._peers.items()))
 
     def _swap(self, peer: socket.socket, own: int) -> int:
-        """Give this rank's memory and take the peer's. Returns the peer's rank."""
+        """Exchange memory files with a peer. Returns the peer's rank."""
         socket.send_fds(peer, [_HELLO.pack(self._rank)], [own])
         hello, files, _flags, _sender = socket.recv_fds(peer, _HELLO.size, 1)
         if len(hello) != _HELLO.size or len(files) != 1:

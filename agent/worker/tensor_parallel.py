@@ -33,8 +33,8 @@ _SPLITS: Mapping[str, Split | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank's place among the ranks that share a model, and how they talk: on CPU through `exchange`,
-    on GPUs through torch.distributed.
+    """This rank's place among those that share a model. They communicate on CPU through `exchange`, on GPUs
+    through torch.distributed.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Group:
     exchange: RankExchange | None = None
 
     def share(self, length: int, what: str) -> slice:
-        """This rank's part of a dimension. Raises ValueError when it does not divide evenly."""
+        """Return this rank's part of a dimension. Raises ValueError when it does not divide evenly."""
         if length % self.size:
             raise ValueError(f"{what} ({length}) cannot be split evenly over {self.size} ranks")
         part = length // self.size
@@ -92,7 +92,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slots(rows: torch.Tensor) -> Iterator[slice]:
-    """Which rows go through the exchange at a time."""
+    """Yield the rows that go through the exchange at a time."""
     count, width = rows.shape
     at_once = SLOT_BYTES // (width * rows.element_size())
     return (slice(start, min(start + at_once, count)) for start in range(0, count, at_once))
@@ -113,7 +113,7 @@ class RowwiseLinear(nn.Module):
 
 
 def splits_of(module_names: list[str], plan: Mapping[str, str]) -> dict[str, Split]:
-    """Which modules are split, and how.
+    """Return which modules are split, and how.
 
     Args:
         module_names: Names relative to where the plan's patterns start.
@@ -134,7 +134,7 @@ def splits_of(module_names: list[str], plan: Mapping[str, str]) -> dict[str, Spl
 
 
 def shard_dimension(parameter: str, split: Split) -> int | None:
-    """The dimension of a split module's `weight` or `bias` that is divided; None when it is whole."""
+    """Return the dimension of a split module's `weight` or `bias` that is divided; None when it is whole."""
     if split == "colwise":
         return 0
     return 1 if parameter == "weight" else None

@@ -20,13 +20,13 @@ class WeightSource(Protocol):
     """Reads parameters by name, only this rank's share of each."""
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal for equal weights, however they are split."""
+        """Return 16 hex digits, equal for equal weights, however they are split."""
         ...
 
     def read(
         self, name: str, shape: tuple[int, ...], dimension: int | None, part: slice | None
     ) -> torch.Tensor:
-        """The values of one parameter of full `shape`, or `part` of them along `dimension`.
+        """Return the values of one parameter of full `shape`, or `part` of them along `dimension`.
 
         Raises:
             ValueError: there is no such parameter, or it has another shape.
@@ -50,7 +50,7 @@ class CheckpointWeights:
                 self._file_of = dict.fromkeys(file.keys(), single.name)
 
     def fingerprint(self) -> str:
-        """Over every file's header and size, and 4 MiB sampled evenly from it: cheap for any size."""
+        """Hash every file's header and size, and 4 MiB sampled evenly from it: cheap for any size."""
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for name in sorted(set(self._file_of.values())):
             size = (self._directory / name).stat().st_size

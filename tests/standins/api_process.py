@@ -15,11 +15,19 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.engine.messages import EngineReady, Failed, FromEngine, Output, Outputs, Stats, ToEngine
+from kvferry.agent.engine.messages import (
+    EngineReady,
+    FromEngine,
+    Output,
+    Outputs,
+    RequestFailed,
+    Stats,
+    ToEngine,
+)
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.worker.messages import Boot
 
-Answer = list[Output | Failed]
+Answer = list[Output | RequestFailed]
 
 
 class StandInApi:
@@ -98,7 +106,7 @@ class StandInApi:
                 self.ready = message
             case Stats():
                 self.stats = message
-            case Failed():
+            case RequestFailed():
                 self.answers.setdefault(message.request_id, []).append(message)
             case Outputs():
                 for output in message.items:
@@ -106,7 +114,7 @@ class StandInApi:
 
 
 def is_over(answer: Answer) -> bool:
-    return bool(answer) and (isinstance(answer[-1], Failed) or answer[-1].done)
+    return bool(answer) and (isinstance(answer[-1], RequestFailed) or answer[-1].done)
 
 
 def tokens_of(answer: Answer, choice: int = 0) -> list[int]:

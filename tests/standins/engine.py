@@ -28,11 +28,11 @@ from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
     EngineReady,
-    Failed,
     FinishReason,
     FromEngine,
     Output,
     Outputs,
+    RequestFailed,
     Stats,
     StopChoice,
     Submit,
@@ -128,11 +128,13 @@ class StandInEngine:
             case Seed.SILENT:
                 await asyncio.Event().wait()
             case Seed.REFUSE:
-                failed = Failed(request_id=submit.request_id, status=429, code="busy", message="no room")
+                failed = RequestFailed(
+                    request_id=submit.request_id, status=429, code="busy", message="no room"
+                )
                 await self._send(failed)
                 return
-        known = {prior.index: len(prior.token_ids) for prior in submit.prior}
-        finished = {prior.index for prior in submit.prior if prior.finished}
+        known = {resumed.index: len(resumed.token_ids) for resumed in submit.resumed}
+        finished = {resumed.index for resumed in submit.resumed if resumed.finished}
         position = min(known.values(), default=0)
         done = len(finished) == submit.sampling.n
         if done:
@@ -142,7 +144,9 @@ class StandInEngine:
             if position == 2 and submit.sampling.seed == Seed.DIE_AT_THIRD_TOKEN:
                 os._exit(3)
             if position == 2 and submit.sampling.seed == Seed.FAIL_AT_THIRD_TOKEN:
-                failed = Failed(request_id=submit.request_id, status=502, code="lost", message="KV is lost")
+                failed = RequestFailed(
+                    request_id=submit.request_id, status=502, code="lost", message="KV is lost"
+                )
                 await self._send(failed)
                 return
             finished |= {index for name, index in self._stopped if name == submit.request_id}

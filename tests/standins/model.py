@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Chunk, Drawn, Step
+from kvferry.agent.worker.messages import Chunk, SampleOutput, Step
 
 VOCAB_SIZE = 50
 EOS_ID = 0
@@ -40,12 +40,12 @@ class StandInRunner:
         self.chunk_log: list[tuple[int, int]] = []
         """(start, end) of every chunk run."""
 
-    def run(self, step: Step, on_written: Callable[[], None]) -> list[list[Drawn]]:
+    def run(self, step: Step, on_written: Callable[[], None]) -> list[list[SampleOutput]]:
         for source, destination in step.copies:
             self._pool[destination] = list(self._pool[source])
         for chunk in step.chunks:
             self.write(chunk.blocks, chunk.start, chunk.token_ids)
-        if step.tells_written:
+        if step.report_written:
             on_written()
         return [self._draw(chunk) for chunk in step.chunks]
 
@@ -62,10 +62,10 @@ class StandInRunner:
         for block in blocks:
             self._pool[block] = [_GARBAGE] * self._block_size
 
-    def _draw(self, chunk: Chunk) -> list[Drawn]:
+    def _draw(self, chunk: Chunk) -> list[SampleOutput]:
         end = chunk.start + len(chunk.token_ids)
         self.chunk_log.append((chunk.start, end))
         context = self.read(chunk.blocks, end)
         assert _GARBAGE not in context, f"a chunk at {chunk.start} attends to what was never computed"
         assert context[chunk.start :] == list(chunk.token_ids), "two chunks wrote to one place"
-        return [Drawn(token_id=next_token(context, sample.choice)) for sample in chunk.samples]
+        return [SampleOutput(token_id=next_token(context, sample.choice)) for sample in chunk.samples]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids of one choice to text that may be shown, piece by piece.
+"""Turns token ids of one choice into text that may be shown, piece by piece.
 
 A piece never ends inside a character, and never holds what may turn out to be the start of a stop string.
-What has been released after some ids depends on those ids alone: a decode agent that feeds the prefill's ids
-again stands exactly where the prefill stood, and knows what its answer already showed.
+What has been released after some ids depends on those ids alone: a decode agent that pushes the prefill's ids
+again has the prefill's state, and knows what its response already showed.
 """
 
 from __future__ import annotations

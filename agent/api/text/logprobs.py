@@ -10,42 +10,44 @@ from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.engine.messages import TokenLogprob
 from kvferry.agent.ids import AnswerKind
 
-# JSON has no infinity; OpenAI's reference documents this value for tokens that cannot be drawn.
+# JSON has no infinity; OpenAI's reference documents this value for tokens that cannot be sampled.
 _LOWEST = -9999.0
 
-Drawn = Sequence[tuple[int, TokenLogprob]]
+TokensWithLogprobs = Sequence[tuple[int, TokenLogprob]]
 
 
-def completion_logprobs(tokenizer: Tokenizer, drawn: Drawn, text_offset: int) -> dict[str, Any]:
-    """The object of a completion's choice: parallel lists, one entry per token.
+def completion_logprobs(
+    tokenizer: Tokenizer, sampled: TokensWithLogprobs, text_offset: int
+) -> dict[str, Any]:
+    """Make the object of a completion's choice: parallel lists, one entry per token.
 
-    The drawn token is always among its alternatives, so there may be one more than asked for. `text_offset`
+    The sampled token is always among its alternatives, so there may be one more than asked for. `text_offset`
     is where the first token begins, counted in characters of the tokens so far, each read by itself.
     """
-    tokens = [tokenizer.token_text(token_id) for token_id, _ in drawn]
+    tokens = [tokenizer.token_text(token_id) for token_id, _ in sampled]
     offsets = []
     for token in tokens:
         offsets.append(text_offset)
         text_offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(logprob.logprob) for _, logprob in drawn],
-        "top_logprobs": [_alternatives(tokenizer, token_id, logprob) for token_id, logprob in drawn],
+        "token_logprobs": [_finite(logprob.logprob) for _, logprob in sampled],
+        "top_logprobs": [_alternatives(tokenizer, token_id, logprob) for token_id, logprob in sampled],
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, drawn: Drawn, text_offset: int) -> dict[str, Any]:
-    """The object of a chat choice: one entry per token with its bytes and its likeliest alternatives."""
+def chat_logprobs(tokenizer: Tokenizer, sampled: TokensWithLogprobs, text_offset: int) -> dict[str, Any]:
+    """Make the object of a chat choice: one entry per token with its bytes and its likeliest alternatives."""
     content = []
-    for token_id, logprob in drawn:
+    for token_id, logprob in sampled:
         entry = _chat_entry(tokenizer, token_id, logprob.logprob)
         entry["top_logprobs"] = [_chat_entry(tokenizer, other, value) for other, value in logprob.top]
         content.append(entry)
     return {"content": content}
 
 
-RENDER_LOGPROBS: dict[AnswerKind, Callable[[Tokenizer, Drawn, int], dict[str, Any]]] = {
+RENDER_LOGPROBS: dict[AnswerKind, Callable[[Tokenizer, TokensWithLogprobs, int], dict[str, Any]]] = {
     "completion": completion_logprobs,
     "chat": chat_logprobs,
 }
@@ -63,7 +65,7 @@ def _finite(logprob: float) -> float:
 
 
 def _alternatives(tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob) -> dict[str, float]:
-    # Several tokens may read alike (broken characters do); the likeliest one speaks for them.
+    # Several tokens may have one text (broken characters do); the likeliest one is shown.
     shown = {tokenizer.token_text(other): _finite(value) for other, value in reversed(logprob.top)}
     shown.setdefault(tokenizer.token_text(token_id), _finite(logprob.logprob))
     return dict(sorted(shown.items(), key=lambda item: -item[1]))

@@ -9,9 +9,16 @@ from typing import Any, Protocol
 
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator
-from kvferry.agent.engine.messages import Failed, Output, Prior, RemoteKV, SamplingParams, Submit
+from kvferry.agent.engine.messages import (
+    Output,
+    RemoteKV,
+    RequestFailed,
+    ResumedChoice,
+    SamplingParams,
+    Submit,
+)
 from kvferry.agent.engine.scheduler import Scheduler
-from kvferry.agent.worker.messages import Drawn, Step
+from kvferry.agent.worker.messages import SampleOutput, Step
 from kvferry.transfer.plane import RemotePrompt
 from tests.standins.connector import StandInConnector
 
@@ -31,7 +38,7 @@ LIMITS = Limits(
 
 
 class Runner(Protocol):
-    def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[Drawn]] | None: ...
+    def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[SampleOutput]] | None: ...
 
 
 class LocalEngine:
@@ -44,7 +51,7 @@ class LocalEngine:
         self.scheduler = Scheduler(self.limits, self.allocator, self.connector)
         self.runner = runner
         self.now = 100.0
-        self.messages: dict[str, list[Output | Failed]] = {}
+        self.messages: dict[str, list[Output | RequestFailed]] = {}
         self.last_step: Step | None = None
 
     def step(self) -> bool:
@@ -55,10 +62,10 @@ class LocalEngine:
         step = self.last_step = self.scheduler.schedule(self.now)
         assert step is not None or not self.scheduler.num_running, "nothing would ever wake these"
         if step is not None:
-            drawn = self.runner.run(step, self.scheduler.written)
-            assert drawn is not None
+            sampled = self.runner.run(step, self.scheduler.written)
+            assert sampled is not None
             self.now += 0.01
-            self.scheduler.commit(drawn, self.now)
+            self.scheduler.commit(sampled, self.now)
         for message in self.scheduler.take_messages():
             self.messages.setdefault(message.request_id, []).append(message)
         return step is not None
@@ -77,7 +84,7 @@ class LocalEngine:
         outputs = [message for message in self.messages.get(request_id, []) if isinstance(message, Output)]
         return [token.token_id for output in outputs for token in output.tokens if token.index == choice]
 
-    def last(self, request_id: str) -> Output | Failed:
+    def last(self, request_id: str) -> Output | RequestFailed:
         return self.messages[request_id][-1]
 
     def assert_all_free(self) -> None:
@@ -104,6 +111,8 @@ def remote(transfer_id: str, prompt: Sequence[int]) -> RemoteKV:
     )
 
 
-def priors(*tokens: int) -> tuple[Prior, ...]:
+def resumed_choices(*tokens: int) -> tuple[ResumedChoice, ...]:
     """One unfinished choice per first token."""
-    return tuple(Prior(index=index, token_ids=(token,), finished=False) for index, token in enumerate(tokens))
+    return tuple(
+        ResumedChoice(index=index, token_ids=(token,), finished=False) for index, token in enumerate(tokens)
+    )

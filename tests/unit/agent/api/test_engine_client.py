@@ -13,13 +13,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient, Reply
+from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient, EngineStream
 from kvferry.agent.engine.messages import (
     Abort,
-    Failed,
     FromEngine,
     Output,
     Outputs,
+    RequestFailed,
     SamplingParams,
     StopChoice,
     Submit,
@@ -76,7 +76,7 @@ def output(name: str, token_id: int, done: bool = False) -> Output:
     return Output(request_id=name, tokens=(Token(index=0, token_id=token_id),), done=done)
 
 
-async def token_of(reply: Reply) -> int:
+async def token_of(reply: EngineStream) -> int:
     async with asyncio.timeout(DEADLINE_S):
         return (await reply.next()).tokens[0].token_id
 
@@ -115,7 +115,7 @@ async def test_a_failure_comes_after_what_was_sent_before_it_and_needs_no_abort(
         async with client.submit(submission("a")) as reply:
             await engine.hear()
             await engine.say(Outputs(items=(output("a", 1),)))
-            await engine.say(Failed(request_id="a", status=502, code="lost", message="gone"))
+            await engine.say(RequestFailed(request_id="a", status=502, code="lost", message="gone"))
             assert await token_of(reply) == 1
             with pytest.raises(ApiError) as caught:
                 await reply.next()

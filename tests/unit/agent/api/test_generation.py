@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.agent.api import answers
+from kvferry.agent.api import responses
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.kv_params import Resume
 from kvferry.agent.api.text.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
@@ -50,7 +50,7 @@ def request(kind: AnswerKind = "completion", **fields: Any) -> GenerationRequest
     )
 
 
-def drawn(
+def sampled(
     token_ids: list[int], logprobs: int | None, last: FinishReason | None, index: int = 0
 ) -> list[Token]:
     """Tokens as the engine would send them; `last` ends the choice."""
@@ -88,7 +88,7 @@ def any_answer(kind: AnswerKind, data: st.DataObject) -> tuple[GenerationRequest
     sampling = SamplingParams(
         seed=1, max_tokens=len(token_ids), logprobs=logprobs, min_tokens=data.draw(st.integers(0, 3))
     )
-    return request(kind, sampling=sampling, stop=stop), drawn(token_ids, logprobs, last)
+    return request(kind, sampling=sampling, stop=stop), sampled(token_ids, logprobs, last)
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -100,7 +100,7 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     expected = gather(run(alone, tokens))
 
     prefill = Generation(asked, tokenizer())
-    first = answers.first_token(gather(prefill.push(tokens[:1])))
+    first = responses.first_token_entry(gather(prefill.push(tokens[:1])))
     if first.finish_reason is not None:
         assert first.text == expected.text
         return
@@ -112,7 +112,7 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     rest = run(decode, tokens[1:])
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected
-    assert decode.usage == alone.usage
+    assert decode.token_usage == alone.token_usage
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -123,15 +123,15 @@ def test_a_stream_resumed_anywhere_repeats_and_loses_nothing(kind: AnswerKind, d
     expected = gather(run(Generation(asked, tokenizer()), tokens))
     broken = Generation(asked, tokenizer())
     shown = gather(run(broken, tokens[: data.draw(st.integers(1, len(tokens)))]))
-    first = answers.first_token(gather(Generation(asked, tokenizer()).push(tokens[:1])))
+    first = responses.first_token_entry(gather(Generation(asked, tokenizer()).push(tokens[:1])))
     sent = Resume(output_ids=shown.token_ids, finish_reason=shown.finish_reason)
     resumed = Generation(dataclasses.replace(asked, first_tokens=(first,), resume=(sent,)), tokenizer())
     resumed.restore()
-    assert resumed.usage == broken.usage
+    assert resumed.token_usage == broken.token_usage
     rest = run(resumed, tokens[len(shown.token_ids) :])
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected
-    assert resumed.usage.completion_tokens == len(expected.token_ids)
+    assert resumed.token_usage.completion_tokens == len(expected.token_ids)
 
 
 def test_a_choice_that_has_ended_cannot_be_said_to_go_on() -> None:
@@ -145,42 +145,42 @@ def test_a_choice_that_has_ended_cannot_be_said_to_go_on() -> None:
 def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
     token_ids = ids("the fox") + ids(";") + ids("aa")
     generation = Generation(request(stop=(";",)), tokenizer())
-    deltas = run(generation, drawn(token_ids, None, "length"))
+    deltas = run(generation, sampled(token_ids, None, "length"))
     assert gather(deltas).text == "the fox"
     assert generation.choices[0].finish_reason == "stop"
-    assert generation.usage.completion_tokens == len(ids("the fox")) + 1
+    assert generation.token_usage.completion_tokens == len(ids("the fox")) + 1
     assert generation.finished
 
 
 def test_tokens_after_the_end_within_one_output_are_ignored() -> None:
     token_ids = ids("a;b")
     generation = Generation(request(stop=(";",)), tokenizer())
-    (delta,) = generation.push(drawn(token_ids, None, None))
+    (delta,) = generation.push(sampled(token_ids, None, None))
     assert (delta.text, delta.finish_reason, delta.token_ids) == ("a", "stop", token_ids[:2])
 
 
 def test_the_token_that_says_stop_is_counted_but_has_no_text() -> None:
     generation = Generation(request(), tokenizer())
-    (delta,) = generation.push(drawn(ids("a") + ids("b"), None, "stop"))
+    (delta,) = generation.push(sampled(ids("a") + ids("b"), None, "stop"))
     assert (delta.text, delta.finish_reason) == ("a", "stop")
-    assert generation.usage.completion_tokens == 2
+    assert generation.token_usage.completion_tokens == 2
 
 
 def test_held_text_comes_out_at_the_end() -> None:
     token_ids = ids("a\U0001f980")[:-1]
     generation = Generation(request(stop=("ab",)), tokenizer())
-    assert gather(run(generation, drawn(token_ids, None, "length"))).text == "a\ufffd"
+    assert gather(run(generation, sampled(token_ids, None, "length"))).text == "a\ufffd"
 
 
 def test_choices_are_kept_apart() -> None:
     generation = Generation(request(sampling=SamplingParams(seed=1, n=2, max_tokens=9)), tokenizer())
     first, second = generation.push(
-        [*drawn(ids("a"), None, "length", index=1), *drawn(ids("b"), None, None, index=0)]
+        [*sampled(ids("a"), None, "length", index=1), *sampled(ids("b"), None, None, index=0)]
     )
     assert (first.index, first.text, first.finish_reason) == (1, "a", "length")
     assert (second.index, second.text, second.finish_reason) == (0, "b", None)
     assert not generation.finished
-    assert generation.push(drawn(ids("c"), None, None, index=1)) == []
+    assert generation.push(sampled(ids("c"), None, None, index=1)) == []
 
 
 def test_completion_logprobs_have_openais_shape() -> None:
@@ -214,10 +214,10 @@ def event(raw: bytes) -> dict[str, Any]:
 
 
 def test_the_first_chat_event_has_the_role_and_later_ones_do_not() -> None:
-    first = event(answers.delta_event(request("chat"), Delta(0, first=True)))
+    first = event(responses.delta_event(request("chat"), Delta(0, first=True)))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    later = event(answers.delta_event(request("chat"), Delta(0, text="b", finish_reason="length")))
+    later = event(responses.delta_event(request("chat"), Delta(0, text="b", finish_reason="length")))
     assert later["choices"] == [
         {"index": 0, "delta": {"content": "b"}, "finish_reason": "length", "logprobs": None}
     ]
@@ -225,9 +225,9 @@ def test_the_first_chat_event_has_the_role_and_later_ones_do_not() -> None:
 
 def test_an_event_that_says_nothing_is_not_sent() -> None:
     held = Delta(0, token_ids=[5])
-    assert answers.delta_event(request(), held) == b""
+    assert responses.delta_event(request(), held) == b""
     asked = request(return_token_ids=True)
-    assert event(answers.delta_event(asked, held))["choices"][0]["token_ids"] == [5]
+    assert event(responses.delta_event(asked, held))["choices"][0]["token_ids"] == [5]
 
 
 def test_a_token_line_tells_every_id_even_where_there_is_nothing_to_show() -> None:
@@ -235,51 +235,51 @@ def test_a_token_line_tells_every_id_even_where_there_is_nothing_to_show() -> No
     asked = request(token_lines=True, stop=("the fox",))
     the, fox, end = (*ids("the"), *ids(" fo"), *ids("!"))[-3:]
     events = [
-        answers.delta_event(asked, Delta(1, token_ids=[the])),
+        responses.delta_event(asked, Delta(1, token_ids=[the])),
     ]
     assert events == [b": t 1 %d\n\n" % the]
-    line, data, *_ = answers.delta_event(asked, Delta(0, text="!", token_ids=[fox, end])).split(b"\n")
+    line, data, *_ = responses.delta_event(asked, Delta(0, text="!", token_ids=[fox, end])).split(b"\n")
     assert line == b": t 0 %d,%d" % (fox, end)
     assert data.startswith(b"data: {")
-    last = answers.delta_event(asked, Delta(0, token_ids=[end], finish_reason="stop"))
+    last = responses.delta_event(asked, Delta(0, token_ids=[end], finish_reason="stop"))
     assert last.startswith(b": t 0 %d stop\ndata: {" % end)
 
 
 def test_margins_come_with_ids_and_logprobs_only_and_infinity_is_null() -> None:
     sampling = SamplingParams(seed=1, max_tokens=5, logprobs=0)
     delta = Delta(0, text="a", token_ids=[5], margins=[float("inf")])
-    choice = event(answers.delta_event(request(sampling=sampling, return_token_ids=True), delta))["choices"][
-        0
-    ]
+    choice = event(responses.delta_event(request(sampling=sampling, return_token_ids=True), delta))[
+        "choices"
+    ][0]
     assert choice["margins"] == [None]
-    assert "margins" not in event(answers.delta_event(request(sampling=sampling), delta))["choices"][0]
+    assert "margins" not in event(responses.delta_event(request(sampling=sampling), delta))["choices"][0]
 
 
 def test_the_last_event_has_usage_and_timing_as_asked() -> None:
     generation = Generation(request(include_usage=True, want_timing=True), tokenizer())
     generation.timing = Timing(pull_bytes=5)
-    last = event(answers.last_event(generation))
+    last = event(responses.last_event(generation))
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 3
     assert last["kvferry_timing"]["pull_bytes"] == 5
-    assert answers.last_event(Generation(request(), tokenizer())) == b""
+    assert responses.last_event(Generation(request(), tokenizer())) == b""
     for include_usage in (True, False):
         generation = Generation(request(include_usage=include_usage, token_lines=True), tokenizer())
-        assert answers.last_event(generation).startswith(b": t end\n")
-        assert answers.last_event(generation).endswith(b"\n\n")
+        assert responses.last_event(generation).startswith(b": t end\n")
+        assert responses.last_event(generation).endswith(b"\n\n")
 
 
 def test_a_prefill_leg_says_length_for_choices_that_go_on() -> None:
     generation = Generation(request(produce="t"), tokenizer())
-    deltas = generation.push(drawn(ids("a"), None, None))
-    body = answers.answer(generation, deltas, {"transfer_id": "t"})
+    deltas = generation.push(sampled(ids("a"), None, None))
+    body = responses.completion(generation, deltas, {"transfer_id": "t"})
     assert body["choices"][0]["finish_reason"] == "length"
-    assert answers.first_token(deltas[0]).finish_reason is None
+    assert responses.first_token_entry(deltas[0]).finish_reason is None
     assert body["kv_transfer_params"] == {"transfer_id": "t"}
 
 
 def test_text_offsets_run_through_all_deltas_of_a_choice() -> None:
     generation = Generation(request(sampling=SamplingParams(seed=1, max_tokens=9, logprobs=0)), tokenizer())
-    whole = gather(run(generation, drawn(ids("the quick brown fox"), 0, "length")))
+    whole = gather(run(generation, sampled(ids("the quick brown fox"), 0, "length")))
     assert whole.logprobs is not None
     assert whole.logprobs["text_offset"] == [0, 3, 9, 15]

@@ -9,8 +9,8 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.agent.api.metrics import Metrics
-from kvferry.agent.api.request_log import CLIENT_GONE, Journal
+from kvferry.agent.api.metrics import AgentMetrics
+from kvferry.agent.api.request_log import CLIENT_GONE, RequestLog
 from kvferry.agent.engine.messages import Stats, Timing
 from kvferry.agent.errors import bad_request
 from kvferry.transfer.events import PlaneStats
@@ -26,7 +26,7 @@ STATS = Stats(
 )  # fmt: skip
 
 
-def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+def samples(metrics: AgentMetrics) -> dict[tuple[str, ...], float]:
     page = metrics.render().decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -37,7 +37,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 def test_the_page_shows_the_engines_last_snapshot() -> None:
     latest = [None, STATS]
-    metrics = Metrics(lambda: latest[-1])
+    metrics = AgentMetrics(lambda: latest[-1])
     page = samples(metrics)
     assert page["kvferry_running",] == 2
     assert page["kvferry_waiting",] == 3
@@ -57,13 +57,13 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
 
 
 def test_two_agents_in_one_process_share_nothing() -> None:
-    first, second = Metrics(lambda: None), Metrics(lambda: None)
+    first, second = AgentMetrics(lambda: None), AgentMetrics(lambda: None)
     first.finished(200, None)
     assert ("kvferry_requests_total", "200") not in samples(second)
 
 
 def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
-    metrics = Metrics(lambda: None)
+    metrics = AgentMetrics(lambda: None)
     metrics.finished(200, Timing(queue_s=1.5))
     metrics.finished(200, Timing(pull_s=2.5, backend="tcp"))
     page = samples(metrics)
@@ -77,8 +77,8 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
 
 
 def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "agent.request")
-    entry = Journal(Metrics(lambda: None)).open("r1")
+    caplog.set_level("INFO", "kvferry.agent.request")
+    entry = RequestLog(AgentMetrics(lambda: None)).open("r1")
     entry.show_prompt(('"' + "ü" * 5000 + '"').encode())
     entry.close(200)
     (record,) = caplog.records
@@ -97,9 +97,9 @@ def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) 
 def test_a_request_leaves_one_line_whatever_ended_it(
     failure: BaseException, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "agent.request")
-    metrics = Metrics(lambda: None)
-    entry = Journal(metrics).open("r1", "00-trace")
+    caplog.set_level("INFO", "kvferry.agent.request")
+    metrics = AgentMetrics(lambda: None)
+    entry = RequestLog(metrics).open("r1", "00-trace")
     with pytest.raises(type(failure)), entry.closed_on_failure():
         raise failure
     entry.close(200)  # too late: it is closed

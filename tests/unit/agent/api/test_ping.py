@@ -85,7 +85,7 @@ async def announced(
     finally:
         pinging.cancel()
         await asyncio.wait({pinging})
-        announcer.say_bye(Incarnation("abc"))
+        announcer.send_bye(Incarnation("abc"))
         announcer.close()
         context.destroy(linger=0)
 
@@ -166,7 +166,7 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
         if record.name == "kvferry.agent.api.ping"
     ]
     assert told.count("refused: no such model") == 1
-    assert any(words.startswith("answered nonsense") for words in told)
+    assert any(words.startswith("invalid response") for words in told)
     assert told[-1] == "registered with p1"
 
 

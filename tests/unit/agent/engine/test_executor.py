@@ -26,7 +26,7 @@ from kvferry.transfer.ranks.channel import RankConnection, RankEnd, connect_at_o
 from tests.standins.api_process import tiny_config
 from tests.unit.transfer.rig import until
 
-STEP = Step(number=1, copies=(), chunks=(), tells_written=True)
+STEP = Step(number=1, copies=(), chunks=(), report_written=True)
 START_S = 10.0
 
 
@@ -99,7 +99,7 @@ async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing
     told: list[bool] = []
     one, other = started.ranks
     running = asyncio.ensure_future(started.executor.run(STEP, lambda: told.append(True)))
-    one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, drawn=((),)))
+    one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, sampled=((),)))
     await until(lambda: len(consumed) == 2)
     assert not told
     other.say(StepWritten(rank=1, number=1))
@@ -113,5 +113,5 @@ async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing
 
 async def test_a_rank_that_speaks_of_another_step_breaks_the_group(started: SimpleNamespace) -> None:
     started.ranks[1].say(StepWritten(rank=1, number=7))
-    with pytest.raises(BrokenRank, match="answered step 1"):
+    with pytest.raises(BrokenRank, match="replied to step 1"):
         await started.executor.run(STEP, pytest.fail)

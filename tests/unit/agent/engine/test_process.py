@@ -16,10 +16,10 @@ import zmq
 from kvferry.agent.engine.messages import (
     Abort,
     DropTransfer,
-    Failed,
     Output,
-    Prior,
     RemoteKV,
+    RequestFailed,
+    ResumedChoice,
     SamplingParams,
     Submit,
 )
@@ -88,8 +88,8 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
                 tp_size=1,
             ),
         )
-        known = Prior(index=0, token_ids=(first.tokens[0].token_id,), finished=False)
-        await decode.send(submit("rest", remote=source, prior=(known,)))
+        known = ResumedChoice(index=0, token_ids=(first.tokens[0].token_id,), finished=False)
+        await decode.send(submit("rest", remote=source, resumed=(known,)))
         rest = await decode.answer("rest")
         assert tokens_of([first, *rest]) == expected
         assert isinstance(rest[-1], Output)
@@ -143,14 +143,16 @@ async def test_requests_end_as_they_should_and_an_idle_engine_sleeps_and_stops(
         endless = SamplingParams(seed=1, max_tokens=450, ignore_eos=True)
         await api.send(submit("late", sampling=endless, timeout_s=0.05))
         (*_, late) = await api.answer("late")
-        assert isinstance(late, Failed)
+        assert isinstance(late, RequestFailed)
         assert (late.status, late.code) == (504, "timeout")
 
         await api.send(submit("unwanted", sampling=endless))
         await api.until(lambda: "unwanted" in api.answers)
         await api.send(Abort(request_id="unwanted"))
         await api.until(lambda: is_free(api))
-        assert not any(isinstance(message, Failed) or message.done for message in api.answers["unwanted"])
+        assert not any(
+            isinstance(message, RequestFailed) or message.done for message in api.answers["unwanted"]
+        )
 
         await api.send(submit("pinned", produce="t"))
         await api.answer("pinned")

@@ -6,10 +6,10 @@ import dataclasses
 import msgspec
 import pytest
 
-from kvferry.agent.engine.messages import Failed, Output, Prior
-from kvferry.agent.worker.messages import Chunk, Drawn
+from kvferry.agent.engine.messages import Output, RequestFailed, ResumedChoice
+from kvferry.agent.worker.messages import Chunk, SampleOutput
 from tests.standins.model import StandInRunner, expected_answer, next_token
-from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
+from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 
 
 def make_engine(num_blocks: int = 40, **limits: object) -> LocalEngine:
@@ -28,8 +28,8 @@ def chunks_run(engine: LocalEngine) -> list[tuple[int, int]]:
 
 def start_pull(engine: LocalEngine, prompt: list[int], **changes: object) -> None:
     """A request `d` whose KV is being pulled as transfer `t`."""
-    first = priors(next_token(prompt, 0))
-    engine.submit(request("d", prompt, ignore_eos=True, remote=remote("t", prompt), prior=first, **changes))
+    first = resumed_choices(next_token(prompt, 0))
+    engine.submit(request("d", prompt, ignore_eos=True, remote=remote("t", prompt), resumed=first, **changes))
     engine.step()
     assert "t" in engine.connector.pulls
 
@@ -237,7 +237,7 @@ def test_a_produced_prompt_is_readable_before_its_first_token_is_drawn() -> None
     seen = []
 
     class Runner(StandInRunner):
-        def _draw(self, chunk: Chunk) -> list[Drawn]:
+        def _draw(self, chunk: Chunk) -> list[SampleOutput]:
             seen.append((dict(engine.connector.leases), set(engine.connector.ready_leases)))
             return super()._draw(chunk)
 
@@ -254,7 +254,7 @@ def test_nobody_is_told_of_a_prompt_that_is_not_produced_or_whose_reader_has_lef
     engine.step()
     engine.step()
     assert engine.last_step is not None
-    assert not engine.last_step.tells_written
+    assert not engine.last_step.report_written
     engine.submit(request("p", numbers(20, 10), produce="t", ignore_eos=True))
     engine.step()
     engine.connector.end_lease("t", "released")
@@ -284,7 +284,7 @@ def test_a_lease_that_ends_while_filling_ends_its_request(cause: str) -> None:
     engine.connector.end_lease("t", cause)
     engine.run()
     answer = engine.last("p")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (409, "transfer_dropped")
     engine.assert_all_free()
 
@@ -320,13 +320,13 @@ def test_a_transfer_id_is_produced_once() -> None:
         engine.submit(request(name, numbers(0, 6), produce="t"))
         engine.run()
     answer = engine.last("q")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert answer.code == "duplicate_transfer"
     engine.connector.end_lease("t", "released")
     engine.submit(request("again", numbers(0, 6), produce="t"))
     engine.run()
     answer = engine.last("again")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert answer.code == "duplicate_transfer"
     engine.assert_all_free()
 
@@ -355,10 +355,12 @@ def test_decoding_starts_from_the_pulled_kv_and_the_first_token() -> None:
 def test_only_unfinished_choices_fork_over_the_pulled_blocks() -> None:
     engine, prompt = make_engine(), numbers(0, 10)
     known = tuple(
-        Prior(index=choice, token_ids=(next_token(prompt, choice),), finished=choice == 1)
+        ResumedChoice(index=choice, token_ids=(next_token(prompt, choice),), finished=choice == 1)
         for choice in range(3)
     )
-    submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=4, remote=remote("t", prompt), prior=known)
+    submit = request(
+        "d", prompt, n=3, ignore_eos=True, max_tokens=4, remote=remote("t", prompt), resumed=known
+    )
     engine.submit(submit)
     engine.step()
     finish_pull(engine, prompt)
@@ -376,14 +378,14 @@ def test_resumed_choices_replay_their_tokens_one_by_one_and_go_on(cached: bool) 
     submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=9, remote=remote("t", prompt))
     answers = [expected_answer(prompt, choice, submit.sampling) for choice in range(3)]
     known = tuple(
-        Prior(index=choice, token_ids=tuple(answers[choice][:count]), finished=choice == 1)
+        ResumedChoice(index=choice, token_ids=tuple(answers[choice][:count]), finished=choice == 1)
         for choice, count in enumerate((5, 2, 1))
     )
     if cached:
         engine.submit(request("warm", prompt, max_tokens=1))
         engine.run()
     before = len(chunks_run(engine))
-    engine.submit(msgspec.structs.replace(submit, prior=known))
+    engine.submit(msgspec.structs.replace(submit, resumed=known))
     engine.step()
     if not cached:
         finish_pull(engine, prompt)
@@ -401,8 +403,8 @@ def test_a_resumed_choice_that_is_preempted_while_it_replays_goes_on_all_the_sam
     answer = expected_answer(prompt, 0, submit.sampling)
     engine.submit(request("old", numbers(20, 8), max_tokens=20, ignore_eos=True))
     engine.step()
-    prior = Prior(index=0, token_ids=tuple(answer[:12]), finished=False)
-    engine.submit(msgspec.structs.replace(submit, prior=(prior,)))
+    resumed = ResumedChoice(index=0, token_ids=tuple(answer[:12]), finished=False)
+    engine.submit(msgspec.structs.replace(submit, resumed=(resumed,)))
     engine.step()
     finish_pull(engine, prompt)
     engine.run()
@@ -413,8 +415,8 @@ def test_a_resumed_choice_that_is_preempted_while_it_replays_goes_on_all_the_sam
 
 def test_a_request_whose_choices_are_all_finished_pulls_nothing() -> None:
     engine, prompt = make_engine(), numbers(0, 10)
-    known = (Prior(index=0, token_ids=(1,), finished=True),)
-    engine.submit(request("d", prompt, remote=remote("t", prompt), prior=known))
+    known = (ResumedChoice(index=0, token_ids=(1,), finished=True),)
+    engine.submit(request("d", prompt, remote=remote("t", prompt), resumed=known))
     engine.step()
     answer = engine.last("d")
     assert isinstance(answer, Output)
@@ -440,8 +442,8 @@ def test_a_wholly_cached_prompt_is_not_pulled_and_the_producer_is_told() -> None
     engine, prompt = make_engine(), numbers(0, 8)
     engine.submit(request("warm", prompt, max_tokens=1))
     engine.run()
-    first = priors(next_token(prompt, 0))
-    submit = request("d", prompt, ignore_eos=True, remote=remote("t", prompt), prior=first)
+    first = resumed_choices(next_token(prompt, 0))
+    submit = request("d", prompt, ignore_eos=True, remote=remote("t", prompt), resumed=first)
     engine.submit(submit)
     engine.run()
     assert engine.connector.released_early == ["t"]
@@ -482,7 +484,7 @@ def test_a_failed_pull_fails_the_request_where_that_is_asked_for() -> None:
     engine.connector.fail_pull("t", quiescent=True)
     engine.step()
     answer = engine.last("d")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (502, "pull_failed")
     assert engine.scheduler.counters.recomputes == 0
     engine.assert_all_free()
@@ -506,14 +508,14 @@ def test_a_transfer_waits_for_room_with_its_lease_held_and_then_is_refused() -> 
     engine.submit(request("big", numbers(0, 50), max_tokens=14, ignore_eos=True))
     engine.step()
     prompt = numbers(5, 10)
-    engine.submit(request("d", prompt, remote=remote("t", prompt), prior=priors(1)))
+    engine.submit(request("d", prompt, remote=remote("t", prompt), resumed=resumed_choices(1)))
     engine.step()
     assert engine.connector.holds == {"t"}
     assert engine.scheduler.next_deadline() == pytest.approx(engine.now + 20, abs=0.1)
     engine.now += 20
     engine.step()
     answer = engine.last("d")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (429, "no_kv_room")
     assert engine.connector.released_early == ["t"]
 
@@ -529,10 +531,10 @@ def test_a_transfer_waits_for_room_with_its_lease_held_and_then_is_refused() -> 
         ({"prompt": [-1]}, 400, "bad_token"),
         ({"max_tokens": 62}, 400, "context_length_exceeded"),
         ({"n": 7}, 400, "too_many_choices"),
-        ({"produce": "t", "prior": priors(1)}, 400, "bad_transfer"),
-        ({"remote": remote("t", [1, 2]), "prior": priors(1)}, 400, "bad_transfer"),
+        ({"produce": "t", "resumed": resumed_choices(1)}, 400, "bad_transfer"),
+        ({"remote": remote("t", [1, 2]), "resumed": resumed_choices(1)}, 400, "bad_transfer"),
         ({"remote": remote("t", [1, 2, 3])}, 400, "bad_transfer"),
-        ({"remote": remote("t", [1, 2, 3]), "prior": priors(99)}, 400, "bad_token"),
+        ({"remote": remote("t", [1, 2, 3]), "resumed": resumed_choices(99)}, 400, "bad_token"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(changes: dict[str, object], status: int, code: str) -> None:
@@ -541,7 +543,7 @@ def test_what_cannot_be_served_is_refused_at_once(changes: dict[str, object], st
     engine.submit(request("r", prompt, **changes))  # type: ignore[arg-type]
     engine.step()
     answer = engine.last("r")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (status, code)
     assert engine.scheduler.is_idle
     assert engine.connector.holds == set()
@@ -553,7 +555,7 @@ def test_a_full_queue_is_answered_with_429() -> None:
         engine.submit(request(f"r{index}", [1, 2, 3]))
     engine.run()
     answer = engine.last("r2")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (429, "queue_full")
     assert isinstance(engine.last("r1"), Output)
 
@@ -567,7 +569,7 @@ def test_a_request_ends_at_its_deadline_wherever_it_is(steps: int) -> None:
     engine.now += 5.0
     engine.run()
     answer = engine.last("r")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (504, "timeout")
     engine.assert_all_free()
 

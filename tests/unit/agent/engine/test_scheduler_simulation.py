@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.agent.engine.messages import Failed, Output, Submit
+from kvferry.agent.engine.messages import Output, RequestFailed, Submit
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
-from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
+from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 
 NUM_BLOCKS = 20
 BASE = [1 + (7 * position) % 49 for position in range(40)]
@@ -64,7 +64,7 @@ class History(RuleBasedStateMachine):
                 n=n,
                 ignore_eos=True,
                 remote=remote(f"c-{name}", prompt),
-                prior=priors(*first),
+                resumed=resumed_choices(*first),
             )
         )
 
@@ -116,8 +116,8 @@ class History(RuleBasedStateMachine):
 
     def _first_tokens(self, transfer_id: str) -> SampledTokens:
         submit = self.submitted[transfer_id.removeprefix("c-")]
-        drawn = [next_token(submit.prompt_ids, choice) for choice in range(submit.sampling.n)]
-        return SampledTokens(choices=tuple(SampledToken(id=token) for token in drawn))
+        sampled = [next_token(submit.prompt_ids, choice) for choice in range(submit.sampling.n)]
+        return SampledTokens(choices=tuple(SampledToken(id=token) for token in sampled))
 
     @precondition(lambda self: self.engine.connector.pulls)
     @rule(which=st.integers(0, 10**6), quiescent=st.booleans(), told=st.booleans())
@@ -192,7 +192,7 @@ class History(RuleBasedStateMachine):
 
     def _check_answer(self, name: str, submit: Submit) -> None:
         messages = self.engine.messages.get(name, [])
-        ends = [message for message in messages if isinstance(message, Failed) or message.done]
+        ends = [message for message in messages if isinstance(message, RequestFailed) or message.done]
         assert len(ends) == (0 if name in self.aborted else 1), f"{name} ended {len(ends)} times"
         assert not ends or ends[0] is messages[-1]
         complete = bool(ends) and isinstance(ends[0], Output)
@@ -200,7 +200,7 @@ class History(RuleBasedStateMachine):
             answer = expected_answer(submit.prompt_ids, choice, submit.sampling)
             if submit.produce is not None:
                 answer = answer[:1]
-            elif submit.prior:
+            elif submit.resumed:
                 answer = answer[1:]
             tokens = self.engine.tokens(name, choice)
             assert tokens == answer[: len(tokens)]
@@ -210,7 +210,7 @@ class History(RuleBasedStateMachine):
         messages = self.engine.messages.get(name, [])
         pending = self.engine.scheduler._outbox
         ours = [*messages, *(message for message in pending if message.request_id == name)]
-        return any(isinstance(message, Failed) or message.done for message in ours)
+        return any(isinstance(message, RequestFailed) or message.done for message in ours)
 
     @staticmethod
     def _pick(choices: object, which: int) -> str:

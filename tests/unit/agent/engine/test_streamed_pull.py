@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.agent.engine.messages import Failed, Output, SamplingParams, Submit, Token, TokenLogprob
+from kvferry.agent.engine.messages import Output, RequestFailed, SamplingParams, Submit, Token, TokenLogprob
 from kvferry.agent.engine.transfers import from_wire, to_wire
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers
-from tests.unit.agent.local_engine import LIMITS, LocalEngine, priors, remote, request
+from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 
 PROMPT = numbers(0, 10)
 
@@ -153,7 +153,7 @@ def test_a_failed_pull_fails_the_request_where_that_is_asked_for() -> None:
     engine.connector.fail_pull("t", quiescent=True)
     engine.step()
     answer = engine.last("d")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (502, "pull_failed")
     engine.assert_all_free()
 
@@ -180,10 +180,10 @@ def test_the_prefill_may_take_as_long_as_the_request_and_the_moving_no_longer_th
 def test_a_streamed_request_brings_no_tokens_and_another_must() -> None:
     engine = make_engine()
     kv = msgspec.structs.replace(remote("t", PROMPT), streamed=True)
-    engine.submit(request("d", PROMPT, remote=kv, prior=priors(1)))
+    engine.submit(request("d", PROMPT, remote=kv, resumed=resumed_choices(1)))
     engine.step()
     answer = engine.last("d")
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, RequestFailed)
     assert answer.code == "bad_transfer"
 
 

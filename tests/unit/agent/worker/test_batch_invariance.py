@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.agent.engine.messages import Output, Prior, Submit, Token
-from kvferry.agent.worker.model import Model
+from kvferry.agent.engine.messages import Output, ResumedChoice, Submit, Token
+from kvferry.agent.worker.model import ModelShard
 from kvferry.agent.worker.runner import StepRunner
 from tests.unit.agent.local_engine import LocalEngine, remote, request
 from tests.unit.agent.worker.tiny_models import BLOCK_SIZE, VOCAB_SIZE, load_model, save_checkpoint
@@ -30,7 +30,7 @@ LIMITS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelShard:
     return load_model(save_checkpoint("qwen2", tmp_path_factory.mktemp("checkpoint")))
 
 
@@ -44,10 +44,10 @@ def threads() -> Iterator[None]:
 
 
 def make_engine(
-    model: Model, num_blocks: int = NUM_BLOCKS, **changes: object
+    model: ModelShard, num_blocks: int = NUM_BLOCKS, **changes: object
 ) -> tuple[LocalEngine, torch.Tensor]:
     pool = torch.full(model.geometry(BLOCK_SIZE).pool_shape(num_blocks, 2), torch.nan)
-    runner = StepRunner(model, pool, (VOCAB_SIZE - 1,), draws=True)
+    runner = StepRunner(model, pool, (VOCAB_SIZE - 1,), is_sampler=True)
     return LocalEngine(runner, num_blocks, **{**LIMITS, **changes}), pool
 
 
@@ -76,7 +76,7 @@ def all_tokens(engine: LocalEngine, request_id: str) -> list[Token]:
     return sorted((token for output in outputs for token in output.tokens), key=lambda token: token.index)
 
 
-def alone(model: Model, submit: Submit) -> list[Token]:
+def alone(model: ModelShard, submit: Submit) -> list[Token]:
     engine, _ = make_engine(model)
     engine.submit(submit)
     engine.run()
@@ -86,7 +86,7 @@ def alone(model: Model, submit: Submit) -> list[Token]:
 @pytest.mark.timeout(180)  # under a second alone; on a busy host two threads spin while they wait
 @pytest.mark.parametrize(("num_threads", "every"), [(1, 1), (2, 4)])
 def test_a_request_in_a_crowd_gets_the_bits_that_it_gets_alone(
-    model: Model, num_threads: int, every: int
+    model: ModelShard, num_threads: int, every: int
 ) -> None:
     torch.set_num_threads(num_threads)
     submits = make_requests()[::every]
@@ -101,7 +101,7 @@ def test_a_request_in_a_crowd_gets_the_bits_that_it_gets_alone(
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_preempted_request_gets_the_bits_of_one_that_was_not(model: Model, prefix_cache: bool) -> None:
+def test_a_preempted_request_gets_the_bits_of_one_that_was_not(model: ModelShard, prefix_cache: bool) -> None:
     submits = make_requests()
     engine, _ = make_engine(model, num_blocks=26, max_model_len=400, prefix_cache=prefix_cache)
     for submit in submits:
@@ -112,7 +112,7 @@ def test_a_preempted_request_gets_the_bits_of_one_that_was_not(model: Model, pre
         assert all_tokens(engine, submit.request_id) == alone(model, submit)
 
 
-def test_a_request_split_over_two_engines_gets_the_bits_of_one(model: Model) -> None:
+def test_a_request_split_over_two_engines_gets_the_bits_of_one(model: ModelShard) -> None:
     for submit in make_requests():
         producer, source = make_engine(model)
         consumer, destination = make_engine(model)
@@ -136,8 +136,9 @@ def test_a_request_split_over_two_engines_gets_the_bits_of_one(model: Model) -> 
                 sampling=submit.sampling,
                 timeout_s=60,
                 remote=remote("t", submit.prompt_ids),
-                prior=tuple(
-                    Prior(index=token.index, token_ids=(token.token_id,), finished=False) for token in first
+                resumed=tuple(
+                    ResumedChoice(index=token.index, token_ids=(token.token_id,), finished=False)
+                    for token in first
                 ),
             )
         )

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, Qwen2Config
 
 from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.worker.attention import PagedBatch
-from kvferry.agent.worker.messages import Chunk, Drawn, Sample, Step
+from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, Step
 from kvferry.agent.worker.model import (
-    Model,
+    ModelShard,
     ModelSpec,
     RotaryTable,
     TiledActivation,
@@ -27,7 +27,7 @@ from kvferry.agent.worker.model import (
     eos_ids,
 )
 from kvferry.agent.worker.runner import StepRunner
-from kvferry.agent.worker.sampler import draw
+from kvferry.agent.worker.sampler import sample_tokens
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group, splits_of
 from kvferry.agent.worker.weights import CheckpointWeights
@@ -78,24 +78,24 @@ def test_a_step_says_that_its_kv_is_written_before_it_draws(
 ) -> None:
     model = load_model(checkpoints["qwen3"])
     pool = torch.full(model.geometry(BLOCK_SIZE).pool_shape(NUM_BLOCKS, 2), torch.nan)
-    runner = StepRunner(model, pool, (), draws=True)
+    runner = StepRunner(model, pool, (), is_sampler=True)
     events: list[object] = []
 
-    def noted(*arguments: Any) -> list[Drawn]:
-        events.append("drawn")
-        return draw(*arguments)
+    def noted(*arguments: Any) -> list[SampleOutput]:
+        events.append("sampled")
+        return sample_tokens(*arguments)
 
-    monkeypatch.setattr("kvferry.agent.worker.runner.draw", noted)
-    greedy = Sample(choice=0, position=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+    monkeypatch.setattr("kvferry.agent.worker.runner.sample_tokens", noted)
+    greedy = SamplingRow(choice=0, position=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     chunk = Chunk(token_ids=tuple(PROMPT), start=0, blocks=TABLE[:4], samples=(greedy,))
-    step = Step(number=1, copies=(), chunks=(chunk,), tells_written=True)
+    step = Step(number=1, copies=(), chunks=(chunk,), report_written=True)
     runner.run(step, lambda: events.append(pool[list(chunk.blocks)]))
-    written, drawn = events
-    assert drawn == "drawn"
+    written, sampled = events
+    assert sampled == "sampled"
     assert isinstance(written, torch.Tensor)
     assert not written.isnan().any()
     assert written.equal(pool[list(chunk.blocks)])
-    runner.run(msgspec.structs.replace(step, tells_written=False), pytest.fail)
+    runner.run(msgspec.structs.replace(step, report_written=False), pytest.fail)
 
 
 class SlowModel:
@@ -118,7 +118,7 @@ class SlowModel:
 def test_on_a_gpu_kv_is_written_when_a_step_says_so() -> None:
     """I1: not when it was launched. Another stream looks, as a reader of another process would."""
     pool = torch.zeros(2, 1, 1, 2, BLOCK_SIZE, 8, device="cuda")
-    runner = StepRunner(cast(Model, SlowModel(pool)), pool, (), draws=False)
+    runner = StepRunner(cast(ModelShard, SlowModel(pool)), pool, (), is_sampler=False)
     seen: list[torch.Tensor] = []
 
     def look() -> None:
@@ -126,7 +126,7 @@ def test_on_a_gpu_kv_is_written_when_a_step_says_so() -> None:
             seen.append(pool.cpu())
 
     chunk = Chunk(token_ids=(1, 2, 3), start=0, blocks=(1,))
-    runner.run(Step(number=1, copies=(), chunks=(chunk,), tells_written=True), look)
+    runner.run(Step(number=1, copies=(), chunks=(chunk,), report_written=True), look)
     assert seen[0].eq(1.0).all()
 
 
@@ -178,8 +178,8 @@ def test_weights_hash_tells_checkpoints_apart(checkpoints: dict[str, Path], tmp_
     assert CheckpointWeights(tmp_path).fingerprint() != same
 
 
-def _dummy(path: Path, group: Group) -> Model:
-    return Model(
+def _dummy(path: Path, group: Group) -> ModelShard:
+    return ModelShard(
         ModelSpec(
             directory=path,
             device=torch.device("cpu"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Drawn, Sample
-from kvferry.agent.worker.sampler import decision_scores, draw, gumbel_noise, margins
+from kvferry.agent.worker.messages import SampleOutput, SamplingRow
+from kvferry.agent.worker.sampler import decision_scores, gumbel_noise, margins, sample_tokens
 
 VOCABULARY = 40
 EOS = (3,)
@@ -18,18 +18,18 @@ PINNED_NOISE = [1.4470843, 0.7705508, 1.6040896, 1.5900173]
 LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
 
 
-def make_sample(choice: int = 0, position: int = 0, **changes: Any) -> Sample:
+def make_sample(choice: int = 0, position: int = 0, **changes: Any) -> SamplingRow:
     ids = {name: changes.pop(name) for name in ("prompt_ids", "output_ids") if name in changes}
     sampling = SamplingParams(**{"seed": 5, "max_tokens": 9, **changes})
-    return Sample(choice=choice, position=position, sampling=sampling, **ids)
+    return SamplingRow(choice=choice, position=position, sampling=sampling, **ids)
 
 
-def draw_one(sample: Sample, logits: torch.Tensor = LOGITS) -> Drawn:
-    (drawn,) = draw(logits[None], [sample], EOS)
-    return drawn
+def draw_one(sample: SamplingRow, logits: torch.Tensor = LOGITS) -> SampleOutput:
+    (sampled,) = sample_tokens(logits[None], [sample], EOS)
+    return sampled
 
 
-def scores_of(sample: Sample) -> torch.Tensor:
+def scores_of(sample: SamplingRow) -> torch.Tensor:
     (scores,) = decision_scores(LOGITS[None], [sample], EOS)
     return scores
 
@@ -63,8 +63,8 @@ def test_noise_has_the_gumbel_distribution() -> None:
 def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     samples = [make_sample(position=position, temperature=1.5) for position in range(4000)]
-    drawn = draw(logits.expand(len(samples), -1), samples, ())
-    counts = torch.bincount(torch.tensor([token.token_id for token in drawn]), minlength=4)
+    sampled = sample_tokens(logits.expand(len(samples), -1), samples, ())
+    counts = torch.bincount(torch.tensor([token.token_id for token in sampled]), minlength=4)
     assert torch.allclose(counts / len(samples), torch.softmax(logits / 1.5, 0), atol=0.025)
 
 
@@ -78,9 +78,11 @@ def test_a_row_s_draw_does_not_depend_on_the_other_rows() -> None:
         make_sample(temperature=2.0, min_p=0.1, logprobs=2),
         make_sample(frequency_penalty=0.4, output_ids=(1, 1, 2)),
     ]
-    together = draw(rows, samples, EOS)
+    together = sample_tokens(rows, samples, EOS)
     order = [3, 0, 5, 1, 4, 2]
-    assert draw(rows[order], [samples[index] for index in order], EOS) == [together[index] for index in order]
+    assert sample_tokens(rows[order], [samples[index] for index in order], EOS) == [
+        together[index] for index in order
+    ]
     assert [draw_one(sample, row) for sample, row in zip(samples, rows, strict=True)] == together
 
 
@@ -132,13 +134,13 @@ def test_before_min_tokens_nothing_that_ends_an_answer_is_drawn() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits_best_first() -> None:
-    drawn = draw_one(make_sample(temperature=0.3, logit_bias={7: 100.0}, logprobs=4))
+    sampled = draw_one(make_sample(temperature=0.3, logit_bias={7: 100.0}, logprobs=4))
     expected = torch.log_softmax(LOGITS, 0)
-    assert drawn.logprob is not None
-    assert drawn.token_id == 7
-    assert drawn.logprob.logprob == pytest.approx(expected[7].item())
-    assert [token for token, _ in drawn.logprob.top] == LOGITS.topk(4).indices.tolist()
-    assert [value for _, value in drawn.logprob.top] == pytest.approx(expected.topk(4).values.tolist())
+    assert sampled.logprob is not None
+    assert sampled.token_id == 7
+    assert sampled.logprob.logprob == pytest.approx(expected[7].item())
+    assert [token for token, _ in sampled.logprob.top] == LOGITS.topk(4).indices.tolist()
+    assert [value for _, value in sampled.logprob.top] == pytest.approx(expected.topk(4).values.tolist())
 
 
 def test_zero_alternatives_still_report_the_drawn_token() -> None:
@@ -155,5 +157,7 @@ def test_the_margin_is_the_lead_over_the_second_best() -> None:
 
 def test_the_given_logits_are_not_changed() -> None:
     rows = LOGITS[None].clone()
-    draw(rows, [make_sample(logit_bias={1: 5.0}, min_tokens=3, frequency_penalty=1.0, output_ids=(1,))], EOS)
+    sample_tokens(
+        rows, [make_sample(logit_bias={1: 5.0}, min_tokens=3, frequency_penalty=1.0, output_ids=(1,))], EOS
+    )
     assert torch.equal(rows[0], LOGITS)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Chunk, Sample, Step
-from kvferry.agent.worker.model import Model, ModelSpec
+from kvferry.agent.worker.messages import Chunk, SamplingRow, Step
+from kvferry.agent.worker.model import ModelShard, ModelSpec
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.tensor_parallel import Group
 
@@ -73,8 +73,8 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     return answer[0, len(prompt) :].tolist()
 
 
-def load_model(path: Path, group: Group | None = None) -> Model:
-    return Model(
+def load_model(path: Path, group: Group | None = None) -> ModelShard:
+    return ModelShard(
         ModelSpec(
             directory=path,
             device=torch.device("cpu"),
@@ -86,13 +86,13 @@ def load_model(path: Path, group: Group | None = None) -> Model:
     )
 
 
-def make_runner(model: Model, num_blocks: int, group: Group | None = None) -> StepRunner:
+def make_runner(model: ModelShard, num_blocks: int, group: Group | None = None) -> StepRunner:
     """A runner over a fresh pool, full of NaN so that reading what was never written shows."""
     group = group or Group(0, 1)
     geometry = model.geometry(BLOCK_SIZE)
     heads = len(geometry.local_heads(group.size, group.rank))
     pool = torch.full(geometry.pool_shape(num_blocks, heads), torch.nan)
-    return StepRunner(model, pool, (VOCAB_SIZE - 1,), draws=True)
+    return StepRunner(model, pool, (VOCAB_SIZE - 1,), is_sampler=True)
 
 
 def greedy_tokens(runner: StepRunner, table: tuple[int, ...], prompt: list[int], count: int) -> list[int]:
@@ -101,15 +101,15 @@ def greedy_tokens(runner: StepRunner, table: tuple[int, ...], prompt: list[int],
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         end = min(done + 32, len(prompt)) if done < len(prompt) else done + 1
-        sample = Sample(choice=0, position=len(tokens) - len(prompt), sampling=sampling)
+        sample = SamplingRow(choice=0, position=len(tokens) - len(prompt), sampling=sampling)
         chunk = Chunk(
             token_ids=tuple(tokens[done:end]),
             start=done,
             blocks=table[: -(-end // BLOCK_SIZE)],
             samples=(sample,) if end == len(tokens) else (),
         )
-        drawn = runner.run(Step(number=0, copies=(), chunks=(chunk,)), lambda: None)
-        assert drawn is not None
-        tokens += [token.token_id for token in drawn[0]]
+        sampled = runner.run(Step(number=0, copies=(), chunks=(chunk,)), lambda: None)
+        assert sampled is not None
+        tokens += [token.token_id for token in sampled[0]]
         done = end
     return tokens[len(prompt) :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers and stream events in OpenAI's shapes. Pure."""
+"""Response bodies and stream events in OpenAI's shapes. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, Usage
+from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, TokenUsage
 from kvferry.agent.engine.messages import Timing
 from kvferry.proxy.wire.kv_params import FirstToken
 
@@ -18,17 +18,17 @@ _OBJECT = {"completion": "text_completion", "chat": "chat.completion"}
 _CHUNK_OBJECT = {"completion": "text_completion", "chat": "chat.completion.chunk"}
 
 
-def answer(
+def completion(
     generation: Generation, choices: Sequence[Delta], kv_params: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The whole answer. `choices` hold everything that each choice gained, in order of their index.
+    """Make the body of a whole response. `choices` have all tokens, in order of their index.
 
-    A choice that goes on elsewhere (a prefill leg's) ends with "length" here, as its one token was asked for.
+    A choice that continues elsewhere (a prefill leg's) ends with "length" here: its one token was asked for.
     """
     request = generation.request
     body = _head(request, _OBJECT)
-    body["choices"] = [_choice(request, choice, choice.finish_reason or "length") for choice in choices]
-    body["usage"] = usage_body(generation.usage)
+    body["choices"] = [_choice_body(request, choice, choice.finish_reason or "length") for choice in choices]
+    body["usage"] = usage_body(generation.token_usage)
     if kv_params is not None:
         body["kv_transfer_params"] = kv_params
     if request.want_timing and generation.timing is not None:
@@ -37,9 +37,9 @@ def answer(
 
 
 def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
-    """The stream event for what one choice gained, or nothing when a client would learn nothing from it.
+    """Make the stream event of a delta; empty when it has nothing for a client.
 
-    A proxy that asked for token lines learns the ids in either case.
+    The token line, for a proxy that asked for them, is there in either case.
     """
     line = token_line(delta) if request.token_lines else b""
     opens_message = request.kind == "chat" and delta.first
@@ -51,18 +51,18 @@ def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
 
 
 def first_tokens_event(deltas: Sequence[Delta]) -> bytes:
-    """`: first ID,ID…`, an event without data: token 1 of every choice, which the prefill leg shows.
+    """Make `: first ID,ID…`, an event without data: token 1 of every choice, which the prefill leg shows.
 
-    A proxy that sent both legs at once sees by it that they speak of the same answer.
+    A proxy that sent both legs at once checks with it that they have the same first tokens.
     """
     ids = ",".join(str(delta.token_ids[0]) for delta in sorted(deltas, key=lambda delta: delta.index))
     return f": first {ids}\n\n".encode()
 
 
 def token_line(delta: Delta) -> bytes:
-    """`: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to go on with this stream elsewhere.
+    """Make `: t CHOICE ID,ID…[ FINISH_REASON]`: what a proxy must know to resume this stream elsewhere.
 
-    To SSE a line that begins with a colon is a comment, so whoever does not know it passes over it.
+    In SSE a line that begins with a colon is a comment, which clients skip.
     """
     ids = ",".join(map(str, delta.token_ids))
     end = f" {delta.finish_reason}" if delta.finish_reason else ""
@@ -70,14 +70,14 @@ def token_line(delta: Delta) -> bytes:
 
 
 def last_event(generation: Generation) -> bytes:
-    """The event without choices that ends a stream: usage and timing, or nothing if neither was asked for.
+    """Make the event without choices that ends a stream: usage and timing; empty if neither was asked for.
 
-    A proxy that asked for token lines learns that nothing is to come after it.
+    The end line, for a proxy that asked for token lines, is there in either case.
     """
     request = generation.request
     extras: dict[str, Any] = {}
     if request.include_usage:
-        extras["usage"] = usage_body(generation.usage)
+        extras["usage"] = usage_body(generation.token_usage)
     if request.want_timing and generation.timing is not None:
         extras["kvferry_timing"] = msgspec.to_builtins(generation.timing)
     line = _END_LINE if request.token_lines else b""
@@ -87,11 +87,11 @@ def last_event(generation: Generation) -> bytes:
 
 
 def sse_event(body: dict[str, Any]) -> bytes:
-    """One server-sent event. An infinite margin becomes null: JSON has no infinity."""
+    """Encode one server-sent event. An infinite margin becomes null: JSON has no infinity."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -100,8 +100,8 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-def first_token(delta: Delta) -> FirstToken:
-    """What a prefill leg tells the decode leg (and the client) about one choice."""
+def first_token_entry(delta: Delta) -> FirstToken:
+    """Make a choice's entry in the params of a prefill response."""
     return FirstToken(
         id=delta.token_ids[0],
         text=delta.text,
@@ -112,7 +112,7 @@ def first_token(delta: Delta) -> FirstToken:
 
 
 def server_timing(timing: Timing) -> str:
-    """The `Server-Timing` header (W3C): phases in milliseconds."""
+    """Make the `Server-Timing` header (W3C): phases in milliseconds."""
     return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in timing.phases().items())
 
 
@@ -125,7 +125,7 @@ def _head(request: GenerationRequest, objects: dict[str, str]) -> dict[str, Any]
     }
 
 
-def _choice(request: GenerationRequest, delta: Delta, finish_reason: str) -> dict[str, Any]:
+def _choice_body(request: GenerationRequest, delta: Delta, finish_reason: str) -> dict[str, Any]:
     content: dict[str, Any]
     if request.kind == "chat":
         content = {"message": {"role": "assistant", "content": delta.text}}
