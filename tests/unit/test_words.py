@@ -43,7 +43,7 @@ CLEAN = [
         "proxy/ids.py",
     ),
     *("proxy/errors.py", "proxy/sse.py", "proxy/request.py", "proxy/config.py"),
-    *("agent/__main__.py", "agent/errors.py", "agent/ids.py"),
+    "agent",
     *(
         "transfer/checksum.py",
         "transfer/ids.py",
