@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from kvferry.proxy.discovery.static_nodes import (
     EngineDialect,
     StaticNode,
@@ -29,7 +27,8 @@ class ProxyConfig:
     Args:
         host: Address that the HTTP server and discovery bind.
         port: HTTP port; 0 lets the OS choose.
-        workers: Processes that serve clients on that port; with 1, one process does everything.
+        workers: Processes that serve clients on that port, each with queues and limits of its own; with 1,
+            one process does everything.
         discovery_port: Port that agents register at; 0 lets the OS choose.
         prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
         decode: Decode server of another engine, likewise.
@@ -163,13 +162,3 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         prog="kvferry proxy",
         description="Serve an OpenAI-compatible API through pairs of prefill and decode agents.",
     )
-
-
-def config_to_json(config: ProxyConfig) -> bytes:
-    """The settings for another process of this proxy."""
-    return msgspec.json.encode(config, enc_hook=str)
-
-
-def config_from_json(raw: bytes) -> ProxyConfig:
-    """Read what `config_to_json` wrote. What msgspec does not know (paths) is written as its string."""
-    return msgspec.json.decode(raw, type=ProxyConfig, dec_hook=lambda kind, value: kind(value))

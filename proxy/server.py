@@ -23,15 +23,18 @@ from kvferry.proxy.api.dashboard import DashboardFeed
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.discovery.discovery import all_servers, membership
+from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
+from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_drops import KvDrops
-from kvferry.proxy.exchange.retry_budget import RESERVE, RetryBudget
-from kvferry.proxy.fleet.fleet import LocalFleet
-from kvferry.proxy.fleet.interface import Fleet
+from kvferry.proxy.exchange.retry_budget import RetryBudget
+from kvferry.proxy.fleet.address_rules import AddressRules
+from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
+from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
+from kvferry.proxy.fleet.views import FleetCollector, OperatorViews
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
-from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
@@ -73,7 +76,8 @@ class Services:
     drops: KvDrops
     request_tasks: RequestTasks
     metrics: Metrics
-    history: History
+    failures: FailureLog
+    views: OperatorViews
     dashboard: DashboardFeed
     api_keys: ApiKeys | None
 
@@ -102,13 +106,13 @@ class Services:
             request_tasks=self.request_tasks,
             api_keys=self.api_keys,
             metrics=self.metrics,
-            history=self.history,
+            failures=self.failures,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
             log_prompts=config.log_prompts,
         )
         return create_app(
-            fleet=self.fleet,
+            views=self.views,
             dashboard=self.dashboard,
             api_keys=self.api_keys,
             completions=completions,
@@ -122,7 +126,7 @@ class RunningProxy:
     """A proxy of one process that serves, and where."""
 
     services: Services
-    fleet: LocalFleet
+    fleet: Fleet
     port: int
     discovery_port: int
 
@@ -140,13 +144,17 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     those that it had to cut, and closes everything. Raises `OSError` when a port is taken or a file cannot be
     read, and `BadKeyFile`, `BadClusterKey`, `BadCertificate` or `BadEngineServer` when a file is not one.
     """
-    keys, servers = Keys.read(config), all_servers(config)
-    metrics, history = Metrics(), History()
-    fleet = LocalFleet(config, metrics, history, asyncio.get_running_loop().time)
+    keys, clock = Keys.read(config), asyncio.get_running_loop().time
+    metrics, history, failures = Metrics(), History(), FailureLog()
+    fleet = Fleet(fleet_settings(config), metrics, clock)
+    discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
+    views = OperatorViews(fleet, metrics, history, failures, discovery.down)
+    metrics.add_collector(FleetCollector(views.view))
     with listening_socket(config.host, config.port) as listener:
         async with (
-            membership(config, servers, fleet, keys.cluster) as discovery_port,
-            serving(config, keys, fleet, metrics, history, listener) as services,
+            discovery.running() as discovery_port,
+            history.recording(metrics.totals),
+            serving(config, keys, fleet, metrics, failures, views, listener) as services,
         ):
             yield RunningProxy(services, fleet, listener.getsockname()[1], discovery_port)
 
@@ -157,7 +165,8 @@ async def serving(
     keys: Keys,
     fleet: Fleet,
     metrics: Metrics,
-    history: History,
+    failures: FailureLog,
+    views: OperatorViews,
     listener: socket.socket,
 ) -> AsyncIterator[Services]:
     """Serve clients on `listener` while the context is open; leaving it ends as `running_proxy` says.
@@ -169,13 +178,14 @@ async def serving(
         services = Services(
             config=config,
             fleet=fleet,
-            retry_budget=RetryBudget(RESERVE / config.workers),
+            retry_budget=RetryBudget(),
             upstream=upstream,
             drops=drops,
             request_tasks=RequestTasks(),
             metrics=metrics,
-            history=history,
-            dashboard=DashboardFeed(fleet),
+            failures=failures,
+            views=views,
+            dashboard=DashboardFeed(views),
             api_keys=keys.clients,
         )
         server = HttpServer(_uvicorn_config(services, keys.tls))
@@ -183,7 +193,7 @@ async def serving(
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
                 watching = tasks.create_task(
-                    upstream.hang_detector.run(fleet.find_lost, asyncio.get_running_loop().time)
+                    upstream.hang_detector.run(fleet.find_hung, asyncio.get_running_loop().time)
                 )
                 try:
                     yield services
@@ -213,6 +223,41 @@ def base_url(config: ProxyConfig, port: int) -> str:
     """The URL of the proxy that listens on `port`."""
     scheme = "http" if config.tls_cert is None else "https"
     return f"{scheme}://{host_port(config.host, port)}"
+
+
+def fleet_settings(config: ProxyConfig) -> FleetSettings:
+    """Return the part of the settings that is the fleet's."""
+    return FleetSettings(
+        rules=AddressRules(config.allow_address, tls_only=config.agent_ca is not None),
+        breakers=BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s),
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        prefill_limit=config.prefill_limit,
+        decode_limit=config.decode_limit,
+        split_min_tokens=config.split_min_tokens,
+        stream_pull_min_tokens=config.stream_pull_min_tokens,
+        queue_limit=config.queue_limit,
+    )
+
+
+def discovery_settings(config: ProxyConfig, keys: Keys) -> DiscoverySettings:
+    """Return the part of the settings that is discovery's. Raises `OSError` and `BadEngineServer`."""
+    return DiscoverySettings(
+        host=config.host,
+        port=config.discovery_port,
+        servers=_named_servers(config),
+        cluster_key=keys.cluster,
+        agent_ca=config.agent_ca,
+    )
+
+
+def _named_servers(config: ProxyConfig) -> tuple[StaticNode, ...]:
+    """The servers that flags and the file of nodes name."""
+    servers = config.named_servers()
+    if config.nodes is not None:
+        servers += servers_from_file(config.nodes)
+    check_distinct(servers)
+    return servers
 
 
 def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolSettings:

@@ -16,7 +16,7 @@ from kvferry.proxy.api.auth import ApiKeys, require_keys
 from kvferry.proxy.api.completions import App
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.errors import NotFound, ProxyError
-from kvferry.proxy.fleet.interface import JSON, Fleet, Page, PageName
+from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.wire.messages import Incarnation
 
@@ -25,7 +25,7 @@ FOLDER = str(Path(__file__).parent)
 
 def create_app(
     *,
-    fleet: Fleet,
+    views: OperatorViews,
     dashboard: DashboardFeed,
     api_keys: ApiKeys | None,
     completions: Callable[[App], App],
@@ -42,7 +42,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return await _page(fleet, "models")
+        return await _page(views, "models")
 
     @app.get("/health")
     async def health() -> Response:
@@ -50,28 +50,28 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> Response:
-        return await _page(fleet, "ready")
+        return await _page(views, "ready")
 
     @app.get("/nodes")
     async def nodes() -> Response:
-        return await _page(fleet, "nodes")
+        return await _page(views, "nodes")
 
     @app.get("/nodes/targets")
     async def targets() -> Response:
-        return await _page(fleet, "targets")
+        return await _page(views, "targets")
 
     # A path, since incarnations of other engines' servers contain URLs.
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
-        return await _drain(fleet, Incarnation(incarnation), True)
+        return await _drain(views, Incarnation(incarnation), True)
 
     @app.post("/nodes/<path:incarnation>/undrain")
     async def undrain(incarnation: str) -> Response:
-        return await _drain(fleet, Incarnation(incarnation), False)
+        return await _drain(views, Incarnation(incarnation), False)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return await _page(fleet, "metrics")
+        return await _page(views, "metrics")
 
     document = msgspec.json.encode(openapi.document(version("kvferry")))
 
@@ -96,16 +96,16 @@ def create_app(
     return app
 
 
-async def _page(fleet: Fleet, name: PageName) -> Response:
+async def _page(views: OperatorViews, name: PageName) -> Response:
     try:
-        return _page_response(await fleet.page(name))
+        return _page_response(await views.page(name))
     except ProxyError as error:
         return _error_response(error, _request_id())
 
 
-async def _drain(fleet: Fleet, incarnation: Incarnation, drained: bool) -> Response:
+async def _drain(views: OperatorViews, incarnation: Incarnation, drained: bool) -> Response:
     try:
-        return _page_response(await fleet.drain(incarnation, drained))
+        return _page_response(await views.drain(incarnation, drained))
     except ProxyError as error:
         return _error_response(error, _request_id())
 

@@ -12,9 +12,8 @@ import base64
 import binascii
 import enum
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from quart import Quart, Response, request
@@ -77,17 +76,6 @@ class ApiKeys:
         if not clients:
             raise BadKeyFile(f"{path} contains no key")
         return cls(clients)
-
-    def share(self, tell: Callable[[bytes, int, int], None]) -> None:
-        """From now on tell the other processes which client (by its key's digest) took how many requests and
-        tokens here. What they tell is for `taken`."""
-        for digest, client in self._clients.items():
-            client.rate_limit.share(partial(tell, digest))
-
-    def taken(self, digest: bytes, requests: int, tokens: int, now: float) -> None:
-        """Another process has served a client; one that is not known here has no limits here either."""
-        if digest in self._clients:
-            self._clients[digest].rate_limit.take(requests, tokens, now)
 
     def client(self, authorization: str | None, method: str) -> Client:
         """The client of a request with this `Authorization` header.

@@ -20,7 +20,7 @@ from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import EXTENSION, ClientResponse
 from kvferry.proxy.ids import Endpoint, Identity, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import ClientRequest, parse_request
-from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Completions:
         request_tasks: RequestTasks,
         api_keys: ApiKeys | None,
         metrics: Metrics,
-        history: History,
+        failures: FailureLog,
         max_body_bytes: int,
         body_timeout_s: float,
         log_prompts: bool,
@@ -83,7 +83,7 @@ class Completions:
         self._request_tasks = request_tasks
         self._api_keys = api_keys
         self._metrics = metrics
-        self._history = history
+        self._failures = failures
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._log_prompts = log_prompts
@@ -126,7 +126,7 @@ class Completions:
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         response.on_disconnect = self._request_tasks.add_current()
-        log = RequestLog(endpoint, request_id, self._metrics, self._history)
+        log = RequestLog(endpoint, request_id, self._metrics, self._failures)
         writer = ResponseWriter(response, log)
         try:
             rate_limit.admit(time.monotonic())

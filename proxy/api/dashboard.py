@@ -15,7 +15,7 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import TooManyViewers
-from kvferry.proxy.fleet.interface import Fleet
+from kvferry.proxy.fleet.views import OperatorViews
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
@@ -46,8 +46,8 @@ class DashboardFeed:
     gets the newest snapshot when it reads again, never a backlog.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, views: OperatorViews) -> None:
+        self._views = views
         self._lock = asyncio.Lock()
         self._closed = asyncio.Event()
         self._viewers = 0
@@ -82,7 +82,7 @@ class DashboardFeed:
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if now - self._made_at >= INTERVAL_S / 2:
-                self._event = sse.event((await self._fleet.page("live")).body)
+                self._event = sse.event((await self._views.page("dashboard")).body)
                 self._made_at = now
             return self._event
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.proxy.errors import RateLimited
@@ -61,27 +60,11 @@ class Bucket:
 
 
 class RateLimit:
-    """The limits of one client; None for what is not limited.
-
-    Several processes may serve one client, each with buckets of its own: `share` makes them agree, but for
-    what is on its way from one to the other.
-    """
+    """One client's buckets in this process; None for what is not limited."""
 
     def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
-        self._tell: Callable[[int, int], None] | None = None
-
-    def share(self, tell: Callable[[int, int], None]) -> None:
-        """From now on tell the other processes how many requests and tokens were taken here."""
-        self._tell = tell
-
-    def take(self, requests: int, tokens: int, now: float) -> None:
-        """Take so many, which another process has told of."""
-        if self._requests is not None:
-            self._requests.charge(requests, now)
-        if self._tokens is not None:
-            self._tokens.charge(tokens, now)
 
     @property
     def counts_tokens(self) -> bool:
@@ -95,17 +78,12 @@ class RateLimit:
         if self._tokens is not None:
             _check(self._tokens, "tokens", now)
         if self._requests is not None:
-            self._spend(1, 0, now)
+            self._requests.charge(1, now)
 
     def charge(self, tokens: int, now: float) -> None:
         """Charge tokens of a prompt or an answer."""
         if self._tokens is not None:
-            self._spend(0, tokens, now)
-
-    def _spend(self, requests: int, tokens: int, now: float) -> None:
-        self.take(requests, tokens, now)
-        if self._tell is not None:
-            self._tell(requests, tokens)
+            self._tokens.charge(tokens, now)
 
 
 def _check(bucket: Bucket, unit: str, now: float) -> None:

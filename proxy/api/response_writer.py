@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.exchange.legs import PausableSource
-from kvferry.proxy.exchange.request_log import CLIENT_LEFT, RequestLog
+from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Header
 from kvferry.proxy.ids import RequestId
+from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""

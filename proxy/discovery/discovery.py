@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who belongs to the fleet: agents that announce themselves, and servers that an operator has named."""
+"""Keep a registry up to date: agents that announce themselves, and servers that an operator has named."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
-from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.introductions import PingedServers
-from kvferry.proxy.discovery.ping_listener import Discovery
-from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
-from kvferry.proxy.fleet.fleet import LocalFleet
-from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.discovery.ping_listener import PingListener
+from kvferry.proxy.discovery.static_nodes import StaticNode
+from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.fleet.views import DownServer
+from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import Bye, Incarnation, Register
 from kvferry.proxy.wire.tls import client_context
@@ -25,77 +28,90 @@ from kvferry.proxy.wire.tls import client_context
 logger = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def membership(
-    config: ProxyConfig, servers: Sequence[StaticNode], fleet: LocalFleet, key: ClusterKey | None
-) -> AsyncIterator[int]:
-    """Listen to agents, and watch `servers`, for as long as the context is open; yields the discovery port.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoverySettings:
+    """Where agents announce themselves, which servers do not, and who signs these servers' certificates."""
 
-    Raises `OSError` when the port is taken, and `BadCertificate`.
-    """
-    async with _http(config) as http:
-        introductions = PingedServers(http, fleet.clock)
-        discovery = Discovery(
-            fleet.registry,
-            fleet.metrics,
-            proxy_id=secrets.token_hex(8),
-            clock=fleet.clock,
-            key=key,
-            heard=fleet.admission.pump,
-            complete=introductions.complete,
-        )
-        watches = [HealthMonitor(server, _Teller(fleet)) for server in servers]
-        fleet.watches = tuple(watches)
-        try:
-            port = discovery.bind(config.host, config.discovery_port)
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(discovery.run())]
-                running += [tasks.create_task(watch.run(http)) for watch in watches]
-                try:
-                    yield port
-                finally:
-                    for task in running:
-                        task.cancel()
-        finally:
-            await introductions.close()
-            discovery.close()
+    host: str
+    port: int
+    servers: Sequence[StaticNode] = ()
+    cluster_key: ClusterKey | None = None
+    agent_ca: Path | None = None
 
 
-def all_servers(config: ProxyConfig) -> tuple[StaticNode, ...]:
-    """The servers that flags and the file of nodes name. Raises `OSError` and `BadEngineServer`."""
-    servers = config.named_servers()
-    if config.nodes is not None:
-        servers += servers_from_file(config.nodes)
-    check_distinct(servers)
-    return servers
+class Discovery:
+    """Keeps `registry` up to date while `running`."""
+
+    def __init__(
+        self, settings: DiscoverySettings, registry: Registry, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._monitors = [HealthMonitor(server, _Updates(registry, clock)) for server in settings.servers]
+
+    def down(self) -> list[DownServer]:
+        """Return the named servers that are down."""
+        return [
+            {"address": each.server.address, "role": each.server.role, "reason": each.why_down}
+            for each in self._monitors
+            if each.why_down is not None
+        ]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[int]:
+        """Listen to agents, and probe named servers, while the context is open; yield the discovery port.
+
+        Raises `OSError` when the port is taken, and `BadCertificate`.
+        """
+        async with _http(self._settings.agent_ca) as http:
+            pinged_servers = PingedServers(http, self._clock)
+            listener = PingListener(
+                self._registry,
+                self._metrics,
+                proxy_id=secrets.token_hex(8),
+                clock=self._clock,
+                key=self._settings.cluster_key,
+                complete=pinged_servers.complete,
+            )
+            try:
+                port = listener.bind(self._settings.host, self._settings.port)
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(listener.run())]
+                    running += [tasks.create_task(monitor.run(http)) for monitor in self._monitors]
+                    try:
+                        yield port
+                    finally:
+                        for task in running:
+                            task.cancel()
+            finally:
+                await pinged_servers.close()
+                listener.close()
 
 
-class _Teller:
-    """Tells the registry what a watch says, as discovery tells it what a ping says."""
+class _Updates:
+    """Applies what one monitor reports to the registry, as the listener applies pings."""
 
-    def __init__(self, fleet: LocalFleet) -> None:
-        self._fleet = fleet
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock
         self._refusal: Refusal | None = None
 
     def __call__(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
-            self._fleet.registry.bye(Incarnation(message.incarnation))
-        else:
-            self._heard(message, self._fleet.registry.register(message, self._fleet.clock()))
-        self._fleet.admission.pump()
-
-    def _heard(self, message: Register, refusal: Refusal | None) -> None:
-        """Log a refusal once, not at every ping."""
+            self._registry.bye(Incarnation(message.incarnation))
+            return
+        refusal = self._registry.register(message, self._clock())
         if refusal is not None and refusal != self._refusal:
-            logger.warning("%s is named, but refused: %s", message.address, refusal.value)
+            logger.warning("named server %s is refused: %s", message.address, refusal.value)
         self._refusal = refusal
 
 
-def _http(config: ProxyConfig) -> aiohttp.ClientSession:
-    """For looking at servers; each look has a deadline of its own. Raises `BadCertificate`."""
-    tls = True if config.agent_ca is None else client_context(config.agent_ca)
+def _http(agent_ca: Path | None) -> aiohttp.ClientSession:
+    """Return the client for health probes, which have deadlines of their own. Raises `BadCertificate`."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
+        connector=aiohttp.TCPConnector(limit=0, ssl=True if agent_ca is None else client_context(agent_ca)),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents' pings in, acks out: the ZMQ side of the registry (design §4)."""
+"""The discovery socket: agents' pings in, acks out (design §4)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.proxy.dialects import atom, vllm_moriio
+from kvferry.proxy.fleet.address_rules import Refusal
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -23,11 +24,11 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 1024
 
 
-class Discovery:
+class PingListener:
     """One ROUTER socket. Nothing that a peer sends ends it: bad frames are counted and dropped.
 
-    `heard` is called whenever the registry has taken a message. `complete` adds what another engine's ping
-    does not tell.
+    Args:
+        complete: Adds what another engine's ping leaves out.
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class Discovery:
         proxy_id: str,
         clock: Callable[[], float],
         key: ClusterKey | None = None,
-        heard: Callable[[], None] = lambda: None,
         complete: Callable[[wire.Register], wire.Register] = lambda info: info,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
+        for reason in Refusal:  # so that a first one is seen as an increase
+            metrics.refused_pings.labels(reason.name.lower())
         self._proxy_id = proxy_id
         self._clock = clock
-        self._heard = heard
         self._complete = complete
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -62,7 +63,7 @@ class Discovery:
     def bind(self, host: str, port: int) -> int:
         """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken.
 
-        With a key, needs a running event loop: the authenticator runs before any peer can connect.
+        With a key, needs a running event loop: the authenticator starts before the socket is bound.
         """
         if self._authenticator is not None:
             self._authenticator.start()
@@ -79,14 +80,14 @@ class Discovery:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                answer = self.handle(frames)
+                response = self.handle(frames)
             except Exception:
                 self._metrics.bad_pings.inc()
-                logger.exception("a ping could not be read, by a defect of ours")
+                logger.exception("internal error while handling a ping")
                 continue
-            if answer is not None:
+            if response is not None:
                 try:
-                    await self._socket.send_multipart([frames[0], answer], flags=zmq.NOBLOCK)
+                    await self._socket.send_multipart([frames[0], response], flags=zmq.NOBLOCK)
                 except zmq.Again:
                     logger.debug("an agent does not read its acks")
 
@@ -98,17 +99,17 @@ class Discovery:
         self._context.term()
 
     def handle(self, frames: list[bytes]) -> bytes | None:
-        """Take one multipart message (`[identity, body]`) and return the frame to answer with, if any."""
+        """Handle one multipart message (`[identity, body]`) and return the response's frame, if any."""
         try:
             if len(frames) != 2:
                 raise wire.BadFrame(f"{len(frames)} frames where 2 were expected")
-            # Other engines cannot hold the key, so behind the gate their maps are nobody's.
+            # Other engines cannot hold the key, so a secure socket accepts none of their maps.
             foreign = _foreign(wire.unpack_map(frames[1])) if self._authenticator is None else None
             message = foreign or wire.decode_agent_message(frames[1])
             if isinstance(message, wire.Register):
                 _check_addresses(message)
             if foreign is not None and self._registry.refusal(foreign) is None:
-                # Only an address that may be dialled is asked anything.
+                # Only an address that may be dialled is probed.
                 message = self._complete(foreign)
         except wire.BadFrame as error:
             self._metrics.bad_pings.inc()
@@ -116,14 +117,12 @@ class Discovery:
             return None
         if isinstance(message, wire.Bye):
             self._registry.bye(wire.Incarnation(message.incarnation))
-            self._heard()
             return None
         refusal = self._registry.register(message, self._clock())
-        self._heard()
         if refusal is not None:
             self._metrics.refused_pings.labels(refusal.name.lower()).inc()
         if foreign is not None:
-            return None  # other engines do not read answers
+            return None  # other engines do not read responses
         if refusal is not None:
             return wire.encode(wire.Refused(reason=refusal.value))
         return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index))

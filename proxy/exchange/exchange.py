@@ -43,7 +43,7 @@ from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.exchange.retry_budget import RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
-from kvferry.proxy.fleet.interface import AcquireRequest, Fleet
+from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.http.pool import UpstreamPool
@@ -162,7 +162,7 @@ class Exchange:
         if not self._exclude:
             context.retry_budget.deposit()
         by = min(_now() + context.settings.queue_timeout_s, self._deadline)
-        reservation = await context.fleet.enter(
+        reservation = await context.fleet.acquire(
             AcquireRequest(
                 ask=self._routing_request, by=by, exclude=self._exclude, must_match=self._must_match
             )

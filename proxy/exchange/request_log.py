@@ -16,12 +16,11 @@ from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, completion_tokens
 from kvferry.proxy.state_machine import transition
-from kvferry.proxy.telemetry.history import Failure, History
-from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.history import Failure, FailureLog
+from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 
 logger = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499
 MAX_MODEL_CHARS = 100
 MAX_PROMPT_CHARS = 4096
 
@@ -64,13 +63,15 @@ class TokenLimit(Protocol):
 class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`."""
 
-    def __init__(self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, history: History) -> None:
+    def __init__(
+        self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, failures: FailureLog
+    ) -> None:
         self.endpoint = endpoint
         self.request_id = request_id
         self.phase = Phase.ROUTE
         self.arrived_at = time.monotonic()
         self._metrics = metrics
-        self._history = history
+        self._failures = failures
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
@@ -140,11 +141,10 @@ class RequestLog:
         self._last_event_at = now
         count = sse.count(events)
         self._events += count
-        self._history.events(count, now)
+        self._metrics.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = now
             self._metrics.ttft.observe(now - self.arrived_at)
-            self._history.first_text(now - self.arrived_at, now)
 
     def event(self, event: bytes) -> None:
         """`events` for a single event, with a cheaper path for all but the first."""
@@ -155,7 +155,7 @@ class RequestLog:
         self._last_event_at = now = time.monotonic()
         self._metrics.itl.observe(now - last)
         self._events += 1
-        self._history.events(1, now)
+        self._metrics.events += 1
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
         """Record an agent's own `Server-Timing` header, if it sent one."""
@@ -188,9 +188,7 @@ class RequestLog:
         self._metrics.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            per_event = (self._last_event_at - self._first_event_at) / later_events
-            self._metrics.tpot.observe(per_event)
-            self._history.per_event(per_event, self._phase_since)
+            self._metrics.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
         if self._token_limit is not None:
             self._token_limit.charge(self._events, time.monotonic())
         self._remember(status, code)
@@ -198,9 +196,7 @@ class RequestLog:
             logger.info("request %s", json.dumps(self._line(status, code, total)))
 
     def _remember(self, status: int, code: str | None) -> None:
-        if status < 400 or status == CLIENT_LEFT:
-            self._history.ended(self._phase_since)
-        else:
+        if status >= 400 and status != CLIENT_LEFT:
             failure = Failure(
                 endpoint=self.endpoint,
                 status=status,
@@ -208,7 +204,7 @@ class RequestLog:
                 model=self._model,
                 request_id=self.request_id,
             )
-            self._history.failed(failure, self._phase_since)
+            self._failures.add(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
         """Never includes answers, and prompts only if configured: user content stays out of logs."""

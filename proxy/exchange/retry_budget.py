@@ -12,8 +12,7 @@ class RetryBudget:
     """A token bucket that requests fill and retries empty.
 
     In the long run retries are at most a tenth of the requests. `RESERVE` lets a small fleet, or one that has
-    just started, survive the death of an agent under load (several workers of one proxy share it out);
-    `MAX_SAVED` bounds what calm times can save up.
+    just started, survive the death of an agent under load; `MAX_SAVED` bounds what calm times can save up.
     What others do in place of an agent that does nothing (`AgentLost.is_down`) does not count.
     """
 

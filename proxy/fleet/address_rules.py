@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What agents may tell this proxy and each other to dial.
+"""Which addresses agents may advertise, and which agents were refused lately.
 
 A ping makes the proxy send requests to an address of the sender's choice, and decode agents open connections
 to its control address. Rules keep both within the networks that agents live in.
@@ -7,13 +7,19 @@ to its control address. Rules keep both within the networks that agents live in.
 
 from __future__ import annotations
 
+import enum
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from kvferry.proxy.wire.messages import Register
 
+MAX_SHOWN = 64
+MAX_ADDRESS_CHARS = 200
+MEMORY_S = 60.0
 _NAME = re.compile(r"\.?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 # MoRIIO's "host:IP,handshake:PORT,notify:PORT".
 _MORIIO_CONTROL = re.compile(r"host:([^,]+),")
@@ -80,3 +86,51 @@ def _hosts(info: Register) -> Iterator[str | None]:
 def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     """The IPv4 address within an IPv6 one that only wraps it."""
     return getattr(address, "ipv4_mapped", None) or address
+
+
+class Refusal(enum.StrEnum):
+    """Why a ping is refused; the words are shown to operators and to the agent."""
+
+    ADDRESS = "its address or control address is outside --allow-address"
+    PLAINTEXT = "its address is not https, which --agent-ca asks for"
+    STALE = "a later ping of this incarnation was heard before"
+    RETIRED = "this incarnation said bye, or another one took its address"
+    FULL = "this proxy knows as many agents as it can"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedAgent:
+    """Pings from one address that were refused for one reason: how many, and when the last one came."""
+
+    address: str
+    control: str
+    role: str
+    reason: Refusal
+    count: int
+    at: float
+
+
+class RefusedAgents:
+    """The latest refusals, in bounded memory whatever is sent."""
+
+    def __init__(self) -> None:
+        self._by_kind: OrderedDict[tuple[str, Refusal], RefusedAgent] = OrderedDict()
+
+    def note(self, info: Register, reason: Refusal, now: float) -> None:
+        """A ping was refused."""
+        address = info.address[:MAX_ADDRESS_CHARS]
+        before = self._by_kind.pop((address, reason), None)
+        self._by_kind[address, reason] = RefusedAgent(
+            address=address,
+            control=info.control[:MAX_ADDRESS_CHARS],
+            role=info.role,
+            reason=reason,
+            count=1 if before is None else before.count + 1,
+            at=now,
+        )
+        if len(self._by_kind) > MAX_SHOWN:
+            self._by_kind.popitem(last=False)
+
+    def lately(self, now: float) -> tuple[RefusedAgent, ...]:
+        """Those of the last `MEMORY_S` seconds, latest first."""
+        return tuple(each for each in reversed(self._by_kind.values()) if now - each.at < MEMORY_S)

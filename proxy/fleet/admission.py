@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.fleet.load import Slots
 from kvferry.proxy.fleet.router import NoPair, Pair
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
 
@@ -84,7 +84,7 @@ class Admission:
         """Requests in the queue."""
         return sum(len(queue) for queue in self._queues.values())
 
-    async def enter(
+    async def acquire(
         self, ask: RoutingRequest, question: Question, *, by: float, first: bool = False
     ) -> Reservation | NoPair:
         """Wait for a pair with room and take its slots.
@@ -164,7 +164,7 @@ class Admission:
             return pair
         hold = Reservation(pair, ask.n, self.free)
         for agent, count in hold.slots().items():
-            self._slots.take(agent, count)
+            self._slots.acquire(agent, count)
         return hold
 
     def _join(self, waiter: _Waiter, first: bool) -> None:

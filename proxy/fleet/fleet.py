@@ -1,146 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The truth about the fleet: what agents have said, what they were given, and who is let in next."""
+"""The fleet: which agents there are, which pair takes a request, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-import msgspec
-
-from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.discovery.health_monitor import HealthMonitor
-from kvferry.proxy.errors import NotFound
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.compatibility import alike
-from kvferry.proxy.fleet.interface import AcquireRequest, Page, PageName
-from kvferry.proxy.fleet.load import Loads
-from kvferry.proxy.fleet.overview import overview
+from kvferry.proxy.fleet.load import Loads, Slots
+from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
-from kvferry.proxy.fleet.slots import Slots
-from kvferry.proxy.fleet.views import models_page, nodes_page, readiness, scrape_targets
-from kvferry.proxy.telemetry import metrics as metrics_page
-from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair, Router, make_policy
+from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 
-class LocalFleet:
-    """Registry, router and door of one proxy, in this process (`fleet.Fleet`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """How pairs are chosen and requests admitted.
+
+    Limits are of sequences in flight at one agent; None goes by what the agent reports. `queue_limit`: most
+    requests that wait for an agent. See `Router` for the token counts.
+    """
+
+    rules: AddressRules = AddressRules()  # noqa: RUF009 (it does not change)
+    breakers: BreakerSettings = BreakerSettings()  # noqa: RUF009
+    prefill_policy: PolicyName = "round_robin"
+    decode_policy: PolicyName = "round_robin"
+    prefill_limit: int | None = None
+    decode_limit: int | None = None
+    split_min_tokens: int = 0
+    stream_pull_min_tokens: int | None = None
+    queue_limit: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireRequest:
+    """A request for the pair of agents of one attempt.
+
+    Args:
+        by: Deadline of the wait, on the event loop's clock.
+        exclude: Agents that have just failed this request; not empty for a retry, which goes before others.
+        must_match: An agent from which the client has tokens: the pair must draw the same ones.
+    """
+
+    ask: RoutingRequest
+    by: float
+    exclude: frozenset[Incarnation] = NOBODY
+    must_match: Register | None = None
+
+
+class Fleet:
+    """Registry, router and admission of one proxy process.
 
     Args:
         clock: Monotonic seconds: the event loop's clock.
     """
 
-    def __init__(
-        self, config: ProxyConfig, metrics: Metrics, history: History, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, settings: FleetSettings, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.slots = Slots()
-        breakers = BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-        rules = AddressRules(config.allow_address, tls_only=config.agent_ca is not None)
-        self.registry = Registry(self.slots.in_flight, breakers, rules)
-        self.router = _router(config, self.slots)
-        self.admission = Admission(self.slots, metrics, config.queue_limit)
-        self.metrics = metrics
-        self.history = history
+        self.admission = Admission(self.slots, metrics, settings.queue_limit)
+        self.registry = Registry(self.slots.in_flight, settings.breakers, settings.rules)
+        self.registry.subscribe(lambda _: self.admission.pump())
+        self.router = _router(settings, self.slots)
         self.clock = clock
-        self.watches: tuple[HealthMonitor, ...] = ()
-        """Of the servers that do not announce themselves; those that are down are shown with the reason."""
-        metrics.watch_fleet(lambda: self.registry.snapshot(clock()), lambda: len(self._down()))
 
-    async def enter(self, call: AcquireRequest) -> Reservation | NoPair:
-        """See `Fleet`."""
-        return await self.admission.enter(
-            call.ask, lambda: self._route(call), by=call.by, first=bool(call.exclude)
+    async def acquire(self, request: AcquireRequest) -> Reservation | NoPair:
+        """Wait for a pair with room and reserve its slots, or return why there is none to wait for.
+
+        Raises `Overloaded` when too many wait or it waited too long.
+        """
+        return await self.admission.acquire(
+            request.ask, lambda: self._route(request), by=request.by, first=bool(request.exclude)
         )
 
     def connection_refused(self, agent: Incarnation) -> None:
-        """See `Fleet`."""
+        """Take the agent out of rotation until it pings again."""
         self.registry.connection_refused(agent, self.clock())
 
     def leg_succeeded(self, agent: Incarnation) -> None:
-        """See `Fleet`."""
+        """Report a leg that ended as it should to the agent's circuit breaker."""
         self.registry.leg_succeeded(agent)
 
     def leg_failed(self, agent: Incarnation) -> None:
-        """See `Fleet`."""
+        """Report to the agent's circuit breaker that it was lost, timed out, or answered nonsense."""
         self.registry.leg_failed(agent, self.clock())
 
-    async def find_lost(self, agents: Sequence[Register]) -> frozenset[Incarnation]:
-        """See `Fleet`."""
+    def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
+        """Return those that do not work any more, where others in rotation can do what they did."""
         registry, now = self.registry, self.clock()
         return frozenset(
             incarnation
             for info in agents
-            if not registry.works(incarnation := Incarnation(info.incarnation), now)
+            if not registry.is_alive(incarnation := Incarnation(info.incarnation), now)
             and registry.has_substitute(info, now)
         )
 
-    async def page(self, name: PageName) -> Page:
-        """See `Fleet`."""
-        now = self.clock()
-        snapshot = self.registry.snapshot(now)
-        match name:
-            case "models":
-                return as_json(models_page(snapshot))
-            case "ready":
-                report = readiness(snapshot)
-                return as_json(report, 200 if report["ready"] else 503)
-            case "nodes":
-                return as_json(nodes_page(snapshot, self.slots, now) | {"down": self._down()})
-            case "targets":
-                return as_json(scrape_targets(snapshot))
-            case "metrics":
-                return Page(body=self.metrics.exposition(), content_type=metrics_page.CONTENT_TYPE)
-            case "live":
-                in_flight = self.metrics.requests_in_flight()
-                return as_json(overview(snapshot, self.slots, in_flight, self.history, now))
-
-    async def drain(self, agent: Incarnation, drained: bool) -> Page:
-        """See `Fleet`."""
-        if not self.registry.drain(agent, drained):
-            error = NotFound(404, f"no agent has the incarnation {agent!r}")
-            return Page(status=error.status, body=error.body())
+    def drain(self, agent: Incarnation, drained: bool) -> None:
+        """Take an agent out of rotation, or put it back; one that is not known is ignored."""
+        self.registry.drain(agent, drained)
         self.admission.pump()
-        now = self.clock()
-        page = nodes_page(self.registry.snapshot(now), self.slots, now)
-        return as_json(next(node for node in page["nodes"] if node["incarnation"] == agent))
 
-    def _down(self) -> list[dict[str, str]]:
-        return [
-            {"address": watch.server.address, "role": watch.server.role, "reason": watch.why_down}
-            for watch in self.watches
-            if watch.why_down is not None
-        ]
-
-    def _route(self, call: AcquireRequest) -> Pair | NoPair:
-        """Which pair may have the request now."""
+    def _route(self, request: AcquireRequest) -> Pair | NoPair:
         now = self.clock()
         snapshot = self.registry.snapshot(now)
-        if call.must_match is not None:
-            snapshot = alike(snapshot, call.must_match)
+        if request.must_match is not None:
+            snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
-        pair = self.router.choose(snapshot, call.ask, call.exclude, apart=call.must_match is not None)
+        pair = self.router.choose(
+            snapshot, request.ask, request.exclude, apart=request.must_match is not None
+        )
         if isinstance(pair, Pair):
             self.registry.sent((node.incarnation for node in pair.nodes), now)
         return pair
 
 
-def _router(config: ProxyConfig, slots: Slots) -> Router:
+def _router(settings: FleetSettings, slots: Slots) -> Router:
     rng = Random()
     return Router(
-        make_policy(config.prefill_policy, rng),
-        make_policy(config.decode_policy, rng),
-        Loads(slots, {"prefill": config.prefill_limit, "decode": config.decode_limit}),
-        config.split_min_tokens,
-        config.stream_pull_min_tokens,
+        make_policy(settings.prefill_policy, rng),
+        make_policy(settings.decode_policy, rng),
+        Loads(slots, {"prefill": settings.prefill_limit, "decode": settings.decode_limit}),
+        settings.split_min_tokens,
+        settings.stream_pull_min_tokens,
     )
-
-
-def as_json(value: Any, status: int = 200) -> Page:
-    """A page that is a JSON document."""
-    return Page(status=status, body=msgspec.json.encode(value))

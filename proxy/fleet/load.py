@@ -6,7 +6,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.proxy.fleet.registry import Leg, Node
-from kvferry.proxy.fleet.slots import Slots
+from kvferry.proxy.wire.messages import Incarnation
+
+
+class Slots:
+    """Every attempt takes slots at each of its agents when it is routed, and gives them back as its legs end.
+
+    A prefill leg is one sequence, however many choices it draws; any other leg is one for each choice.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[Incarnation, int] = {}
+
+    def acquire(self, agent: Incarnation, count: int) -> None:
+        """Count sequences that go to the agent."""
+        self._taken[agent] = self._taken.get(agent, 0) + count
+
+    def release(self, agent: Incarnation, count: int) -> None:
+        """End what `acquire` began; exactly once."""
+        left = self._taken[agent] - count
+        assert left >= 0, "a slot was given back twice"
+        if left:
+            self._taken[agent] = left
+        else:
+            del self._taken[agent]
+
+    def in_flight(self, agent: Incarnation) -> int:
+        """Sequences now at this agent, or on their way to it."""
+        return self._taken.get(agent, 0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight anywhere."""
+        return not self._taken
 
 
 class Loads:

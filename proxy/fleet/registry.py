@@ -14,10 +14,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.proxy.fleet.address_rules import AddressRules, speaks_tls
+from kvferry.proxy.fleet.address_rules import AddressRules, Refusal, RefusedAgent, RefusedAgents, speaks_tls
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
-from kvferry.proxy.fleet.refusals import Refusal, RefusedAgent, RefusedAgents
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, NODE_EXPIRY_S, PING_INTERVAL_S, Incarnation, Register
+from kvferry.proxy.wire.messages import (
+    NATIVE_DIALECT,
+    NODE_EXPIRY_S,
+    PING_INTERVAL_S,
+    Bye,
+    Incarnation,
+    Register,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +119,7 @@ class Registry:
         breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
         rules: AddressRules | None = None,
     ) -> None:
+        self._subscribers: list[Callable[[Register | Bye], None]] = []
         self._in_flight = in_flight
         self._breakers = breakers
         self._rules = rules or AddressRules()
@@ -122,6 +129,10 @@ class Registry:
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
         self._models: dict[str, float] = {}
         self._swept_at = float("-inf")
+
+    def subscribe(self, subscriber: Callable[[Register | Bye], None]) -> None:
+        """Have every registration that is accepted, and every goodbye, passed to `subscriber`."""
+        self._subscribers.append(subscriber)
 
     def register(self, info: Register, now: float) -> Refusal | None:
         """Take one ping. Returns None when it was accepted, else why it changed nothing.
@@ -150,6 +161,7 @@ class Registry:
         self._by_address[info.address] = incarnation
         if info.model:
             self._note_model(info.model, now)
+        self._publish(info)
         return None
 
     def refusal(self, info: Register) -> Refusal | None:
@@ -173,6 +185,7 @@ class Registry:
         if incarnation in self._records:
             self._remove(incarnation, "said bye")
             self._retire(incarnation)
+            self._publish(Bye(incarnation=incarnation))
 
     def connection_refused(self, incarnation: Incarnation, now: float) -> None:
         """A connection to the agent was refused: out of rotation until it pings again.
@@ -234,7 +247,7 @@ class Registry:
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
         return Snapshot(tuple(nodes), frozenset(self._models), self._refused.lately(now))
 
-    def works(self, incarnation: Incarnation, now: float) -> bool:
+    def is_alive(self, incarnation: Incarnation, now: float) -> bool:
         """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
         self.sweep(now)
         record = self._records.get(incarnation)
@@ -257,6 +270,10 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+
+    def _publish(self, update: Register | Bye) -> None:
+        for subscriber in self._subscribers:
+            subscriber(update)
 
     def _note_model(self, model: str, now: float) -> None:
         self._models.pop(model, None)

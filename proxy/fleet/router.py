@@ -12,8 +12,16 @@ from random import Random
 from kvferry.proxy.dialects.catalogue import SERVING_ALONE
 from kvferry.proxy.fleet.compatibility import mismatch
 from kvferry.proxy.fleet.load import Loads
-from kvferry.proxy.fleet.policy import LeastLoaded, Policy, PolicyName, PowerOfTwo, RoundRobin, Session
-from kvferry.proxy.fleet.prefix_aware import PrefixAware, PrefixIndex
+from kvferry.proxy.fleet.policy import (
+    LeastLoaded,
+    Policy,
+    PolicyName,
+    PowerOfTwo,
+    PrefixAware,
+    PrefixIndex,
+    RoundRobin,
+    Session,
+)
 from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -19,14 +19,6 @@ BYTES_PER_TOKEN = 4
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 512
 _DIGEST_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digest:
-    """What there is to know of a prompt without having it."""
-
-    tokens: int
-    chunks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +36,10 @@ class RoutingRequest:
     one_token: bool = False
     undivided: bool = False
     session: str | None = None
-    digest: Digest | None = None
-    """In place of the prompt, where that stayed in another process."""
-
-    def condensed(self, *, chunks: bool) -> RoutingRequest:
-        """The same question without the prompt, and without its `chunks` unless they are wanted."""
-        digest = Digest(tokens=self.tokens, chunks=self.chunks if chunks else ())
-        return replace(self, prompt="", digest=digest)
 
     @cached_property
     def tokens(self) -> int:
         """The prompt's length in tokens: exact for token ids, else about."""
-        if self.digest is not None:
-            return self.digest.tokens
         material = self._material
         return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
 
@@ -66,8 +49,6 @@ class RoutingRequest:
 
         Two prompts share as many leading digests as they share whole chunks.
         """
-        if self.digest is not None:
-            return self.digest.chunks
         digest = self.model.encode(errors="surrogatepass")
         digests = []
         for chunk in self._cut():

@@ -1,18 +1,183 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/v1/models`, `/ready`, `/nodes` and `/nodes/targets` show of a snapshot."""
+"""The fleet as clients and operators see it: `/v1/models`, `/ready`, `/nodes`, `/metrics`, the dashboard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
+import msgspec
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
 from kvferry.proxy.dialects.catalogue import SUPPORTED
+from kvferry.proxy.errors import NotFound
 from kvferry.proxy.fleet.compatibility import Mismatch, mismatch, reason, refused_pairs
+from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
 from kvferry.proxy.fleet.router import can_serve
-from kvferry.proxy.fleet.slots import Slots
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
+from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
+from kvferry.proxy.wire.messages import Incarnation, Register
+
+JSON = "application/json"
+MAX_SHOWN = 200
+"""Entries of each list in the feed of the operator's page."""
+
+PageName = Literal["models", "ready", "nodes", "targets", "metrics", "dashboard"]
+
+
+class DownServer(TypedDict):
+    """A server named by flags or a file that is down."""
+
+    address: str
+    role: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A response about the fleet."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """The fleet at one moment. `in_flight`: sequences of this proxy at an agent."""
+
+    snapshot: Snapshot
+    in_flight: Callable[[Incarnation], int]
+    down: Sequence[DownServer]
+    now: float
+
+
+class OperatorViews:
+    """The pages of a proxy of one process, and the operator's commands to it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        history: History,
+        failures: FailureLog,
+        down: Callable[[], Sequence[DownServer]],
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._history = history
+        self._failures = failures
+        self._down = down
+
+    async def page(self, name: PageName) -> Page:
+        """Return one page. Raises `ProxyError` when it cannot be put together."""
+        view = self.view()
+        if name == "metrics":
+            return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
+        if name == "dashboard":
+            in_flight = self._metrics.requests_in_flight()
+            return dashboard_page(view, in_flight, self._history, self._failures.latest())
+        return fleet_page(name, view)
+
+    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+        """Take an agent out of rotation, or put it back; the page is its entry in `/nodes`, or a 404.
+
+        Raises `ProxyError` when that cannot be done.
+        """
+        self._fleet.drain(agent, drained)
+        return node_page(self.view(), agent)
+
+    def view(self) -> FleetView:
+        """Return the fleet as it is now."""
+        fleet, now = self._fleet, self._fleet.clock()
+        return FleetView(
+            snapshot=fleet.registry.snapshot(now), in_flight=fleet.slots.in_flight, down=self._down(), now=now
+        )
+
+
+class FleetCollector(Collector):
+    """Gauges of the fleet, counted when asked for: they change by the passing of time too."""
+
+    def __init__(self, view: Callable[[], FleetView]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        view = self._view()
+        nodes = GaugeMetricFamily("kvferry_nodes", "Agents by role and state.", labels=["role", "state"])
+        by_state = Counter((node.info.role, node.state) for node in view.snapshot.nodes)
+        for role in ("prefill", "decode", "both"):
+            for state in NodeState:
+                nodes.add_metric([role, state], by_state[role, state])
+        yield nodes
+        refused = GaugeMetricFamily(
+            "kvferry_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
+        )
+        by_reason = Counter(pair.why for pair in refused_pairs(view.snapshot))
+        for why in Mismatch:
+            refused.add_metric([why], by_reason[why])
+        yield refused
+        yield GaugeMetricFamily(
+            "kvferry_named_servers_down", "Servers named by flags or a file that are down.", len(view.down)
+        )
+
+
+def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
+    """Return a page that shows the fleet alone."""
+    match name:
+        case "models":
+            return _json(models_page(view.snapshot))
+        case "ready":
+            report = readiness(view.snapshot)
+            return _json(report, 200 if report["ready"] else 503)
+        case "nodes":
+            return _json(nodes_page(view) | {"down": view.down})
+        case "targets":
+            return _json(scrape_targets(view.snapshot))
+
+
+def node_page(view: FleetView, agent: Incarnation) -> Page:
+    """Return an agent's entry in `/nodes`, or a 404."""
+    for node in view.snapshot.nodes:
+        if node.incarnation == agent:
+            return _json(_node(node, view))
+    error = NotFound(404, f"no agent has the incarnation {agent!r}")
+    return Page(status=error.status, body=error.body())
+
+
+def dashboard_page(
+    view: FleetView, in_flight: Mapping[str, int], history: History, failures: Iterable[FailureCount]
+) -> Page:
+    """Return one snapshot for the operator's page: of each list its first entries, beside their full number.
+
+    `in_flight`: requests now in each phase.
+    """
+    fleet = nodes_page(view)
+    nodes, refused = fleet["nodes"], fleet["refused_pairings"]
+    shown = [
+        {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(view.now - each.at, 1)}
+        for each in failures
+    ]
+    return _json(
+        {
+            "time": time.time(),
+            "readiness": readiness(view.snapshot),
+            "nodes": nodes[:MAX_SHOWN],
+            "num_nodes": len(nodes),
+            "refused_pairings": refused[:MAX_SHOWN],
+            "num_refused_pairings": len(refused),
+            "refused_agents": fleet["refused_agents"],
+            "in_flight": in_flight,
+            "charts": history.charts(),
+            "failures": shown,
+        }
+    )
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
@@ -38,15 +203,16 @@ def readiness(snapshot: Snapshot) -> dict[str, Any]:
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
 
 
-def nodes_page(snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
+def nodes_page(view: FleetView) -> dict[str, Any]:
     """Every known agent, every pair of them that cannot be used and every agent that was refused, with the
     reason."""
     refused = [
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
-        for pair in refused_pairs(snapshot)
+        for pair in refused_pairs(view.snapshot)
     ]
-    nodes = [_node(node, snapshot, slots, now) for node in snapshot.nodes]
-    return {"nodes": nodes, "refused_pairings": refused, "refused_agents": _refused_agents(snapshot, now)}
+    nodes = [_node(node, view) for node in view.snapshot.nodes]
+    refused_agents = _refused_agents(view.snapshot, view.now)
+    return {"nodes": nodes, "refused_pairings": refused, "refused_agents": refused_agents}
 
 
 def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -64,7 +230,7 @@ def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _node(node: Node, snapshot: Snapshot, slots: Slots, now: float) -> dict[str, Any]:
+def _node(node: Node, view: FleetView) -> dict[str, Any]:
     info = node.info
     return {
         "address": info.address,
@@ -87,14 +253,13 @@ def _node(node: Node, snapshot: Snapshot, slots: Slots, now: float) -> dict[str,
             "kv_blocks_leased": info.load.kv_blocks_leased,
             "max_running": info.load.max_running,
         },
-        "in_flight": slots.in_flight(node.incarnation),
-        "last_ping_s": round(now - node.heard_at, 3),
-        "not_paired": _not_paired(node, snapshot),
+        "in_flight": view.in_flight(node.incarnation),
+        "last_ping_s": round(view.now - node.heard_at, 3),
+        "not_paired": _not_paired(node, view.snapshot),
     }
 
 
 def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
-    """Who pings in vain."""
     return [
         {
             "address": agent.address,
@@ -134,3 +299,7 @@ def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[str | None]:
 def _keeps_apart(prefill: Register, decode: Register) -> str | None:
     why = mismatch(prefill, decode)
     return None if why is None else reason(prefill, decode, why)
+
+
+def _json(value: Any, status: int = 200) -> Page:
+    return Page(status=status, body=msgspec.json.encode(value))

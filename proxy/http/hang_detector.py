@@ -10,16 +10,15 @@ to its deadlines: the agent may still come back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvferry.proxy.errors import NoAgent
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation, Register
 
 CHECK_INTERVAL_S = 0.5
 
-LivenessQuery = Callable[[Sequence[Register]], Awaitable[frozenset[Incarnation]]]
-"""Which of these agents have stopped working. Raises `NoAgent` when that cannot be determined."""
+LivenessQuery = Callable[[Sequence[Register]], frozenset[Incarnation]]
+"""Which of these agents have stopped working."""
 
 
 class PendingRequest(Protocol):
@@ -62,20 +61,17 @@ class HangDetector:
             now = clock()
             # After a pause of this process itself, pings and responses may be waiting to be read.
             if now - checked_at < 2 * CHECK_INTERVAL_S:
-                await self.check(find_hung, now)
+                self.check(find_hung, now)
             checked_at = clock()
 
-    async def check(self, find_hung: LivenessQuery, now: float) -> None:
+    def check(self, find_hung: LivenessQuery, now: float) -> None:
         """Abort every request that has waited too long for an agent that hangs."""
         since = now - NODE_EXPIRY_S
         waiting = [request for request in self._pending if _is_overdue(request, since)]
         if not waiting:
             return
         agents = {request.agent.incarnation: request.agent for request in waiting}
-        try:
-            hung = await find_hung(tuple(agents.values()))
-        except NoAgent:
-            return
+        hung = find_hung(tuple(agents.values()))
         for request in waiting:
             if Incarnation(request.agent.incarnation) in hung and _is_overdue(request, since):
                 request.abort()

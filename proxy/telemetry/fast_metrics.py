@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts and histograms for what happens with every token or every phase of a request.
+"""Gauges and histograms for what happens with every token or every phase of a request.
 
 They are Prometheus collectors like the client library's own, whose locks and label look-ups would cost a
 request more than its routing. For one event loop: no lock.
@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 
-class Durations:
-    """How many durations (in seconds) fell below each bound, and their sum."""
+class BucketCounts:
+    """How many durations (in seconds) fell into each bucket, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -35,8 +35,12 @@ class Durations:
         """All of them together."""
         return self._sum
 
+    def counts(self) -> list[int]:
+        """Return how many fell into each bucket; the last one has no upper bound."""
+        return self._counts.copy()
+
     def buckets(self) -> list[tuple[str, float]]:
-        """Each bound, and how many do not exceed it; the last bound is infinity."""
+        """Return each bound, and how many do not exceed it; the last bound is infinity."""
         total = 0
         made = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -45,7 +49,7 @@ class Durations:
         return made
 
 
-class Histogram(Durations, Collector):
+class Histogram(BucketCounts, Collector):
     """One histogram without labels."""
 
     __slots__ = ("_help", "_name")
@@ -61,7 +65,7 @@ class Histogram(Durations, Collector):
         yield family
 
 
-class Histograms(Collector):
+class LabelledHistogram(Collector):
     """One histogram for each value of a label, which must be few."""
 
     def __init__(self, name: str, documentation: str, label: str, bounds: Sequence[float]) -> None:
@@ -69,23 +73,23 @@ class Histograms(Collector):
         self._help = documentation
         self._label = label
         self._bounds = bounds
-        self._by_value: dict[str, Durations] = {}
+        self._by_value: dict[str, BucketCounts] = {}
 
-    def of(self, value: str) -> Durations:
-        """The histogram of one value."""
+    def of(self, value: str) -> BucketCounts:
+        """Return the histogram of one value."""
         found = self._by_value.get(value)
         if found is None:
-            found = self._by_value[value] = Durations(self._bounds)
+            found = self._by_value[value] = BucketCounts(self._bounds)
         return found
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
-        for value, durations in self._by_value.items():
-            family.add_metric([value], durations.buckets(), durations.sum)
+        for value, counts in self._by_value.items():
+            family.add_metric([value], counts.buckets(), counts.sum)
         yield family
 
 
-class Gauges(Collector):
+class LabelledGauge(Collector):
     """How many there are now of each value of a label, which must be few."""
 
     def __init__(self, name: str, documentation: str, label: str) -> None:
@@ -95,11 +99,11 @@ class Gauges(Collector):
         self._counts: dict[str, int] = {}
 
     def add(self, value: str, count: int) -> None:
-        """So many more, or fewer."""
+        """Count so many more, or fewer."""
         self._counts[value] = self._counts.get(value, 0) + count
 
     def counts(self) -> dict[str, int]:
-        """Of each value that ever was."""
+        """Return the count of each value that has ever been counted."""
         return {str(value): count for value, count in self._counts.items()}
 
     def collect(self) -> Iterable[Metric]:
@@ -107,3 +111,21 @@ class Gauges(Collector):
         for value, count in self._counts.items():
             family.add_metric([value], count)
         yield family
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Estimate the duration that `share` (0 … 1) of those counted do not exceed; None if there are none.
+
+    Interpolates linearly within a bucket, as PromQL's `histogram_quantile` does: exact at the bounds. Beyond
+    the last bound it is that bound.
+    """
+    rank = share * sum(counts)
+    if not any(counts):
+        return None
+    lower = 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and rank <= count:
+            return lower + (bound - lower) * rank / count
+        rank -= count
+        lower = bound
+    return lower

@@ -3,30 +3,84 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from operator import add, sub
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.proxy.fleet.compatibility import Mismatch, refused_pairs
-from kvferry.proxy.fleet.refusals import Refusal
-from kvferry.proxy.fleet.registry import NodeState, Snapshot
-from kvferry.proxy.telemetry.fast_metrics import Gauges, Histogram, Histograms
+from kvferry.proxy.telemetry.fast_metrics import Histogram, LabelledGauge, LabelledHistogram
 
+CLIENT_LEFT = 499
+"""The status of a request whose client left before its end."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has counted since it started, as far as charts are drawn of it.
+
+    `ttft` and `tpot` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`).
+    """
+
+    events: int = 0
+    ended: int = 0
+    failed: int = 0
+    ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
+    tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
+
+    def plus(self, other: Totals) -> Totals:
+        """Return what two processes have counted together."""
+        return self._combined(add, other)
+
+    def minus(self, earlier: Totals) -> Totals:
+        """Return what was counted since."""
+        return self._combined(sub, earlier)
+
+    def _combined(self, operation: Callable[[int, int], int], other: Totals) -> Totals:
+        return Totals(
+            events=operation(self.events, other.events),
+            ended=operation(self.ended, other.ended),
+            failed=operation(self.failed, other.failed),
+            ttft=list(map(operation, self.ttft, other.ttft)),
+            tpot=list(map(operation, self.tpot, other.tpot)),
+        )
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """One metric with all its samples, to be sent to another process. `kind`: Prometheus' type."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[MetricSample]
+
+    @classmethod
+    def of(cls, metric: Metric) -> MetricFamily:
+        samples = [MetricSample(sample.name, dict(sample.labels), sample.value) for sample in metric.samples]
+        return cls(metric.name, metric.type, metric.documentation, samples)
 
 
 class Metrics:
     """Everything that is counted. Requests are those of the two completion endpoints."""
 
     def __init__(self) -> None:
+        self.events = 0
+        """Events of streams that went to clients; counted with every one, so a plain number."""
+        self._num_ended = 0
+        self._num_failed = 0
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_requests",
@@ -35,24 +89,24 @@ class Metrics:
             registry=registry,
         )
         self._ended: dict[tuple[str, int], Counter] = {}
-        self.in_flight = Gauges("kvferry_requests_in_flight", "Requests now in each phase.", "phase")
+        self.in_flight = LabelledGauge("kvferry_requests_in_flight", "Requests now in each phase.", "phase")
         registry.register(self.in_flight)
         self.ttft = Histogram(
             "kvferry_ttft_seconds",
             "From a streamed request's arrival to its first text.",
-            _TTFT_BUCKETS,
+            TTFT_BUCKETS,
         )
         registry.register(self.ttft)
         self.tpot = Histogram(
             "kvferry_tpot_seconds",
             "Mean time per event of a choice after the first, per streamed request.",
-            _TOKEN_BUCKETS,
+            TOKEN_BUCKETS,
         )
         registry.register(self.tpot)
         self.itl = Histogram(
             "kvferry_itl_seconds",
             "Time between arrivals of events within a stream.",
-            _TOKEN_BUCKETS,
+            TOKEN_BUCKETS,
         )
         registry.register(self.itl)
         self.e2e = Histogram(
@@ -61,7 +115,7 @@ class Metrics:
             _TOTAL_BUCKETS,
         )
         registry.register(self.e2e)
-        self.phases = Histograms(
+        self.phases = LabelledHistogram(
             "kvferry_phase_seconds",
             "Where requests spend their time.",
             "phase",
@@ -117,23 +171,34 @@ class Metrics:
         self.refused_pings = Counter(
             "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
         )
-        for reason in Refusal:  # so that a first one is seen as an increase
-            self.refused_pings.labels(reason.name.lower())
 
-    def watch_fleet(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
-        """From now on show the agents of `snapshot()` too, and how many named servers are down. Once."""
-        self._registry.register(_Agents(snapshot, servers_down))
+    def add_collector(self, collector: Collector) -> None:
+        """Show what `collector` collects too, from now on."""
+        self._registry.register(collector)
 
-    def collect(self) -> Iterable[Metric]:
-        """All metrics as they are now."""
-        return self._registry.collect()
+    def families(self) -> list[MetricFamily]:
+        """Return all metrics as they are now."""
+        return list(map(MetricFamily.of, self._registry.collect()))
 
     def ended(self, endpoint: str, status: int) -> None:
         """Count a request that has ended."""
+        self._num_ended += 1
+        if status >= 400 and status != CLIENT_LEFT:
+            self._num_failed += 1
         counter = self._ended.get((endpoint, status))
         if counter is None:  # looking a label up costs more than counting
             counter = self._ended[endpoint, status] = self.requests.labels(endpoint, str(status))
         counter.inc()
+
+    def totals(self) -> Totals:
+        """Return what has been counted up to now."""
+        return Totals(
+            events=self.events,
+            ended=self._num_ended,
+            failed=self._num_failed,
+            ttft=self.ttft.counts(),
+            tpot=self.tpot.counts(),
+        )
 
     def requests_in_flight(self) -> dict[str, int]:
         """Requests now in each phase that any request has been in."""
@@ -144,30 +209,46 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Agents(Collector):
-    """Agents and refused pairings, counted when asked: they change by the passing of time too."""
+def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+    """Add up samples of the same name and labels, of several processes.
 
-    def __init__(self, snapshot: Callable[[], Snapshot], servers_down: Callable[[], int]) -> None:
-        self._snapshot = snapshot
-        self._servers_down = servers_down
+    Of counters and buckets that is what all have counted, of gauges what all hold.
+    """
+    first: dict[str, MetricFamily] = {}
+    sums: dict[str, dict[Hashable, MetricSample]] = {}
+    for family in chain.from_iterable(groups):
+        first.setdefault(family.name, family)
+        samples = sums.setdefault(family.name, {})
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            samples[key] = _sum(samples.get(key), sample)
+    return [
+        MetricFamily(name, family.kind, family.help, list(sums[name].values()))
+        for name, family in first.items()
+    ]
+
+
+def exposition(families: Iterable[MetricFamily]) -> bytes:
+    """Return the families in Prometheus' text format."""
+    return generate_latest(_Families(families))
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
+        self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        snapshot = self._snapshot()
-        nodes = GaugeMetricFamily("kvferry_nodes", "Agents by role and state.", labels=["role", "state"])
-        tally = Tally((node.info.role, node.state) for node in snapshot.nodes)
-        for role in ("prefill", "decode", "both"):
-            for state in NodeState:
-                nodes.add_metric([role, state], tally[role, state])
-        yield nodes
-        refused = GaugeMetricFamily(
-            "kvferry_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
-        )
-        reasons = Tally(pair.why for pair in refused_pairs(snapshot))
-        for reason in Mismatch:
-            refused.add_metric([reason], reasons[reason])
-        yield refused
-        yield GaugeMetricFamily(
-            "kvferry_named_servers_down",
-            "Servers named by flags or a file that are down.",
-            self._servers_down(),
-        )
+        for family in self._families:
+            metric = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                metric.add_sample(sample.name, sample.labels, sample.value)
+            yield metric
+
+
+def _sum(one: MetricSample | None, other: MetricSample) -> MetricSample:
+    if one is None:
+        return other
+    # When counting began: of several, the earliest.
+    is_time = one.name.endswith("_created")
+    value = min(one.value, other.value) if is_time else one.value + other.value
+    return MetricSample(one.name, one.labels, value)

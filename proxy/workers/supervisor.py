@@ -1,50 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy of several processes (`--workers`): this one is the hub, and keeps the others running.
+"""A proxy of several processes (`--workers`): this one supervises those that serve.
 
-    agents ── pings ──▶ hub: discovery, registry, limits, queues, breakers
-                         ▲ ▲ a link each (`link`): who may go where, what came of it, what was counted
+    agents ── pings ──▶ supervisor: discovery, registrations, the sum of what workers report
+                         │ a channel each: registrations there, reports back
     clients ── HTTP ──▶ workers, all on one port (SO_REUSEPORT) ── HTTP ──▶ agents
 
-A worker that ends is replaced: the streams of the others go on, and what it held at agents is free at once.
-When workers end again and again, the whole proxy does. When the hub ends, its workers do: they finish what
-they have, within `drain_s`, and accept nothing more.
+No client's request waits for another process. What must be seen as one, `/metrics`, `/nodes`, `/ui` and
+drains, a worker asks of the supervisor.
+
+A worker that dies is replaced; the streams of the others go on. When workers die again and again, the whole
+proxy ends. When the supervisor ends, its workers finish what they have, within `drain_s`, and end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import msgspec
-
-from kvferry.proxy.config import ProxyConfig, config_to_json
-from kvferry.proxy.discovery.discovery import all_servers, membership
-from kvferry.proxy.fleet.fleet import LocalFleet
-from kvferry.proxy.server import Keys, base_url, listening_socket
-from kvferry.proxy.telemetry.history import History
-from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.workers.hub import Hub, WorkerLink
-from kvferry.proxy.workers.link import Link
-from kvferry.proxy.workers.link_messages import Begin, ToHub
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.discovery.discovery import Discovery
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.registry import Node, NodeState, Registry
+from kvferry.proxy.fleet.views import (
+    DownServer,
+    FleetCollector,
+    FleetView,
+    Page,
+    PageName,
+    dashboard_page,
+    fleet_page,
+    node_page,
+)
+from kvferry.proxy.server import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
+from kvferry.proxy.telemetry.metrics import (
+    CONTENT_TYPE,
+    MetricFamily,
+    Metrics,
+    Totals,
+    exposition,
+    sum_families,
+)
+from kvferry.proxy.wire.messages import Bye, Incarnation, Register
+from kvferry.proxy.workers.messages import (
+    AgentStatus,
+    Channel,
+    ChannelClosed,
+    Collect,
+    Departure,
+    DrainRequest,
+    Listening,
+    PageRequest,
+    PageResponse,
+    Registration,
+    Report,
+    SetDrained,
+    Start,
+    Stop,
+    ToSupervisor,
+    ToWorker,
+)
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
-"""For a worker to exit once its link has ended, or its requests were cut."""
-PAUSE_S = 0.2
+"""For a worker to exit once its channel is closed, or its requests were cut."""
+RESTART_PAUSE_S = 0.2
 MAX_DEATHS = 5
 DEATHS_WITHIN_S = 60.0
+COLLECT_TIMEOUT_S = 2.0
+"""For a worker's report; until a late one arrives, the one before stands."""
+WATCH_INTERVAL_S = SLICE_S
+MAX_MISSED = 4
+"""Reports in a row; then a worker counts as hung and is replaced."""
+
+# What an operator must see first, last. A worker adds to pings only what it found when it used the agent.
+_STATES = (NodeState.READY, NodeState.TRIPPED, NodeState.REFUSING)
+_BREAKERS = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
+
+WorkerChannel = Channel[ToWorker, ToSupervisor]
 
 
 class WorkersFailed(RuntimeError):
-    """Workers do not start, or end too often."""
+    """Workers do not start, or die too often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,63 +115,115 @@ async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
 
     Raises what that one raises, and `WorkersFailed`, maybe in an exception group.
     """
-    keys, servers = Keys.read(config), all_servers(config)
-    fleet = LocalFleet(config, Metrics(), History(), asyncio.get_running_loop().time)
+    keys, metrics, clock = Keys.read(config), Metrics(), asyncio.get_running_loop().time
+    registry = Registry(rules=fleet_settings(config).rules)
+    discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
-        async with (
-            membership(config, servers, fleet, keys.cluster) as discovery_port,
-            asyncio.TaskGroup() as tasks,
-        ):
-            crew = Crew(config, Hub(fleet), port)
-            kept = [tasks.create_task(crew.keep_one()) for _ in range(config.workers)]
+        async with discovery.running() as discovery_port, asyncio.TaskGroup() as tasks:
+            supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock)
+            watching = tasks.create_task(supervisor.watch())
+            kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
             try:
-                await crew.complete()
+                await supervisor.started()
                 yield RunningWorkers(config, port, discovery_port)
             finally:
-                crew.stop()
+                supervisor.stop()
                 await asyncio.wait(kept, timeout=config.drain_s + 2 * END_TIMEOUT_S)
-                for task in kept:
+                for task in (watching, *kept):
                     task.cancel()
 
 
-class Crew:
-    """The workers of one proxy, as processes."""
+class Supervisor:
+    """Runs the workers of one proxy, and puts together what they report."""
 
-    def __init__(self, config: ProxyConfig, hub: Hub, port: int) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        port: int,
+        registry: Registry,
+        metrics: Metrics,
+        down: Callable[[], Sequence[DownServer]],
+        clock: Callable[[], float],
+    ) -> None:
         self._config = config
-        self._begin = Begin(config=config_to_json(config), port=port)
-        self._hub = hub
+        self._port = port
+        self._registry = registry
+        self._metrics = metrics
+        self._down = down
+        self._clock = clock
+        self._workers: set[WorkerSession] = set()
+        self._num_listening = asyncio.Semaphore(0)
         self._deaths: deque[float] = deque()
-        self._stopping = False
-        self._to_come = asyncio.Semaphore(0)
-        """Released by every worker once it listens."""
+        self._is_stopping = False
+        # Counted by workers that have ended: a sum must not fall.
+        self._ended_families: list[MetricFamily] = []
+        self._ended_totals = Totals()
+        self._ended_failures = FailureLog()
+        self._history = History()
+        registry.subscribe(self._broadcast)
 
-    async def complete(self) -> None:
-        """Wait until as many workers as there are to be have begun to listen. Raises `WorkersFailed`."""
+    async def started(self) -> None:
+        """Wait until as many workers as there are to be listen. Raises `WorkersFailed`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 for _ in range(self._config.workers):
-                    await self._to_come.acquire()
+                    await self._num_listening.acquire()
         except TimeoutError:
             raise WorkersFailed(f"the workers did not start within {START_TIMEOUT_S:.0f} s") from None
 
     def stop(self) -> None:
-        """Tell all to end, and replace none from now on."""
-        self._stopping = True
-        self._hub.stop()
+        """Stop all workers, and replace none from now on."""
+        self._is_stopping = True
+        for worker in self._workers:
+            worker.channel.send(Stop())
 
-    async def keep_one(self) -> None:
-        """Keep one worker running until the crew is stopped. Raises `WorkersFailed`."""
-        while not self._stopping:
-            status = await self._run_one()
-            if self._stopping:
+    async def watch(self) -> None:
+        """Collect reports regularly: little is lost with a worker, and one that hangs is replaced."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            await self._collect()
+            self._history.record(self._totals(), self._clock())
+            for worker in self._workers:
+                worker.end_if_hung()
+
+    async def keep_worker(self) -> None:
+        """Keep one worker running until stopped. Raises `WorkersFailed`."""
+        while not self._is_stopping:
+            status = await self._run_worker()
+            if self._is_stopping:
                 return
             logger.error("a worker ended with status %d and is replaced", status)
             self._count_death()
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def _run_one(self) -> int:
-        """The life of one process; returns its exit status (negative: the signal it died of)."""
+    async def page(self, name: PageName) -> Page:
+        """Return a page of all workers together."""
+        await self._collect()
+        view = self._view()
+        match name:
+            case "metrics":
+                families = [*self._families(), *map(MetricFamily.of, FleetCollector(lambda: view).collect())]
+                return Page(body=exposition(families), content_type=CONTENT_TYPE)
+            case "dashboard":
+                failures, phases = FailureLog(), Counter[str]()
+                failures.merge(self._ended_failures.latest())
+                for report in self._reports():
+                    failures.merge(report.failures)
+                    phases.update(report.phases)
+                return dashboard_page(view, phases, self._history, failures.latest())
+            case _:
+                return fleet_page(name, view)
+
+    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+        """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
+        self._registry.drain(agent, drained)
+        for worker in self._workers:
+            worker.channel.send(SetDrained(agent=agent, drained=drained))
+        await self._collect()
+        return node_page(self._view(), agent)
+
+    async def _run_worker(self) -> int:
+        """Run one worker to its end; return its exit status (negative: the signal that killed it)."""
         ours, theirs = socket.socketpair()
         with theirs:
             child = await asyncio.create_subprocess_exec(
@@ -134,42 +234,180 @@ class Crew:
                 start_new_session=True,
             )
         try:
-            link: WorkerLink = await Link.over(ours, msgspec.msgpack.Decoder(ToHub))
-            link.send(self._begin)
-            listening = asyncio.Event()
-            async with asyncio.TaskGroup() as tasks:
-                starting = tasks.create_task(self._await_start(listening, link))
-                await self._hub.serve(link, listening)
-                starting.cancel()
+            worker = WorkerSession(await Channel.open(ours, ToSupervisor), self, child.pid)
+            worker.channel.send(self._start_message())
+            self._workers.add(worker)
+            if self._is_stopping:
+                worker.channel.send(Stop())
+            try:
+                await worker.serve(self._num_listening)
+            finally:
+                self._forget(worker)
         finally:
             await _reap(child)
         assert child.returncode is not None
         return child.returncode
 
-    async def _await_start(self, listening: asyncio.Event, link: WorkerLink) -> None:
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await listening.wait()
-        except TimeoutError:
-            logger.error("a worker did not start within %.0f s", START_TIMEOUT_S)
-            link.close()
-            return
-        self._to_come.release()
+    def _start_message(self) -> Start:
+        nodes = self._registry.snapshot(self._clock()).nodes
+        return Start(
+            config=self._config,
+            port=self._port,
+            agents=tuple(Registration(info=node.info, heard_at=node.heard_at) for node in nodes),
+            drained=tuple(node.incarnation for node in nodes if node.drained),
+        )
+
+    def _broadcast(self, update: Register | Bye) -> None:
+        message: Registration | Departure
+        if isinstance(update, Bye):
+            message = Departure(Incarnation(update.incarnation))
+        else:
+            message = Registration(info=update, heard_at=self._clock())
+        for worker in self._workers:
+            worker.channel.send(message)
+
+    async def _collect(self) -> None:
+        """Ask every worker that serves for a report, all at once."""
+        await asyncio.gather(*(worker.collect() for worker in self._workers if worker.is_listening))
+
+    def _reports(self) -> Iterator[Report]:
+        return (worker.report for worker in self._workers if worker.report is not None)
+
+    def _families(self) -> list[MetricFamily]:
+        return sum_families(
+            [self._ended_families, self._metrics.families(), *(each.families for each in self._reports())]
+        )
+
+    def _totals(self) -> Totals:
+        totals = self._ended_totals
+        for report in self._reports():
+            totals = totals.plus(report.totals)
+        return totals
+
+    def _view(self) -> FleetView:
+        """The fleet as all workers see it."""
+        now = self._clock()
+        snapshot = self._registry.snapshot(now)
+        reports = list(self._reports())
+        in_flight = Counter[Incarnation]()
+        nodes = []
+        for node in snapshot.nodes:
+            statuses = [each.agents[node.incarnation] for each in reports if node.incarnation in each.agents]
+            in_flight[node.incarnation] = sum(status.in_flight for status in statuses)
+            nodes.append(_merged(node, statuses))
+        return FleetView(
+            snapshot=replace(snapshot, nodes=tuple(nodes)),
+            in_flight=lambda agent: in_flight[agent],
+            down=self._down(),
+            now=now,
+        )
+
+    def _forget(self, worker: WorkerSession) -> None:
+        """Drop a worker that has ended, but for what it has counted."""
+        self._workers.discard(worker)
+        if (last := worker.report) is not None:
+            counted = [family for family in last.families if family.kind != "gauge"]
+            self._ended_families = sum_families([self._ended_families, counted])
+            self._ended_totals = self._ended_totals.plus(last.totals)
+            self._ended_failures.merge(last.failures)
 
     def _count_death(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         self._deaths.append(now)
         while self._deaths[0] < now - DEATHS_WITHIN_S:
             self._deaths.popleft()
         if len(self._deaths) > MAX_DEATHS:
-            raise WorkersFailed(f"{len(self._deaths)} workers have ended within {DEATHS_WITHIN_S:.0f} s")
+            raise WorkersFailed(f"{len(self._deaths)} workers have died within {DEATHS_WITHIN_S:.0f} s")
+
+
+class WorkerSession:
+    """The supervisor's side of one worker's channel."""
+
+    def __init__(self, channel: WorkerChannel, supervisor: Supervisor, pid: int) -> None:
+        self.channel = channel
+        self.pid = pid
+        self.report: Report | None = None
+        """The latest one."""
+        self.is_listening = False
+        self._num_missed = 0
+        """Rounds without a report, in a row."""
+        self._has_reported = False
+        self._supervisor = supervisor
+        self._seq = itertools.count()
+        self._collecting: dict[int, asyncio.Future[None]] = {}
+
+    async def serve(self, num_listening: asyncio.Semaphore) -> None:
+        """Handle the worker's messages until its channel is closed. Releases `num_listening` once."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = tasks.create_task(self._limit_start())
+                while True:
+                    match message := await self.channel.receive():
+                        case Listening():
+                            starting.cancel()
+                            self.is_listening = True
+                            num_listening.release()
+                        case Report():
+                            self._take_report(message)
+                        case PageRequest(seq=seq, name=name):
+                            tasks.create_task(self._respond(seq, self._supervisor.page(name)))
+                        case DrainRequest(seq=seq, agent=agent, drained=drained):
+                            tasks.create_task(self._respond(seq, self._supervisor.drain(agent, drained)))
+        except* ChannelClosed as closed:
+            logger.info("worker %d has ended: %s", self.pid, closed.exceptions[0])
+        finally:
+            self.is_listening = False
+            self.channel.close()
+            for collected in self._collecting.values():
+                if not collected.done():
+                    collected.set_result(None)
+
+    def end_if_hung(self) -> None:
+        """Count a round of reports; close the channel when the last `MAX_MISSED` were missed."""
+        self._num_missed = 0 if self._has_reported or not self.is_listening else self._num_missed + 1
+        self._has_reported = False
+        if self._num_missed >= MAX_MISSED:
+            logger.error("worker %d does not respond", self.pid)
+            self.channel.close()
+
+    async def collect(self) -> None:
+        """Ask for a report and wait for it, for `COLLECT_TIMEOUT_S` at most."""
+        seq = next(self._seq)
+        collected = self._collecting[seq] = asyncio.get_running_loop().create_future()
+        self.channel.send(Collect(seq))
+        try:
+            async with asyncio.timeout(COLLECT_TIMEOUT_S):
+                await collected
+        except TimeoutError:
+            pass
+        finally:
+            del self._collecting[seq]
+
+    def _take_report(self, report: Report) -> None:
+        self.report = report
+        self._has_reported = True
+        if (collected := self._collecting.get(report.seq)) is not None and not collected.done():
+            collected.set_result(None)
+
+    async def _limit_start(self) -> None:
+        await asyncio.sleep(START_TIMEOUT_S)
+        raise ChannelClosed(f"it did not start within {START_TIMEOUT_S:.0f} s")
+
+    async def _respond(self, seq: int, making: Coroutine[Any, Any, Page]) -> None:
+        try:
+            page = await making
+        except Exception:
+            logger.exception("internal error while putting a page together")
+            error = ProxyError("internal error; see the proxy's log")
+            page = Page(status=error.status, body=error.body())
+        self.channel.send(PageResponse(seq=seq, page=page))
 
 
 @contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
     """Hold a TCP port on which this process's workers may listen; 0 lets the OS choose.
 
-    Raises `OSError` when somebody else listens there: sharing the port with a stranger would be silent.
+    Raises `OSError` when another process listens there: sharing the port with a stranger would be silent.
     """
     with listening_socket(host, port) as alone:
         port = alone.getsockname()[1]
@@ -183,8 +421,18 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         yield port
 
 
+def _merged(node: Node, statuses: Sequence[AgentStatus]) -> Node:
+    """The agent as pings show it, and what the worst off of the workers found."""
+    breaker = max((each.breaker for each in statuses), key=_BREAKERS.index, default=BreakerState.CLOSED)
+    state = node.state
+    if state is NodeState.READY:
+        found = [each.state for each in statuses if each.state in _STATES]
+        state = max(found, key=_STATES.index, default=state)
+    return replace(node, state=state, breaker=breaker)
+
+
 async def _reap(child: asyncio.subprocess.Process) -> None:
-    """Wait for a process whose link has ended, and kill it when it does not exit."""
+    """Wait for a process whose channel is closed, and kill it when it does not exit."""
     try:
         async with asyncio.timeout(END_TIMEOUT_S):
             await child.wait()

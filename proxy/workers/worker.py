@@ -1,88 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvferry.proxy.workers.worker FD`: one process of those that serve the clients with `--workers`.
+"""`python -m kvferry.proxy.workers.worker FD`: one of the processes that serve clients with `--workers`.
 
-Started by `proxy.workers.supervisor` alone. `FD` is this worker's end of the link to the hub, over which it
-is told everything, its settings included. It ends when the hub says so, or when the hub ends.
+Started by the supervisor alone; `FD` is its end of their channel. A worker is a proxy of its own, with its
+own fleet, admission, limits and circuit breakers; it learns the fleet from the supervisor instead of from
+pings. It ends when the supervisor says so, or when the supervisor ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 
-import msgspec
 import uvloop
 
-from kvferry.proxy.config import ProxyConfig, config_from_json
-from kvferry.proxy.server import Keys, listening_socket, serving
-from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.fleet.fleet import Fleet
+from kvferry.proxy.fleet.views import OperatorViews, Page, PageName
+from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
+from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.workers import reports
-from kvferry.proxy.workers.link import Link
-from kvferry.proxy.workers.link_messages import Begin, Listening, Spent, ToWorker
-from kvferry.proxy.workers.remote_fleet import HubLink, RemoteFleet
-from kvferry.proxy.workers.reports import Report
+from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.workers.messages import (
+    AgentStatus,
+    Channel,
+    ChannelClosed,
+    Collect,
+    Departure,
+    DrainRequest,
+    Listening,
+    PageRequest,
+    PageResponse,
+    Registration,
+    Report,
+    SetDrained,
+    Start,
+    Stop,
+    ToSupervisor,
+    ToWorker,
+)
 
-BEGIN_TIMEOUT_S = 10.0
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+RESPONSE_TIMEOUT_S = 5.0
+MAX_PENDING = 64
+"""Operators' requests that wait for the supervisor at once; more are refused."""
+OF_ALL_WORKERS: frozenset[PageName] = frozenset({"nodes", "metrics", "dashboard"})
+
+SupervisorChannel = Channel[ToSupervisor, ToWorker]
+
+
+class SupervisorUnavailable(ProxyError):
+    """The supervisor has ended, or does not respond in time."""
+
+    status = 503
+    code = "supervisor_unavailable"
+
+
+class Worker(OperatorViews):
+    """Keeps this process's fleet as the supervisor knows it; what concerns all workers is asked of it."""
+
+    def __init__(
+        self, channel: SupervisorChannel, fleet: Fleet, metrics: Metrics, failures: FailureLog
+    ) -> None:
+        super().__init__(fleet, metrics, History(), failures, down=list)
+        self._channel = channel
+        self._seq = itertools.count()
+        self._pending: dict[int, asyncio.Future[Page]] = {}
+        self.stopped = asyncio.Event()
+        """The supervisor has said `Stop`, or has ended."""
+        self.is_orphaned = False
+        """The supervisor has ended."""
+
+    def learn(self, start: Start) -> None:
+        """Register the agents that the supervisor knows already."""
+        for agent in start.agents:
+            self._fleet.registry.register(agent.info, agent.heard_at)
+        for incarnation in start.drained:
+            self._fleet.drain(incarnation, True)
+
+    async def receive(self) -> None:
+        """Handle the supervisor's messages until it ends."""
+        try:
+            while True:
+                self.handle(await self._channel.receive())
+        except ChannelClosed as closed:
+            logger.error("the supervisor has ended: %s", closed)
+        self.is_orphaned = True
+        self.stopped.set()
+        for response in self._pending.values():
+            if not response.done():
+                response.set_exception(SupervisorUnavailable("the supervisor has ended"))
+
+    def handle(self, message: ToWorker) -> None:
+        """Act on one message."""
+        match message:
+            case Registration():
+                self._fleet.registry.register(message.info, message.heard_at)
+            case Departure(agent=agent):
+                self._fleet.registry.bye(agent)
+            case SetDrained(agent=agent, drained=drained):
+                self._fleet.drain(agent, drained)
+            case Collect(seq=seq):
+                self._channel.send(self._report(seq))
+            case PageResponse(seq=seq, page=page):
+                if (response := self._pending.get(seq)) is not None and not response.done():
+                    response.set_result(page)
+            case Stop():
+                self.stopped.set()
+            case Start():
+                logger.error("the supervisor has sent Start twice")
+
+    async def page(self, name: PageName) -> Page:
+        if name not in OF_ALL_WORKERS:
+            return await super().page(name)
+        seq = next(self._seq)
+        return await self._request(seq, PageRequest(seq=seq, name=name))
+
+    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+        seq = next(self._seq)
+        return await self._request(seq, DrainRequest(seq=seq, agent=agent, drained=drained))
+
+    async def _request(self, seq: int, message: PageRequest | DrainRequest) -> Page:
+        if self.is_orphaned:
+            raise SupervisorUnavailable("the supervisor has ended")
+        if len(self._pending) >= MAX_PENDING:
+            raise SupervisorUnavailable("too many requests wait for the supervisor")
+        response: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
+        self._pending[seq] = response
+        self._channel.send(message)
+        try:
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
+                return await response
+        except TimeoutError:
+            raise SupervisorUnavailable("the supervisor does not respond") from None
+        finally:
+            del self._pending[seq]
+
+    def _report(self, seq: int) -> Report:
+        view = self.view()
+        return Report(
+            seq=seq,
+            families=self._metrics.families(),
+            totals=self._metrics.totals(),
+            phases=self._metrics.requests_in_flight(),
+            failures=self._failures.latest(),
+            agents={
+                node.incarnation: AgentStatus(
+                    state=node.state, breaker=node.breaker, in_flight=view.in_flight(node.incarnation)
+                )
+                for node in view.snapshot.nodes
+            },
+        )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop (returns 0) or until the hub is lost (returns 1)."""
-    # Ctrl-C and a service manager's SIGTERM are for the hub, which tells its workers to stop.
+    """Serve until told to stop (returns 0) or until the supervisor has ended (returns 1)."""
+    # Ctrl-C and a service manager's SIGTERM are for the supervisor, which stops its workers.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    return uvloop.run(_work(socket.socket(fileno=int(argv[0]))))
+    return uvloop.run(_run(socket.socket(fileno=int(argv[0]))))
 
 
-async def _work(end: socket.socket) -> int:
-    link: HubLink = await Link.over(end, msgspec.msgpack.Decoder(ToWorker))
+async def _run(end: socket.socket) -> int:
+    channel: SupervisorChannel = await Channel.open(end, ToWorker)
     try:
-        async with asyncio.timeout(BEGIN_TIMEOUT_S):
-            begin = await link.receive()
-        assert isinstance(begin, Begin), "the hub's first message is another"
-        config = config_from_json(begin.config)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            start = await channel.receive()
+        if not isinstance(start, Start):
+            raise ChannelClosed(f"{type(start).__name__} in place of Start")
         logging.basicConfig(
-            level=config.log_level.upper(),
+            level=start.config.log_level.upper(),
             format="%(asctime)s %(levelname)s worker-%(process)d %(message)s",
             force=True,
         )
-        return await _serve(link, config, begin.port)
+        return await _serve(channel, start.config, start)
     finally:
-        link.close()
+        channel.close()
 
 
-async def _serve(link: HubLink, config: ProxyConfig, port: int) -> int:
-    metrics, history = Metrics(), History()
-
-    def report() -> Report:
-        return Report(families=reports.families_of(metrics.collect()), history=history.state())
-
-    keys = Keys.read(config)
-
-    def tell(key: bytes, requests: int, tokens: int) -> None:
-        link.send(Spent(key=key, requests=requests, tokens=tokens))
-
-    def hear(spent: Spent) -> None:
-        if keys.clients is not None:
-            keys.clients.taken(spent.key, spent.requests, spent.tokens, time.monotonic())
-
-    if keys.clients is not None:
-        keys.clients.share(tell)
-    chunks = "prefix_aware" in (config.prefill_policy, config.decode_policy)
-    fleet = RemoteFleet(link, report, chunks=chunks, spent=hear)
-    with listening_socket(config.host, port, shared=True) as listener:
+async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) -> int:
+    keys, metrics, failures = Keys.read(config), Metrics(), FailureLog()
+    fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time)
+    worker = Worker(channel, fleet, metrics, failures)
+    worker.learn(start)
+    with listening_socket(config.host, start.port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
-            hearing = tasks.create_task(fleet.listen())
-            async with serving(config, keys, fleet, metrics, history, listener):
-                link.send(Listening())
-                await fleet.stopped.wait()
-            hearing.cancel()
-    return 1 if fleet.lost else 0
+            receiving = tasks.create_task(worker.receive())
+            async with serving(config, keys, fleet, metrics, failures, worker, listener):
+                channel.send(Listening())
+                await worker.stopped.wait()
+            receiving.cancel()
+    return 1 if worker.is_orphaned else 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from kvferry.deploy.cli import main as kvferry
 from kvferry.deploy.keygen import main as keygen
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.fleet.address_rules import Refusal
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.watched_server import WatchedServer

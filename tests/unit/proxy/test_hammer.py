@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from kvferry.proxy.wire.messages import Register
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
+from tests.unit.proxy.workers.test_workers import Workers, running
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6}
 
@@ -25,11 +26,19 @@ TYPED = {"429", "502", "503", "504", "stream_broken", "agent_lost", "no_agent", 
 """How a request may fail whose agent was cut off: an HTTP status, or the code of an error event."""
 
 
+class Proxy(Protocol):
+    """What a hammer needs of a proxy."""
+
+    @property
+    def discovery(self) -> str: ...
+    def post(self, body: Any) -> Any: ...
+
+
 @dataclass(slots=True)
 class Hammer:
     """A fleet that changes while clients ask, and what they got."""
 
-    stage: Stage
+    stage: Proxy
     rng: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
     died_at: dict[str, float] = field(default_factory=dict)
@@ -67,10 +76,10 @@ class Hammer:
             else:
                 self.outcomes[str(response.status)] += 1
 
-    def watch_routes(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    def watch_routes(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Notes every leg that is sent to an agent which has been dead for too long."""
         late: list[str] = []
-        post = self.stage.proxy.services.upstream.post
+        post = stage.proxy.services.upstream.post
 
         def noted(agent: Register, path: str, *args: Any, **kwargs: Any) -> Any:
             died_at = self.died_at.get(agent.address)
@@ -80,7 +89,7 @@ class Hammer:
                     late.append(f"{agent.role} at {agent.address}, dead for {since:.1f} s")
             return post(agent, path, *args, **kwargs)
 
-        monkeypatch.setattr(self.stage.proxy.services.upstream, "post", noted)
+        monkeypatch.setattr(stage.proxy.services.upstream, "post", noted)
         return late
 
 
@@ -88,7 +97,12 @@ async def hammer(stage: Stage, monkeypatch: pytest.MonkeyPatch, seed: int, times
     """R21, X2, X8: registrations change under traffic; every answer is whole or a typed refusal."""
     await stage.pair(interval_s=0.002)
     run = Hammer(stage, random.Random(seed))
-    late = run.watch_routes(monkeypatch)
+    late = run.watch_routes(stage, monkeypatch)
+    await check(run, times, clients)
+    assert not late
+
+
+async def check(run: Hammer, times: int, clients: int) -> None:
     async with asyncio.TaskGroup() as tasks:
         for index in range(clients):
             tasks.create_task(run.ask(stream=index % 2 == 0))
@@ -97,7 +111,6 @@ async def hammer(stage: Stage, monkeypatch: pytest.MonkeyPatch, seed: int, times
     assert run.outcomes["200"] > 20 and run.outcomes["streamed"] > 20
     # An agent that is cut off in mid-answer costs its own requests, and those end typed.
     assert set(run.outcomes) <= {"200", "streamed", *TYPED}, run.outcomes
-    assert not late
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -106,6 +119,33 @@ async def test_no_request_sees_a_500_while_agents_join_leave_and_restart(
 ) -> None:
     """R21, X2, X8: the long form's rules, for a moment."""
     await hammer(stage, monkeypatch, seed, times=12, clients=12)
+
+
+@dataclass(slots=True)
+class SeveralWorkers:
+    """A proxy of several processes. Every request has its own connection, so the kernel picks a worker."""
+
+    workers: Workers
+    http: aiohttp.ClientSession
+
+    @property
+    def discovery(self) -> str:
+        return self.workers.discovery
+
+    def post(self, body: Any) -> Any:
+        return self.http.post(f"{self.workers.url}/v1/completions", json=body)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("count", [2, 4])
+async def test_nor_with_several_workers(count: int) -> None:
+    """They learn of every change by the supervisor."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with running(count) as workers, aiohttp.ClientSession(connector=connector) as http:
+        for role in ("prefill", "decode"):
+            await workers.agent(role, interval_s=0.002)
+        await check(Hammer(SeveralWorkers(workers, http), random.Random(count)), times=12, clients=12)
+        assert len(workers.processes()) == count, "none has died"
 
 
 @pytest.mark.full

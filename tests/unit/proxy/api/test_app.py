@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.proxy.dialects import native
 from kvferry.proxy.exchange.native_attempt import Relay
-from kvferry.proxy.telemetry.history import History
+from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.conftest import Stage, StartStage
 
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -113,7 +113,7 @@ async def test_an_internal_error_after_the_end_adds_nothing_to_the_response(
 ) -> None:
     """The client has it all; what came after would be taken for the beginning of the next answer."""
     await stage.pair()
-    monkeypatch.setattr(History, "ended", lambda *_: 1 // 0)
+    monkeypatch.setattr(Metrics, "ended", lambda *_: 1 // 0)
     body = json.dumps({**BODY, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.proxy.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

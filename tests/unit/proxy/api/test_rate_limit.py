@@ -50,25 +50,6 @@ def test_a_rejected_request_is_not_charged() -> None:
     assert refused(limit, 1.5) is None
 
 
-def test_processes_that_tell_one_another_keep_one_limit() -> None:
-    """As the workers of one proxy do; those that hear do not tell in turn."""
-    both = [RateLimit(Rate.parse("6/min"), Rate.parse("10/min")) for _ in range(2)]
-    told: list[tuple[int, int]] = []
-
-    def tell_second(requests: int, tokens: int) -> None:
-        told.append((requests, tokens))
-        both[1].take(requests, tokens, 0.0)
-
-    both[0].share(tell_second)
-    both[1].share(lambda *_: pytest.fail("an echo"))
-    for _ in range(6):
-        both[0].admit(0.0)
-    assert [refused(each, 0.0) for each in both] == [10, 10]
-    both[0].charge(13, 0.0)
-    assert [refused(each, 10.0) for each in both] == [14, 14]
-    assert told == [(1, 0)] * 6 + [(0, 13)]
-
-
 @pytest.mark.parametrize("text", ["", "10", "0/s", "-1/s", "1.5/s", "10/day", "10 /s", "1e3/s"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate"):
@@ -111,7 +92,7 @@ async def test_a_rate_limited_key_gets_a_retry_after(start_stage: StartStage, tm
     assert [await status(stage, KEY) for _ in range(3)] == [(200, None), (200, None), (429, "1800")]
     assert await status(stage, OTHER) == (200, None)
     assert stage.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
-    [failure] = stage.proxy.services.history.failures()
+    [failure] = stage.proxy.services.failures.latest()
     assert failure.last.code == "rate_limit_exceeded"
     async with stage.http.get(
         f"{stage.proxy.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}

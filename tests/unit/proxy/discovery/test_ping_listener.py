@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery: pings in, acks out, and whatever else a network may send."""
+"""PingListener: pings in, acks out, and whatever else a network may send."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.discovery.ping_listener import Discovery
-from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.discovery.ping_listener import PingListener
+from kvferry.proxy.fleet.address_rules import Refusal
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -40,7 +40,7 @@ class Setting:
         self.now = 0.0
         self.registry = Registry()
         self.metrics = Metrics()
-        self.discovery = Discovery(self.registry, self.metrics, "proxy-1", lambda: self.now)
+        self.discovery = PingListener(self.registry, self.metrics, "proxy-1", lambda: self.now)
 
     def handle(self, *frames: bytes) -> bytes | None:
         return self.discovery.handle([b"peer", *frames])

@@ -12,11 +12,10 @@ import pytest
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
-from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import Snapshot
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.builders import load, registration, snapshot
 
@@ -40,7 +39,7 @@ class Door:
     ) -> Reservation | NoPair:
         ask = RoutingRequest(model=model, n=n)
         by = asyncio.get_running_loop().time() + wait_s
-        return await self.admission.enter(
+        return await self.admission.acquire(
             ask, lambda: self.router.choose(self.agents, ask), by=by, first=first
         )
 
@@ -273,7 +272,7 @@ def start_failing(door: Door) -> tuple[asyncio.Task[Reservation | NoPair], list[
         raise Defect
 
     loop = asyncio.get_running_loop()
-    entering = door.admission.enter(RoutingRequest(model="m"), question, by=loop.time() + 5)
+    entering = door.admission.acquire(RoutingRequest(model="m"), question, by=loop.time() + 5)
     return loop.create_task(entering), full
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import Node, NodeState
-from kvferry.proxy.fleet.slots import Slots
+from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import load, registration
 
 FREE = {"prefill": None, "decode": None}
+
+FIRST, SECOND = Incarnation("1"), Incarnation("2")
 
 
 def agent(running: int = 0, *, ours_at_ping: int = 0, **fields: int | None) -> Node:
@@ -32,7 +34,7 @@ def test_what_this_proxy_had_is_replaced_by_what_it_has(
     running: int, ours_at_ping: int, ours_now: int, expected: int
 ) -> None:
     slots, node = Slots(), agent(running, ours_at_ping=ours_at_ping)
-    slots.take(node.incarnation, ours_now)
+    slots.acquire(node.incarnation, ours_now)
     assert Loads(slots, FREE).at(node) == expected
 
 
@@ -65,5 +67,25 @@ def test_kv_blocks_are_kept_for_what_was_given_since_the_ping(
         agent(4, ours_at_ping=4, kv_blocks_total=free + 40 + 5, kv_blocks_free=free, kv_blocks_leased=5),
         Slots(),
     )
-    slots.take(node.incarnation, 4 + given_since)
+    slots.acquire(node.incarnation, 4 + given_since)
     assert Loads(slots, FREE).has_room(node, "decode", 1) is room
+
+
+def test_slots_are_counted_per_agent_and_given_back() -> None:
+    slots = Slots()
+    slots.acquire(FIRST, 1)
+    slots.acquire(SECOND, 4)
+    slots.acquire(FIRST, 1)
+    assert (slots.in_flight(FIRST), slots.in_flight(SECOND)) == (2, 4)
+    slots.release(FIRST, 2)
+    slots.release(SECOND, 4)
+    assert slots.idle
+    with pytest.raises(KeyError):
+        slots.release(FIRST, 1)
+
+
+def test_more_than_was_taken_cannot_be_given_back() -> None:
+    slots = Slots()
+    slots.acquire(FIRST, 1)
+    with pytest.raises(AssertionError):
+        slots.release(FIRST, 2)

@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.fleet.policy import LeastLoaded, LoadOf, PowerOfTwo, RoundRobin, Session
-from kvferry.proxy.fleet.prefix_aware import (
+from kvferry.proxy.fleet.policy import (
     MAX_HOLDERS,
     OVERLOAD_FACTOR,
     OVERLOAD_SLACK,
+    LeastLoaded,
+    LoadOf,
+    PowerOfTwo,
     PrefixAware,
     PrefixIndex,
+    RoundRobin,
+    Session,
 )
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.proxy.fleet.address_rules import AddressRules
+from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, Refusal
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
-from kvferry.proxy.fleet.refusals import MAX_ADDRESS_CHARS, MAX_SHOWN, Refusal
 from kvferry.proxy.fleet.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.compatibility import mismatch
-from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.slots import Slots
 from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import load, registration, snapshot
 
@@ -192,7 +191,7 @@ def full(slots: Slots, agents: Snapshot, *ports: int) -> None:
     """Every agent at these ports has all that it runs at once."""
     for node in agents.nodes:
         if int(node.info.address.rsplit(":", 1)[1]) in ports:
-            slots.take(node.incarnation, node.info.load.max_running or 0)
+            slots.acquire(node.incarnation, node.info.load.max_running or 0)
 
 
 def limited_fleet(prefills: int, decodes: int, max_running: int = 2) -> Snapshot:
@@ -220,7 +219,7 @@ def test_each_choice_of_a_request_needs_room_at_the_decode_agent_and_one_at_the_
     slots, agents = Slots(), limited_fleet(1, 1, max_running=4)
     router = make_router(slots=slots)
     for node in agents.nodes:
-        slots.take(node.incarnation, 1)
+        slots.acquire(node.incarnation, 1)
     assert isinstance(router.choose(agents, asked(n=3)), Pair)
     assert router.choose(agents, asked(n=4)) is NoPair.FULL
 
@@ -234,7 +233,7 @@ def test_a_retry_waits_for_another_agent_rather_than_go_back_to_the_one_that_fai
 
 def test_each_role_has_its_own_policy() -> None:
     slots, agents = Slots(), fleet(2, 2)
-    slots.take(Incarnation(f"{100:016x}"), 5)
+    slots.acquire(Incarnation(f"{100:016x}"), 5)
     router = make_router("least_loaded", "session", slots=slots)
     chosen = {ports(router.choose(agents, asked(session="mine"))) for _ in range(6)}
     assert len(chosen) == 1 and chosen <= {(101, 200), (101, 201)}

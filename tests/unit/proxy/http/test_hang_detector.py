@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.fleet import LocalFleet
+from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.fleet.registry import STALL_S
 from kvferry.proxy.http.hang_detector import CHECK_INTERVAL_S, HangDetector
-from kvferry.proxy.telemetry.history import History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Register
 from tests.standins.agents import Fault
@@ -102,21 +100,21 @@ def clock() -> Stopwatch:
 
 
 @pytest.fixture
-def fleet(clock: Stopwatch) -> LocalFleet:
+def fleet(clock: Stopwatch) -> Fleet:
     """A decode agent that pinged at second 0, with something running."""
-    made = LocalFleet(ProxyConfig(), Metrics(), History(), clock)
+    made = Fleet(FleetSettings(), Metrics(), clock)
     made.registry.register(busy(steps=1), 0.0)
     return made
 
 
-async def is_aborted(fleet: LocalFleet, since: float | None, now: float, can_retry: bool = True) -> bool:
+async def is_aborted(fleet: Fleet, since: float | None, now: float, can_retry: bool = True) -> bool:
     """Whether a wait for the busy agent is aborted, once, by two checks."""
     assert isinstance(fleet.clock, Stopwatch)
     fleet.clock.now = now
     detector, request = HangDetector(), Waiting(since, can_retry)
     detector.add(request)
-    await detector.check(fleet.find_lost, now)
-    await detector.check(fleet.find_lost, now)
+    detector.check(fleet.find_hung, now)
+    detector.check(fleet.find_hung, now)
     assert request.aborted < 2
     return request.aborted == 1
 
@@ -131,7 +129,7 @@ async def is_aborted(fleet: LocalFleet, since: float | None, now: float, can_ret
     ],
 )
 async def test_only_overdue_requests_at_hung_agents_are_aborted(
-    fleet: LocalFleet, since: float | None, now: float, ended: bool
+    fleet: Fleet, since: float | None, now: float, ended: bool
 ) -> None:
     fleet.registry.register(registration("decode", PORT + 1), now)
     assert await is_aborted(fleet, since, now) == ended
@@ -150,7 +148,7 @@ async def test_only_overdue_requests_at_hung_agents_are_aborted(
     ],
 )
 async def test_without_an_alternative_the_request_waits(
-    fleet: LocalFleet, other: Register | None, ended: bool
+    fleet: Fleet, other: Register | None, ended: bool
 ) -> None:
     """It may only be slow, and the deadlines hold all the same."""
     if other is not None:
@@ -158,14 +156,14 @@ async def test_without_an_alternative_the_request_waits(
     assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S) == ended
 
 
-async def test_a_request_that_cannot_be_retried_waits(fleet: LocalFleet) -> None:
+async def test_a_request_that_cannot_be_retried_waits(fleet: Fleet) -> None:
     """A request without another try would only fail sooner."""
     fleet.registry.register(registration("decode", PORT + 1), NODE_EXPIRY_S)
     assert not await is_aborted(fleet, 0.0, NODE_EXPIRY_S, can_retry=False)
     assert await is_aborted(fleet, 0.0, NODE_EXPIRY_S)
 
 
-async def test_requests_at_a_stalled_engine_are_aborted_too(fleet: LocalFleet) -> None:
+async def test_requests_at_a_stalled_engine_are_aborted_too(fleet: Fleet) -> None:
     for second in range(int(STALL_S)):
         fleet.registry.register(registration("decode", PORT + 1), second)
         assert not await is_aborted(fleet, 0.0, second)
@@ -175,11 +173,11 @@ async def test_requests_at_a_stalled_engine_are_aborted_too(fleet: LocalFleet) -
     assert not await is_aborted(fleet, 0.0, STALL_S)
 
 
-async def test_a_pause_of_the_proxy_itself_aborts_nothing(fleet: LocalFleet, clock: Stopwatch) -> None:
+async def test_a_pause_of_the_proxy_itself_aborts_nothing(fleet: Fleet, clock: Stopwatch) -> None:
     """When it wakes, the pings of that time are still to be read."""
     detector, request = HangDetector(), Waiting(0.0)
     detector.add(request)
-    watching = asyncio.ensure_future(detector.run(fleet.find_lost, clock))
+    watching = asyncio.ensure_future(detector.run(fleet.find_hung, clock))
     await asyncio.sleep(0)  # it has noted the time
     clock.now = 60.0
     fleet.registry.register(registration("decode", PORT + 1), clock.now)

@@ -14,8 +14,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from kvferry.proxy.discovery.ping_listener import Discovery
-from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.discovery.ping_listener import PingListener
+from kvferry.proxy.fleet.address_rules import Refusal
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -40,7 +40,7 @@ async def discovery(key: ClusterKey | None) -> AsyncIterator[tuple[Registry, str
     """A listening discovery socket; yields its registry and address."""
     registry, clock = Registry(), asyncio.get_running_loop().time
     metrics = Metrics()
-    listener = Discovery(registry, metrics, "proxy-1", clock, key)
+    listener = PingListener(registry, metrics, "proxy-1", clock, key)
     try:
         address = f"tcp://127.0.0.1:{listener.bind('127.0.0.1', 0)}"
         running = asyncio.create_task(listener.run())
@@ -212,7 +212,7 @@ async def test_no_socket_is_bound_before_its_authenticator_runs(monkeypatch: pyt
 
     monkeypatch.setattr(AsyncioAuthenticator, "start", fail)
     registry = Registry()
-    listener = Discovery(registry, Metrics(), "p", lambda: 0.0, new_key())
+    listener = PingListener(registry, Metrics(), "p", lambda: 0.0, new_key())
     bound: list[str] = []
     monkeypatch.setattr(zmq.asyncio.Socket, "bind", lambda self, where: bound.append(where))
     with pytest.raises(zmq.ZMQError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.proxy.fleet.refusals import Refusal
+from kvferry.proxy.fleet.address_rules import Refusal
 from kvferry.proxy.wire.tls import BadCertificate, client_context, server_context
 from tests.standins.agents import StandInAgent
 from tests.standins.certificates import Certificate, make_certificate

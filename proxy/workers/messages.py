@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor and a worker send each other, and the channel between them.
+
+A channel is a socket pair that only these two processes hold. Frames are a length (4 bytes, big-endian) and
+that many bytes of msgpack, typed by msgspec. Either end sees the other process end as the end of the stream.
+`seq` ties a response to its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.registry import NodeState
+from kvferry.proxy.fleet.views import Page, PageName
+from kvferry.proxy.telemetry.history import FailureCount
+from kvferry.proxy.telemetry.metrics import MetricFamily, Totals
+from kvferry.proxy.wire.messages import Incarnation, Register
+
+_LENGTH = struct.Struct("!I")
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_UNSENT_BYTES = 16 * 1024 * 1024
+
+
+class Registration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A registration that the supervisor has accepted. `heard_at`: monotonic seconds of this host."""
+
+    info: Register
+    heard_at: float
+
+
+class Departure(msgspec.Struct, frozen=True, tag=True):
+    """An agent has said goodbye."""
+
+    agent: Incarnation
+
+
+class SetDrained(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Take an agent out of rotation, or put it back."""
+
+    agent: Incarnation
+    drained: bool
+
+
+class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message to a worker: its settings, the port to listen on, and the agents known by now."""
+
+    config: ProxyConfig
+    port: int
+    agents: tuple[Registration, ...]
+    drained: tuple[Incarnation, ...]
+
+
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a `Report`. It shows the effect of every message sent before."""
+
+    seq: int
+
+
+class PageResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    seq: int
+    page: Page
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Accept nothing new, let running requests finish for a while, and end."""
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """The worker takes requests."""
+
+
+class AgentStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one worker makes of an agent. `in_flight`: its sequences there."""
+
+    state: NodeState
+    breaker: BreakerState
+    in_flight: int
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a worker has counted since it started, and the agents as it sees them."""
+
+    seq: int
+    families: list[MetricFamily]
+    totals: Totals
+    phases: dict[str, int]
+    """Requests now in each phase."""
+    failures: list[FailureCount]
+    agents: dict[Incarnation, AgentStatus]
+
+
+class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    seq: int
+    name: PageName
+
+
+class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Set an agent's `drained` in every worker; the response is its entry in `/nodes`."""
+
+    seq: int
+    agent: Incarnation
+    drained: bool
+
+
+ToWorker = Start | Registration | Departure | SetDrained | Collect | PageResponse | Stop
+ToSupervisor = Listening | Report | PageRequest | DrainRequest
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+
+class ChannelClosed(ConnectionError):
+    """The other process has ended, does not keep up, or has sent what is no message."""
+
+
+class Channel(Generic[Out, In]):
+    """One end. `send` from anywhere in the loop; `receive` from one task."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: Any) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=str)
+        # What msgspec does not know, paths, is sent as its string.
+        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=lambda kind, value: kind(value))
+
+    @classmethod
+    async def open(cls, end: socket.socket, incoming: Any) -> Channel[Out, In]:
+        """Take over one end of a connected pair. `incoming`: the union of the messages to be received."""
+        reader, writer = await asyncio.open_unix_connection(sock=end)
+        return cls(reader, writer, incoming)
+
+    def send(self, message: Out) -> None:
+        """Queue one message; never waits or raises, as `receive` raises when the other end is gone.
+
+        A peer that does not keep up, with `MAX_UNSENT_BYTES` queued for it, is cut off.
+        """
+        if self._writer.is_closing():
+            return
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._writer.transport.abort()
+            return
+        payload = self._encoder.encode(message)
+        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> In:
+        """Return the next message. Raises `ChannelClosed`."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > MAX_FRAME_BYTES:
+                raise ChannelClosed(f"a frame of {length} bytes")
+            message: In = self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise ChannelClosed(str(error) or type(error).__name__) from error
+        except msgspec.DecodeError as error:
+            raise ChannelClosed(f"not a message: {error}") from error
+        return message
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._writer.close()

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor and its workers' ends, in one process: what is put together, and what ends what."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.fleet.router import NoPair
+from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.telemetry.history import Failure, FailureLog
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.workers import supervisor as supervisor_module
+from kvferry.proxy.workers import worker as worker_module
+from kvferry.proxy.workers.messages import Channel, Collect, Listening, Start, ToSupervisor, ToWorker
+from kvferry.proxy.workers.supervisor import Supervisor, WorkerSession
+from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
+from tests.unit.proxy.builders import load, registration
+
+DEADLINE_S = 5.0
+PREFILL, DECODE = registration("prefill", 1), registration("decode", 2, load=load(max_running=1))
+DECODE_ID = Incarnation(DECODE.incarnation)
+REQUESTS = 'kvferry_requests_total{endpoint="completions",status="200"}'
+PREFILLING = 'kvferry_requests_in_flight{phase="prefill"}'
+
+
+@dataclass(slots=True)
+class Process:
+    """What one worker process holds."""
+
+    worker: Worker
+    fleet: Fleet
+    metrics: Metrics
+    failures: FailureLog
+    session: WorkerSession
+    channel: Channel[Any, Any]
+
+    def die(self) -> None:
+        self.channel.close()
+
+    async def reserve(self) -> Reservation | NoPair:
+        loop = asyncio.get_running_loop()
+        return await self.fleet.acquire(AcquireRequest(ask=RoutingRequest(model="m"), by=loop.time() + 5))
+
+
+@dataclass(slots=True)
+class Office:
+    """A supervisor that knows a pair of agents, and workers on demand."""
+
+    supervisor: Supervisor
+    registry: Registry
+    metrics: Metrics
+    stack: AsyncExitStack
+
+    async def process(self) -> Process:
+        made = await self.stack.enter_async_context(self._process())
+        await until(lambda: made.session.is_listening)
+        return made
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[Process]:
+        supervisor = self.supervisor
+        ours, theirs = socket.socketpair()
+        session = WorkerSession(await Channel.open(ours, ToSupervisor), supervisor, 1)
+        channel: Channel[Any, Any] = await Channel.open(theirs, ToWorker)
+        session.channel.send(supervisor._start_message())
+        start = await channel.receive()
+        assert isinstance(start, Start)
+        metrics, failures = Metrics(), FailureLog()
+        fleet = Fleet(FleetSettings(), metrics, asyncio.get_running_loop().time)
+        worker = Worker(channel, fleet, metrics, failures)
+        worker.learn(start)
+        supervisor._workers.add(session)
+
+        async def serve() -> None:
+            await session.serve(asyncio.Semaphore(0))
+            supervisor._forget(session)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve())
+            tasks.create_task(worker.receive())
+            channel.send(Listening())
+            try:
+                yield Process(worker, fleet, metrics, failures, session, channel)
+            finally:
+                channel.close()
+
+
+@pytest.fixture
+async def office() -> AsyncIterator[Office]:
+    clock = asyncio.get_running_loop().time
+    registry, metrics = Registry(), Metrics()
+    for agent in (PREFILL, DECODE):
+        registry.register(agent, clock())
+    supervisor = Supervisor(ProxyConfig(), 1, registry, metrics, list, clock)
+    async with AsyncExitStack() as stack:
+        yield Office(supervisor, registry, metrics, stack)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not claim():
+            await asyncio.sleep(0.005)
+
+
+async def nodes(process: Process) -> dict[str, Any]:
+    page = msgspec.json.decode((await process.worker.page("nodes")).body)
+    return {node["incarnation"]: node for node in page["nodes"]}
+
+
+def sample(body: bytes, name: str) -> float:
+    found = [line for line in body.decode().splitlines() if line.startswith(f"{name} ")]
+    return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office: Office) -> None:
+    office.registry.drain(Incarnation(PREFILL.incarnation))
+    process = await office.process()
+    now = process.fleet.clock()
+    first, second = process.fleet.registry.snapshot(now).nodes
+    assert (first.info, first.drained, second.info, second.drained) == (PREFILL, True, DECODE, False)
+    assert first.heard_at <= now, "as old as the supervisor's"
+    another = registration("decode", 3)
+    office.registry.register(another, now)
+    await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 3)
+    office.registry.bye(Incarnation(another.incarnation))
+    await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 2)
+
+
+async def test_a_registration_that_is_refused_reaches_no_worker(office: Office) -> None:
+    process = await office.process()
+    stale = msgspec.structs.replace(DECODE, index=0, model="other")
+    assert office.registry.register(stale, process.fleet.clock()) is not None
+    assert set(await nodes(process)) == {PREFILL.incarnation, DECODE.incarnation}
+    assert not [node for node in process.fleet.registry.snapshot(0.0).nodes if node.info.model == "other"]
+
+
+async def test_limits_are_each_workers_own_and_sequences_in_flight_add_up(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    held = [await each.reserve() for each in (one, other)]
+    for process in (one, other):
+        shown = await nodes(process)
+        assert [shown[each.incarnation]["in_flight"] for each in (PREFILL, DECODE)] == [2, 2]
+    one.die()
+    await until(lambda: not one.session.is_listening)
+    assert (await nodes(other))[DECODE_ID]["in_flight"] == 1, "what a dead worker held is gone with it"
+    for each in held:
+        assert isinstance(each, Reservation)
+        each.release()
+
+
+async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    for _ in range(5):
+        one.fleet.leg_failed(DECODE_ID)
+    other.fleet.connection_refused(Incarnation(PREFILL.incarnation))
+    for process in (one, other):
+        shown = await nodes(process)
+        assert (shown[DECODE_ID]["breaker"], shown[DECODE_ID]["state"]) == ("open", "tripped")
+        assert shown[PREFILL.incarnation]["state"] == "refusing"
+        body = (await process.worker.page("metrics")).body
+        assert sample(body, 'kvferry_nodes{role="decode",state="tripped"}') == 1
+        assert sample(body, 'kvferry_nodes{role="decode",state="ready"}') == 0
+
+
+async def test_a_drain_reaches_all_workers(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    page = await one.worker.drain(DECODE_ID, True)
+    assert (page.status, msgspec.json.decode(page.body)["drained"]) == (200, True)
+    for process in (one, other):
+        assert await process.reserve() is NoPair.NO_DECODE
+        assert (await process.worker.page("ready")).status == 503
+    late = await office.process()
+    assert await late.reserve() is NoPair.NO_DECODE
+    assert (await other.worker.drain(DECODE_ID, False)).status == 200
+    for process in (one, other, late):
+        held = await process.reserve()
+        assert isinstance(held, Reservation)
+        held.release()
+    assert (await one.worker.drain(Incarnation("nobody"), True)).status == 404
+
+
+async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    for process, count in ((one, 3), (other, 4)):
+        process.metrics.requests.labels("completions", "200").inc(count)
+        process.metrics.ttft.observe(0.1)
+        process.metrics.in_flight.add("prefill", 1)
+    office.metrics.bad_pings.inc()
+    for process in (one, other):
+        body = (await process.worker.page("metrics")).body
+        assert sample(body, REQUESTS) == 7
+        assert sample(body, PREFILLING) == 2
+        assert sample(body, "kvferry_ttft_seconds_count") == 2
+        assert sample(body, 'kvferry_ttft_seconds_bucket{le="0.05"}') == 0
+        assert sample(body, 'kvferry_ttft_seconds_bucket{le="+Inf"}') == 2
+        assert sample(body, "kvferry_bad_pings_total") == 1
+        assert sample(body, 'kvferry_nodes{role="decode",state="ready"}') == 1, "one entry per agent"
+        assert body.count(b"# TYPE kvferry_requests_total counter") == 1
+    one.die()
+    await until(lambda: not one.session.is_listening)
+    third = await office.process()
+    third.metrics.requests.labels("completions", "200").inc(2)
+    body = (await other.worker.page("metrics")).body
+    assert sample(body, REQUESTS) == 9
+    assert sample(body, PREFILLING) == 1
+    assert sample(body, "kvferry_ttft_seconds_count") == 2
+
+
+async def test_the_dashboard_shows_what_all_have_seen(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.05)
+    one, other = await office.process(), await office.process()
+    failure = Failure(endpoint="completions", status=502, code="agent_lost", model="m", request_id="r")
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(office.supervisor.watch())
+        await asyncio.sleep(0.1)
+        for process, count in ((one, 3), (other, 4)):
+            process.metrics.events += count
+            process.metrics.ttft.observe(0.1)
+            process.failures.add(failure, process.fleet.clock())
+            process.metrics.in_flight.add("decode", 1)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                shown = msgspec.json.decode((await one.worker.page("dashboard")).body)
+                if any(shown["charts"]["events"]):
+                    break
+        watching.cancel()
+    assert [each["count"] for each in shown["failures"]] == [2]
+    assert shown["in_flight"] == {"decode": 2}
+    assert shown["num_nodes"] == 2
+    one.die()
+    await until(lambda: not one.session.is_listening)
+    shown = msgspec.json.decode((await other.worker.page("dashboard")).body)
+    assert [each["count"] for each in shown["failures"]] == [2]
+    assert shown["in_flight"] == {"decode": 1}
+
+
+async def test_a_worker_that_hangs_is_ended_and_delays_a_page_no_longer_than_its_deadline(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped keeps its channel open."""
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(supervisor_module, "COLLECT_TIMEOUT_S", 0.02)
+    hung, other = await office.process(), await office.process()
+    hung.metrics.requests.labels("completions", "200").inc(3)
+    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3
+    real = Worker.handle
+
+    def handle(self: Worker, message: Any) -> None:
+        if self is not hung.worker or not isinstance(message, Collect):
+            real(self, message)
+
+    monkeypatch.setattr(Worker, "handle", handle)
+    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3, "its last report stands"
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(office.supervisor.watch())
+        await until(lambda: not hung.session.is_listening)
+        watching.cancel()
+    assert other.session.is_listening
+    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3
+
+
+async def test_without_the_supervisor_an_operator_gets_a_typed_503(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await office.process()
+    monkeypatch.setattr(worker_module, "RESPONSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Supervisor, "_collect", lambda self: asyncio.sleep(1))
+    for asked in (process.worker.page("nodes"), process.worker.drain(DECODE_ID, False)):
+        with pytest.raises(SupervisorUnavailable, match="does not respond") as failed:
+            await asked
+        assert (failed.value.status, failed.value.code) == (503, "supervisor_unavailable")
+    monkeypatch.setattr(worker_module, "RESPONSE_TIMEOUT_S", DEADLINE_S)
+    waiting = asyncio.ensure_future(process.worker.page("nodes"))
+    await asyncio.sleep(0)
+    process.session.channel.close()
+    with pytest.raises(SupervisorUnavailable, match="has ended"):
+        await waiting
+    with pytest.raises(SupervisorUnavailable, match="has ended"):
+        await process.worker.page("metrics")
+    assert process.worker.is_orphaned and process.worker.stopped.is_set()
+    held = await process.reserve()
+    assert isinstance(held, Reservation), "requests need no supervisor"
+    held.release()
+
+
+async def test_operators_requests_do_not_pile_up(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = await office.process()
+    monkeypatch.setattr(worker_module, "MAX_PENDING", 1)
+    monkeypatch.setattr(Supervisor, "_collect", lambda self: asyncio.sleep(0.05))
+    waiting = asyncio.ensure_future(process.worker.page("nodes"))
+    await asyncio.sleep(0)
+    with pytest.raises(SupervisorUnavailable, match="too many"):
+        await process.worker.page("nodes")
+    assert (await waiting).status == 200
+
+
+async def test_an_internal_error_is_a_500_and_ends_no_worker(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await office.process()
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "_view", lambda self: 1 // 0)
+        page = await process.worker.page("nodes")
+    assert (page.status, msgspec.json.decode(page.body)["error"]["code"]) == (500, ProxyError.code)
+    assert (await process.worker.page("nodes")).status == 200
