@@ -19,7 +19,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentTimeout, BadResponse
 from kvferry.proxy.fleet.admission import Reservation
-from kvferry.proxy.fleet.interface import Fleet
+from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.wire.messages import Incarnation, Register

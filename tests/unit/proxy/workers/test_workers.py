@@ -239,7 +239,7 @@ async def test_when_the_supervisor_hangs_clients_are_served_and_when_it_dies_its
         async with asyncio.timeout(DEADLINE_S):
             while await proxy.post(body=BODY) != 200:
                 await asyncio.sleep(0.1)
-        assert set(map(str, workers)) == set(map(str, proxy.processes()))
+        assert {each.pid for each in workers} == {each.pid for each in proxy.processes()}
         decode.interval_s = 0.05
         async with proxy.streaming() as stream:
             proxy.supervisor.kill()
