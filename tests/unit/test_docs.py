@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 from tools import lifecycles
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("agent", "deploy", "proxy", "transfer")
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TEST = re.compile(r"`((?:unit|system|contract|chaos|model|fuzz)/[\w/]+\.py)?(?:::(\w+)…?)?`")
 PAGES = [
     *ROOT.glob("*.md"),
@@ -89,3 +92,66 @@ def test_every_table_of_transitions_is_found_and_whole() -> None:
     for path, name in found:
         table = lifecycles.load(path, name)
         assert {state for followers in table.values() for state in followers} <= table.keys(), (path, name)
+
+
+def defined() -> set[str]:
+    """Return every name that the product defines: classes, functions, fields and constants."""
+    names: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def section(title: str) -> str:
+    """Return the part of docs/architecture.md below a heading, up to the next one of its level."""
+    return re.split(r"^## ", ARCHITECTURE.read_text().partition(f"\n## {title}\n")[2], flags=re.MULTILINE)[0]
+
+
+def test_names_of_the_glossary_are_in_the_code() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", section("Glossary"), flags=re.MULTILINE)[1:]
+    assert [word for word, _ in rows] == sorted((word for word, _ in rows), key=str.casefold)
+    names = {name for _, meaning in rows for name in re.findall(r"`([A-Za-z_]\w*)`", meaning)}
+    assert len(names) > 40
+    assert not names - defined()
+
+
+def test_functions_of_the_steps_are_in_the_code() -> None:
+    """They are given as `path::Class.method`."""
+    named = re.findall(r"`((?:agent|deploy|proxy|transfer)/[\w/]+\.py)::([\w.]+)`", ARCHITECTURE.read_text())
+    for path, name in named:
+        tree: ast.AST = ast.parse((ROOT / path).read_text())
+        for part in name.split("."):
+            found = [
+                node
+                for node in ast.iter_child_nodes(tree)
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name == part
+            ]
+            assert found, (path, name)
+            tree = found[0]
+
+
+def test_the_tree_is_that_of_the_disk() -> None:
+    """Every module of the product is named once, in its folder, with a few words."""
+    listed: list[str] = []
+    folders: list[str] = []
+    for line in section("Rooms").partition("<!-- tree: begin -->\n```\n")[2].partition("```")[0].splitlines():
+        if match := re.match(r"( *)([\w.]+/?)(?: +(\S.*))?$", line):
+            indent, name, words = len(match[1]) // 2, match[2], match[3]
+            folders[indent:] = [name]
+            if not name.endswith("/"):
+                assert words, line
+                listed.append("".join(folders))
+    on_disk = [
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    assert sorted(listed) == sorted(on_disk)
