@@ -94,7 +94,7 @@ class Sidecar:
         self._changed = asyncio.Event()
         self._latest: Register | None = None
         self._announcer = Announcer(config.proxy, self._changed, self._take_latest, key=key)
-        self._monitor = HealthMonitor(config.server(), self._publish, at=config.attach)
+        self._monitor = HealthMonitor(config.server(), self._publish, probe_url=config.attach)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch and announce until `stop` is set, then deregister the server."""
@@ -107,7 +107,7 @@ class Sidecar:
                 await stop.wait()
                 for task in running:
                     task.cancel()
-            self._monitor.leave("is no longer announced")
+            self._monitor.deregister("is no longer announced")
         finally:
             self._announcer.close()
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvferry.proxy.discovery.health_monitor import HealthMonitor
-from kvferry.proxy.discovery.introductions import PingedServers
+from kvferry.proxy.discovery.health_monitor import HealthMonitor, PingedServers
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.discovery.static_nodes import StaticNode
 from kvferry.proxy.fleet.address_rules import Refusal
@@ -54,9 +53,9 @@ class Discovery:
     def down(self) -> list[DownServer]:
         """Return the named servers that are down."""
         return [
-            {"address": each.server.address, "role": each.server.role, "reason": each.why_down}
+            {"address": each.server.address, "role": each.server.role, "reason": each.down_reason}
             for each in self._monitors
-            if each.why_down is not None
+            if each.down_reason is not None
         ]
 
     @asynccontextmanager

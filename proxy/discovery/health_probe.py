@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look at another engine's server: whether it is healthy, what it serves and how busy it is.
+"""Probe another engine's server: whether it is healthy, what it serves and how busy it is.
 
 Sources: `GET /health` and `GET /v1/models` of vLLM 0.32, SGLang 0.5 and ATOM; the names of the metrics are
-those of vLLM (`v1/metrics/loggers.py`) and SGLang (`metrics_collector.py`). What an engine does not tell
-stays unknown: no metric is needed.
+those of vLLM (`v1/metrics/loggers.py`) and SGLang (`metrics_collector.py`). No metric is required.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,13 @@ from kvferry.proxy.errors import NOT_JSON
 from kvferry.proxy.telemetry import prometheus_text
 from kvferry.proxy.wire.messages import Load
 
-LOOK_TIMEOUT_S = 2.0
-"""With `PING_INTERVAL_S` after it still less than a node's expiry: a slow look does not take it out."""
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 2.0
+"""With `PING_INTERVAL_S` after it still less than a node's expiry: a slow probe does not take it out."""
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 MAX_COUNT = 2**53 - 1
-"""Most that is believed of any number: it fits every frame, and a float holds it exactly."""
+"""Larger numbers are not believed: this one fits every frame, and a float holds it exactly."""
 RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
 WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
 USED = frozenset({"vllm:kv_cache_usage_perc", "sglang:token_usage"})
@@ -36,16 +38,16 @@ CAPACITY = frozenset({"sglang:max_total_num_tokens"})
 STEPS = frozenset({"vllm:iteration_tokens_total_count"})
 """How often the engine has stepped."""
 CACHE_CONFIG = "vllm:cache_config_info"
-"""Says the number of KV blocks in a label."""
+"""Has the number of KV blocks in a label."""
 STARTED = "process_start_time_seconds"
 _WANTED = RUNNING | WAITING | USED | CAPACITY | STEPS | {CACHE_CONFIG, STARTED}
 _BLOCKS = re.compile(r"[0-9]{1,15}")
 
 
 class EngineDown(Exception):
-    """The server did not show that it can serve; the message says why.
+    """A probe has failed; the message says why.
 
-    `refused`: nobody listens there at all, or it said itself that it cannot serve.
+    `refused`: no process listens there, or the server itself says that it cannot serve.
     """
 
     def __init__(self, why: str, *, refused: bool = False) -> None:
@@ -55,7 +57,7 @@ class EngineDown(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What a look has shown. `steps` and `started_at` (Unix seconds) are None where the engine is silent."""
+    """What a healthy server has reported; `steps` and `started_at` (Unix seconds) are None if it did not."""
 
     model: str
     max_model_len: int
@@ -73,21 +75,33 @@ class _Models(msgspec.Struct, frozen=True):
     data: Annotated[list[_Model], Meta(min_length=1)]
 
 
-async def look(
+async def probe(
     http: aiohttp.ClientSession, url: str, model: str | None = None, max_running: int | None = None
 ) -> ProbeResult:
-    """Look once, within `LOOK_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
+    """Probe once, within `PROBE_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
 
     Args:
         model: Which of the models that it lists it is to serve; the first when None.
-        max_running: Most sequences that it runs at once, which no engine tells.
+        max_running: Most sequences that it runs at once, which no engine reports.
     """
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S):
+        return await _probe(http, url, model, max_running)
+    except EngineDown:
+        raise
+    except Exception as error:
+        logger.exception("internal error while probing %s", url)
+        raise EngineDown(f"it cannot be probed: {type(error).__name__}: {error}") from error
+
+
+async def _probe(
+    http: aiohttp.ClientSession, url: str, model: str | None, max_running: int | None
+) -> ProbeResult:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             await _get(http, url + "/health")
             models, metrics = await _pages(http, url)
     except TimeoutError:
-        raise EngineDown(f"no answer within {LOOK_TIMEOUT_S:.0f} s") from None
+        raise EngineDown(f"no response within {PROBE_TIMEOUT_S:.0f} s") from None
     except aiohttp.ClientConnectorError as error:
         raise EngineDown(f"cannot connect: {error.os_error}", refused=True) from error
     except (aiohttp.ClientError, OSError) as error:
@@ -107,7 +121,7 @@ async def look(
 
 
 async def _pages(http: aiohttp.ClientSession, url: str) -> tuple[bytes, bytes]:
-    """Both pages, asked for at once. When one fails, the other is let go, and that failure is raised."""
+    """Fetch the models and the metrics at once. When one fails, cancel the other and raise its failure."""
     try:
         async with asyncio.TaskGroup() as tasks:
             models = tasks.create_task(_get(http, url + "/v1/models"))
@@ -122,7 +136,7 @@ async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False)
         if response.status != 200:
             if optional:
                 return b""
-            raise EngineDown(f"{url} answered HTTP {response.status}", refused=True)
+            raise EngineDown(f"{url}: HTTP {response.status}", refused=True)
         body = b""
         while len(body) < MAX_PAGE_BYTES and (part := await response.content.readany()):
             body += part
@@ -141,17 +155,17 @@ def _model(page: bytes, wanted: str | None) -> _Model:
 
 
 def _sum(samples: Sequence[Sample], names: frozenset[str]) -> int | None:
-    """Over the engines (data-parallel ranks) of one server, or None when none tells."""
+    """Add up over the engines (data-parallel ranks) of one server; None when none reports."""
     values = [sample.value for sample in samples if sample.name in names]
     return min(MAX_COUNT, int(sum(values))) if values else None
 
 
 def _load(samples: Sequence[Sample], max_running: int | None) -> Load:
     blocks = [
-        int(told)
+        int(number)
         for sample in samples
         if sample.name == CACHE_CONFIG
-        if _BLOCKS.fullmatch(told := sample.labels.get("num_gpu_blocks", ""))
+        if _BLOCKS.fullmatch(number := sample.labels.get("num_gpu_blocks", ""))
     ]
     total = min(MAX_COUNT, sum(blocks)) or _sum(samples, CAPACITY) or 0
     shares = [sample.value for sample in samples if sample.name in USED]

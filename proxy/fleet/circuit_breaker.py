@@ -3,11 +3,11 @@
 
 | state | a leg succeeds | a leg fails | an attempt is sent there |
 |---|---|---|---|
-| closed | failures are forgotten | one more; at the limit → open | – |
+| closed | the count of failures is reset | one more; at the limit → open | – |
 | open | – (it began before) | – (it began before) | once the pause is over → half open |
 | half open | → closed | → open, for twice as long | it is the probe; the next one in a while |
 
-Told the time (monotonic seconds), like the registry that keeps it.
+The clock is an argument (monotonic seconds), as in the registry.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import enum
 import logging
 from dataclasses import dataclass
 
+from kvferry.proxy.state_machine import transition
 from kvferry.proxy.wire.messages import Incarnation
 
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 30.0
 PROBE_INTERVAL_S = 1.0
-"""A probe whose client leaves proves nothing, so nobody waits for it: the next one is due after this."""
+"""The next probe is due after this, whatever became of the last: one whose client leaves proves nothing."""
 
 
 class BreakerState(enum.StrEnum):
@@ -31,7 +32,7 @@ class BreakerState(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
-_NEXT: dict[BreakerState, frozenset[BreakerState]] = {
+BREAKER_TRANSITIONS: dict[BreakerState, frozenset[BreakerState]] = {
     BreakerState.CLOSED: frozenset({BreakerState.OPEN}),
     BreakerState.OPEN: frozenset({BreakerState.HALF_OPEN}),
     BreakerState.HALF_OPEN: frozenset({BreakerState.CLOSED, BreakerState.OPEN}),
@@ -59,25 +60,25 @@ class Breaker:
         """When the next attempt may go there, while not closed."""
 
     def allows(self, now: float) -> bool:
-        """Whether an attempt may be sent there."""
+        """Return whether an attempt may be sent there."""
         return self.state is BreakerState.CLOSED or now >= self._due_at
 
     def sent(self, now: float) -> None:
-        """An attempt is sent there, as `allows` said it may."""
+        """Count an attempt that is sent there; only while `allows` it."""
         if self.state is BreakerState.OPEN:
             self._transition(BreakerState.HALF_OPEN)
         if self.state is BreakerState.HALF_OPEN:
             self._due_at = now + PROBE_INTERVAL_S
 
     def succeeded(self) -> None:
-        """A leg ended as it should."""
+        """Count a leg that ended as it should."""
         self._failures = 0
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = self._settings.pause_s
             self._transition(BreakerState.CLOSED)
 
     def failed(self, now: float) -> None:
-        """A leg was lost, timed out, or was answered with nonsense."""
+        """Count a leg that was lost, timed out, or got an invalid response."""
         match self.state:
             case BreakerState.CLOSED:
                 self._failures += 1
@@ -94,7 +95,8 @@ class Breaker:
         self._due_at = now + self._pause_s
 
     def _transition(self, to: BreakerState) -> None:
-        assert to in _NEXT[self.state], f"breaker of {self._agent}: {self.state} → {to}"
+        """Raises `IllegalTransition` when the table does not allow it."""
+        subject = f"circuit breaker of agent {self._agent}"
+        previous, self.state = self.state, transition(BREAKER_TRANSITIONS, self.state, to, subject)
         level = logging.WARNING if to is BreakerState.OPEN else logging.INFO
-        logger.log(level, "breaker of agent %s: %s → %s", self._agent, self.state, to)
-        self.state = to
+        logger.log(level, "%s: %s → %s", subject, previous, to)

@@ -13,10 +13,9 @@ import msgpack
 import msgspec
 import pytest
 
-from kvferry.proxy.discovery import health_monitor as engine_watch
-from kvferry.proxy.discovery import health_probe as engine_look
-from kvferry.proxy.discovery.health_monitor import MAX_MISSED, HealthMonitor
-from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, look
+from kvferry.proxy.discovery import health_probe
+from kvferry.proxy.discovery.health_monitor import MAX_FAILED_PROBES, HealthMonitor
+from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, probe
 from kvferry.proxy.discovery.static_nodes import server_from_words
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
 from tests.standins.engines import SERVERS, Fabric
@@ -38,9 +37,9 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_a_look_at_vllm_shows_model_load_and_start(http: aiohttp.ClientSession) -> None:
+async def test_a_probe_of_vllm_shows_model_load_and_start(http: aiohttp.ClientSession) -> None:
     async with WatchedServer() as server:
-        seen = await look(http, server.url, max_running=9)
+        seen = await probe(http, server.url, max_running=9)
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("m", 512, 7, 1000.0)
     assert seen.load == Load(
         running=5, waiting=4, kv_blocks_free=50, kv_blocks_total=80, kv_blocks_leased=0, max_running=9
@@ -55,7 +54,7 @@ async def test_what_an_engine_does_not_tell_stays_unknown(
     http: aiohttp.ClientSession, metrics: str | None, running: int, total: int
 ) -> None:
     async with WatchedServer(metrics=metrics) as server:
-        seen = await look(http, server.url, "adapter")
+        seen = await probe(http, server.url, "adapter")
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("adapter", 0, None, None)
     assert (seen.load.running, seen.load.kv_blocks_total) == (running, total)
 
@@ -89,7 +88,7 @@ async def test_numbers_that_cannot_be_true_are_not_believed(
 ) -> None:
     """Whatever they are, they end nothing, and what is said of the server fits a frame."""
     async with WatchedServer(metrics=metrics) as server:
-        seen = await look(http, server.url)
+        seen = await probe(http, server.url)
     assert (seen.load.running, seen.load.kv_blocks_total, seen.started_at) == (running, total, None)
     msgpack.packb(msgspec.to_builtins(seen.load))
 
@@ -103,7 +102,7 @@ async def test_numbers_that_cannot_be_true_are_not_believed(
         (WatchedServer(models="[" * 5000), "/v1/models", True),
         (WatchedServer(models=b'{"data": [{"id": "m\xff"}]}'), "/v1/models", True),
         (WatchedServer(max_model_len=10**30), "/v1/models", True),
-        (WatchedServer(hangs=True), "no answer", False),
+        (WatchedServer(hangs=True), "no response", False),
     ],
 )
 async def test_a_server_that_cannot_serve_is_down_and_says_why(
@@ -113,10 +112,10 @@ async def test_a_server_that_cannot_serve_is_down_and_says_why(
     why: str,
     refused: bool,
 ) -> None:
-    monkeypatch.setattr(engine_look, "LOOK_TIMEOUT_S", 0.3 if server.hangs else 5.0)
+    monkeypatch.setattr(health_probe, "PROBE_TIMEOUT_S", 0.3 if server.hangs else 5.0)
     async with server:
         with pytest.raises(EngineDown) as down:
-            await look(http, server.url)
+            await probe(http, server.url)
     assert why in str(down.value) and down.value.refused is refused
 
 
@@ -125,7 +124,7 @@ async def test_a_look_that_fails_leaves_no_request_behind(http: aiohttp.ClientSe
     before = asyncio.all_tasks()
     async with WatchedServer(models_status=503, metrics_hang=True) as server:
         with pytest.raises(EngineDown, match="HTTP 503"):
-            await look(http, server.url)
+            await probe(http, server.url)
         left = [task for task in asyncio.all_tasks() - before if "_get" in repr(task.get_coro())]
         assert not left
         await asyncio.wait_for(server.metrics_left.wait(), 5)
@@ -134,13 +133,13 @@ async def test_a_look_that_fails_leaves_no_request_behind(http: aiohttp.ClientSe
 async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aiohttp.ClientSession) -> None:
     async with WatchedServer() as server:
         with pytest.raises(EngineDown, match="other"):
-            await look(http, server.url, "other")
+            await probe(http, server.url, "other")
     with pytest.raises(EngineDown) as down:
-        await look(http, server.url)
+        await probe(http, server.url)
     assert down.value.refused
 
 
-def sighting(started_at: float | None = 1.0, steps: int | None = None) -> ProbeResult:
+def result(started_at: float | None = 1.0, steps: int | None = None) -> ProbeResult:
     load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
     return ProbeResult(model="m", max_model_len=5, load=load, steps=steps, started_at=started_at)
 
@@ -155,11 +154,11 @@ def incarnations(said: list[Register | Bye]) -> list[tuple[str, str]]:
     return [(message.type, names.setdefault(message.incarnation, f"{len(names)}")) for message in said]
 
 
-def test_a_restart_between_two_looks_is_a_new_incarnation() -> None:
+def test_a_restart_between_two_probes_is_a_new_incarnation() -> None:
     """Row 4 of docs/sources.md#failures."""
     watched, said = watch()
     for started_at in (1.0, 1.0, 500.0, 500.0):
-        watched.seen(sighting(started_at))
+        watched.succeeded(result(started_at))
     assert incarnations(said) == [
         ("register", "0"), ("register", "0"), ("bye", "0"), ("register", "1"), ("register", "1"),
     ]  # fmt: skip
@@ -168,34 +167,34 @@ def test_a_restart_between_two_looks_is_a_new_incarnation() -> None:
 
 def test_a_server_that_was_away_comes_back_as_another() -> None:
     watched, said = watch()
-    watched.seen(sighting(None))
-    watched.missed(EngineDown("cannot connect", refused=True))
-    watched.missed(EngineDown("cannot connect", refused=True))
-    assert watched.why_down == "cannot connect"
-    watched.seen(sighting(None))
+    watched.succeeded(result(None))
+    watched.failed(EngineDown("cannot connect", refused=True))
+    watched.failed(EngineDown("cannot connect", refused=True))
+    assert watched.down_reason == "cannot connect"
+    watched.succeeded(result(None))
     assert incarnations(said) == [("register", "0"), ("bye", "0"), ("register", "1")]
-    assert watched.why_down is None
+    assert watched.down_reason is None
 
 
 def test_a_server_that_is_slow_is_not_given_up_at_once() -> None:
     watched, said = watch()
-    watched.seen(sighting())
-    for _ in range(MAX_MISSED - 1):
-        watched.missed(EngineDown("no answer"))
-    watched.seen(sighting())
-    assert incarnations(said) == [("register", "0")] * (MAX_MISSED + 1)
-    for _ in range(MAX_MISSED):
-        watched.missed(EngineDown("no answer"))
-    assert incarnations(said) == [("register", "0")] * (2 * MAX_MISSED) + [("bye", "0")]
+    watched.succeeded(result())
+    for _ in range(MAX_FAILED_PROBES - 1):
+        watched.failed(EngineDown("no answer"))
+    watched.succeeded(result())
+    assert incarnations(said) == [("register", "0")] * (MAX_FAILED_PROBES + 1)
+    for _ in range(MAX_FAILED_PROBES):
+        watched.failed(EngineDown("no answer"))
+    assert incarnations(said) == [("register", "0")] * (2 * MAX_FAILED_PROBES) + [("bye", "0")]
 
 
-async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
+async def test_an_internal_error_in_a_probe_counts_as_a_failed_one(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends neither the watch nor what the watch runs in, and it is logged."""
-    outcomes: list[ProbeResult | None] = [sighting(), None, sighting()]
+    outcomes: list[ProbeResult | None] = [result(), None, result()]
 
-    async def looking(*_: object) -> ProbeResult:
+    async def probing(*_: object) -> ProbeResult:
         if not outcomes:
             await asyncio.Event().wait()
         if (outcome := outcomes.pop(0)) is None:
@@ -210,7 +209,7 @@ async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
         if len(said) == 3:
             all_said.set()
 
-    monkeypatch.setattr(engine_watch, "look", looking)
+    monkeypatch.setattr(health_probe, "_probe", probing)
     watched = HealthMonitor(server_from_words("http://a:1", "decode", "vllm-nixl"), say)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(watched.run(http, interval_s=0.0))
@@ -220,16 +219,16 @@ async def test_a_defect_in_a_look_counts_as_one_that_was_missed(
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
-def test_a_slow_look_lasts_less_than_a_node_is_believed() -> None:
-    """Else a server under load would fall out of rotation between two looks that both succeed."""
-    assert engine_look.LOOK_TIMEOUT_S + PING_INTERVAL_S < NODE_EXPIRY_S
+def test_a_slow_probe_takes_less_than_a_nodes_expiry() -> None:
+    """Else a server under load would fall out of rotation between two probes that both succeed."""
+    assert health_probe.PROBE_TIMEOUT_S + PING_INTERVAL_S < NODE_EXPIRY_S
 
 
-def test_one_that_does_not_tell_its_steps_never_looks_stalled() -> None:
+def test_one_that_does_not_report_its_steps_never_counts_as_stalled() -> None:
     watched, said = watch()
-    watched.seen(sighting())
-    watched.seen(sighting())
-    watched.seen(sighting(steps=7))
+    watched.succeeded(result())
+    watched.succeeded(result())
+    watched.succeeded(result(steps=7))
     assert [message.steps for message in said if isinstance(message, Register)] == [1, 2, 7]
 
 

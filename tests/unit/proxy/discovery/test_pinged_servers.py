@@ -12,7 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.discovery import introductions
+from kvferry.proxy.discovery import health_probe
+from kvferry.proxy.discovery.health_monitor import PINGED_INTERVAL_S, PingedServers
 from kvferry.proxy.discovery.health_probe import ProbeResult
 from kvferry.proxy.wire.messages import Load
 from tests.standins.engines import SERVERS, Fabric, StandInServer
@@ -99,25 +100,25 @@ async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> Non
         await asyncio.wait([pinging])
 
 
-async def test_a_server_is_not_vouched_for_after_a_defect_in_a_look(
+async def test_a_server_is_not_ready_after_an_internal_error_in_a_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was seen of it before says nothing any more; and the defect is logged."""
+    """Results of before do not count any more, and the error is logged."""
     load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
     outcomes = [ProbeResult(model="m", max_model_len=5, load=load, steps=None, started_at=None), None]
 
-    async def looking(*_: object) -> ProbeResult:
+    async def probing(*_: object) -> ProbeResult:
         if (outcome := outcomes.pop(0)) is None:
             raise ZeroDivisionError
         return outcome
 
-    monkeypatch.setattr(introductions, "look", looking)
+    monkeypatch.setattr(health_probe, "_probe", probing)
     info, now = registration("decode", 1), 10.0
     async with asyncio.timeout(5), aiohttp.ClientSession() as http:
-        made = introductions.PingedServers(http, lambda: now)
+        made = PingedServers(http, lambda: now)
         while made.complete(info).state != "ready":
             await asyncio.sleep(0)
-        now += introductions.LOOK_EVERY_S
+        now += PINGED_INTERVAL_S
         while made.complete(info).state != "starting":
             await asyncio.sleep(0)
         await made.close()
