@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The face of the transfer plane that an engine's scheduler sees."""
+"""The transfer plane's interface for an engine's scheduler."""
 
 from __future__ import annotations
 
@@ -67,25 +67,27 @@ class SchedulerConnector:
     ) -> None:
         """Begin a lease over a prompt's blocks, before they are computed.
 
-        It ends after `timeout_s` at the latest. Raises `DuplicateTransfer`. `ids_hash` is told to the
-        reader. If the transfer has been dropped already, `LeaseEnded` follows at once.
+        It ends after `timeout_s` at the latest. Raises `DuplicateTransfer`. `ids_hash` is sent to the reader.
+        If the transfer has been dropped already, `LeaseEnded` follows at once.
         """
         self._producer.register(TransferId(transfer_id), block_ids, num_tokens, ids_hash, timeout_s)
 
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
-        """The first `readable_blocks` are computed, on every rank, to the end of their device work."""
+        """Make the first blocks readable: they are computed on every rank, device work included."""
         self._producer.advance(TransferId(transfer_id), readable_blocks)
 
     def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None:
-        """The whole prompt is computed on every rank; the lease clock starts.
+        """Make the whole prompt readable, and start the lease clock.
 
-        `first_tokens` are told to the reader, which may have come too early to be told them elsewhere.
+        `first_tokens` are sent to the reader, whose request may have come before there were any.
         """
         self._producer.ready(TransferId(transfer_id), first_tokens)
 
     def fail(self, transfer_id: str) -> None:
-        """The prefill was aborted or preempted. From the return on no reader can be told that what it read is
-        valid; the blocks are the caller's, and no `LeaseEnded` follows, not even one that was on its way.
+        """Withdraw a lease: the prefill was aborted or preempted.
+
+        From the return on no release is valid, the blocks are the caller's, and no `LeaseEnded` follows, not
+        even one that is queued already.
         """
         self._producer.fail(TransferId(transfer_id))
         self._events = [
@@ -95,7 +97,7 @@ class SchedulerConnector:
         ]
 
     def drop(self, transfer_id: str) -> bool:
-        """Nobody wants the blocks any more. True if this ended a lease, and then `LeaseEnded` follows."""
+        """End a lease that no reader needs. True if this ended one, and then `LeaseEnded` follows."""
         return self._producer.drop(TransferId(transfer_id))
 
     # Consumer.
@@ -131,7 +133,7 @@ class SchedulerConnector:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Give a pull or a hold up, and let the producer free its blocks.
+        """Cancel a pull or a hold, and let the producer free its blocks.
 
         A pull still ends in `PullFailed`; a mere hold just ends. Unknown transfers are ignored.
         """
@@ -140,7 +142,7 @@ class SchedulerConnector:
     # Both.
 
     def take_events(self) -> list[PlaneEvent]:
-        """Everything that happened since the last call, in order."""
+        """Return and clear the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

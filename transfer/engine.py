@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface that every KV transfer backend has, and how one is opened (design §8).
+"""The interface that every KV transfer backend has, and how one is opened.
 
 Everything here is called from one thread, the rank's transfer thread, and nothing blocks: connecting, reading
-and serving advance in `progress`, and `poll` tells how far they came.
+and serving advance in `progress`, and `poll` returns their state.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class BackendUnavailable(TransferError):
 
 
 class PeerUnreachable(TransferError):
-    """The peer did not answer, refused us, or is not who it was described to be."""
+    """The peer did not respond, refused us, or is not the one that was described."""
 
 
 class PeerBroken(PeerUnreachable):
-    """This engine will never reach the peer again; one opened anew may."""
+    """This engine will never reach the peer again; a rebuilt one may."""
 
 
 class Status(enum.Enum):
@@ -69,7 +69,7 @@ class Peer(Protocol):
         """True once reads may be posted. Raises `PeerUnreachable` when it failed or the deadline passed."""
 
     def close(self) -> None:
-        """Let go of the peer. Reads in flight fail; whether they are quiescent is theirs to say."""
+        """Close. Reads in flight fail; each of them knows when it is quiescent."""
 
 
 class Transfer(Protocol):
@@ -87,7 +87,7 @@ class Transfer(Protocol):
     descriptors: int
 
     def poll(self) -> Status:
-        """How far it came. Never leaves DONE or FAILED again."""
+        """Return the state; DONE and FAILED are final."""
 
     def cancel(self) -> None:
         """Fail it, unless it has ended. What is in flight may still land until `quiescent`."""
@@ -111,8 +111,8 @@ class TransferEngine(Protocol):
         """What a peer needs in order to connect."""
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
-        """Begin to connect. Raises `PeerUnreachable` for a description that makes no sense, `PeerBroken` for
-        a peer with which only a new engine can work.
+        """Begin to connect. Raises `PeerUnreachable` for an invalid description, `PeerBroken` for a peer that
+        only a new engine can reach.
         """
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:
@@ -122,16 +122,16 @@ class TransferEngine(Protocol):
         """
 
     def progress(self) -> None:
-        """Move everything on as far as it goes without waiting."""
+        """Advance everything as far as possible without waiting."""
 
     def fileno(self) -> int | None:
         """A descriptor that turns readable when `progress` has work; None: it has to be polled."""
 
     def next_deadline(self) -> float | None:
-        """When `progress` is due at the latest even if the descriptor stays silent (`time.monotonic`)."""
+        """When `progress` is due at the latest, whatever the descriptor says (`time.monotonic`)."""
 
     def close(self) -> None:
-        """End everything. Afterwards nothing writes into our pool."""
+        """Close everything. Afterwards nothing writes into our pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the transfer plane tells the scheduler, and what it counts."""
+"""The transfer plane's events for the scheduler, and its counters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
     `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
-    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. What
-    the prefill drew (`first_tokens`) is right even so, if it was told before the failure.
+    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. The
+    prefill's `first_tokens` are valid even so, if they came before the failure.
     """
 
     transfer_id: str
@@ -82,4 +82,4 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     refusals: dict[str, str] = {}
     """Producers that we do not fit, by incarnation, and why: the field, their value and ours."""
     rebuilds: int = 0
-    """Transfer engines opened anew: for a quarantine too long or too large, or a peer out of reach."""
+    """Transfer engines rebuilt: for a quarantine too long or too large, or a peer out of reach."""

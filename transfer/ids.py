@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ids of the transfer plane, and the one place that makes them (design §3)."""
+"""The two ids of the transfer plane, and the one place that makes them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ class DuplicateTransfer(ValueError):
 
 
 def new_transfer_id() -> TransferId:
-    """Mint a transfer id."""
     return TransferId(secrets.token_hex(16))
 
 
 def new_incarnation() -> Incarnation:
-    """Mint an incarnation."""
     return Incarnation(secrets.token_hex(8))

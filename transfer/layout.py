@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prompt's KV lies in a rank's pool, and which bytes a reader must fetch from whom (design §7).
+"""Where a prompt's KV lies in a rank's pool, and which bytes a reader must fetch from which rank.
 
 A pool is one tensor `[block, kv_head, layer, K|V, token, head_dim]`, so one block's slice for any run of
 heads is one contiguous span, whatever the TP sizes on either side.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine-side parts of one agent's transfer plane are told at start."""
+"""Settings of an agent's transfer plane, and where a remote prompt's KV lies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PlaneConfig:
 
     Args:
         control_port: Port of the control channel; 0 lets the OS choose.
-        transfer: Backend that the ranks were told to open, or auto.
-        lease_s: Seconds that a reader may stay silent.
+        transfer: Backend that the ranks open, or auto.
+        lease_s: Seconds until a lease expires that is not renewed.
         renew_s: Seconds between renewals; by default at most 3, and under a third of the lease.
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.

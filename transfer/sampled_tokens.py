@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill drew, for a reader that began before there was anything to tell it.
+"""The tokens that a prefill sampled, for a reader whose request began before there were any.
 
-It comes with the last blocks of a lease (`opened{state: ready}`). The plane only carries it: a reader that
-was told the tokens elsewhere need not look.
+They come with the last blocks of a lease (`opened{state: ready}`). The plane only carries them: a reader may
+have them from its own request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token 1 of one choice. `finish`: why the choice has ended with it; None if it goes on.
+    """Token 1 of one choice. `finish`: why the choice has ended with it; None if it continues.
 
-    `logprob` is None when nobody asked for any; then `margin` and `top` mean nothing. `margin` is how far the
+    `logprob` is None if none was requested; then `margin` and `top` mean nothing. `margin` is how far the
     token's score lay above the second best, `top` the likeliest ids with their log probabilities.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that let a peer's ranks read from ours.
+"""Tokens that authorize a peer's ranks to read from ours.
 
-A token proves itself: a random nonce and its HMAC under a secret that only one agent's own processes know. So
-the engine process can mint one while it answers `hello`, and no rank has to be told before the peer connects.
+A token is a random nonce and its HMAC under a secret that only one agent's own processes know. So
+the engine process can mint one in its response to `hello`, without a message to any rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ TOKEN_BYTES = NONCE_BYTES + hashlib.sha256().digest_size
 
 
 def new_secret() -> bytes:
-    """Make the secret of one agent."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -28,7 +27,7 @@ def mint(secret: bytes) -> bytes:
 
 
 def verify(secret: bytes, token: bytes) -> bool:
-    """Tell whether the token was minted under this secret; takes the same time whatever differs."""
+    """Return whether the token was minted under this secret, in constant time."""
     return len(token) == TOKEN_BYTES and hmac.compare_digest(
         _seal(secret, token[:NONCE_BYTES]), token[NONCE_BYTES:]
     )

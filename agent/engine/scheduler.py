@@ -23,8 +23,9 @@ from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.messages import Output, RequestFailed, Submit, Token
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
-from kvferry.agent.engine.transfers import Connector, PullOutcome, TransferLedger
+from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.worker.messages import SampleOutput, Step
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 
@@ -59,7 +60,7 @@ class _Plan:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix cache, preemption and KV transfer."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: Connector) -> None:
+    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: SchedulerConnector) -> None:
         self.counters = SchedulerCounters()
         self._limits = limits
         self._allocator = allocator

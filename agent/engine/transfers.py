@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -18,33 +17,9 @@ from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.messages import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
-from kvferry.transfer.plane import RemotePrompt
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
-
-
-class Connector(Protocol):
-    """The part of the transfer plane's `SchedulerConnector` that the ledger calls; nothing here waits."""
-
-    def register(
-        self, transfer_id: str, block_ids: Seq[int], num_tokens: int, ids_hash: str, timeout_s: float
-    ) -> None: ...
-    def advance(self, transfer_id: str, readable_blocks: int) -> None: ...
-    def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None: ...
-    def fail(self, transfer_id: str) -> None: ...
-    def drop(self, transfer_id: str) -> bool: ...
-    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None: ...
-    def pull(
-        self,
-        transfer_id: str,
-        remote: RemotePrompt,
-        block_ids: Seq[int],
-        first_block: int,
-        timeout_s: float,
-        ids_hash: str | None = None,
-        fill_s: float = 0.0,
-    ) -> None: ...
-    def cancel(self, transfer_id: str) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +49,7 @@ class PullOutcome:
 class TransferLedger:
     """Books of leases, pulls and quarantines, by transfer id. Every change goes to the connector."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: Connector) -> None:
+    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: SchedulerConnector) -> None:
         self._limits = limits
         self._allocator = allocator
         self._connector = connector

@@ -2,7 +2,7 @@
 """One transfer as a transition system: the product's machines, and what the world does between them.
 
 Producer and consumer share nothing but messages, which may be lost, repeated, delayed and reordered at will.
-The checks, by the design's invariant (`../shared/design.md` §2):
+The checks, by invariant (docs/architecture.md):
 
     I1  `_granted`: only blocks that are computed and still the prompt's are named to a reader;
         `_released`: `valid` only to the one reader of a lease that was alive from `ready` until then;

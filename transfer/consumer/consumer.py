@@ -60,7 +60,7 @@ class _OpenBackoff:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PullEntry:
     """One pull or hold. At `deadline` (`time.monotonic`) `timer` fails it.
 
     `move_s` limits one read, and the time from the producer's `ready` to the end.
@@ -97,7 +97,7 @@ class Consumer:
         self._config = config
         self._ranks = ranks
         self._emit = emit
-        self._entries: dict[TransferId, _Entry] = {}
+        self._entries: dict[TransferId, _PullEntry] = {}
         self._links = LinkPool(config, ranks, on_ready=self._link_ready, on_lost=self._link_lost)
         self._rebuilder = Rebuilder(config, ranks, self._links, self._reading)
         self._next_seq = 0
@@ -218,17 +218,17 @@ class Consumer:
             if entry.pull.state is not PullState.HELD:  # a hold gets a new link with its next renewal
                 self._perform(entry, entry.pull.lost(reason, detail))
 
-    def _users(self, link: Link) -> list[_Entry]:
+    def _users(self, link: Link) -> list[_PullEntry]:
         return [entry for entry in self._entries.values() if entry.link is link]
 
-    def _relink(self, entry: _Entry) -> None:
+    def _relink(self, entry: _PullEntry) -> None:
         """Move the transfer to its producer's usable link: its own may be retired or lost."""
         if entry.link is not None and not self._links.is_usable(entry.link):
             self._unlink(entry)
         if entry.link is None:
             entry.link = self._links.acquire(entry.remote)
 
-    def _unlink(self, entry: _Entry) -> None:
+    def _unlink(self, entry: _PullEntry) -> None:
         """Take the transfer off its link; a retired link is closed by its last."""
         link, entry.link = entry.link, None
         if link is not None and not self._users(link):
@@ -236,18 +236,18 @@ class Consumer:
 
     # One transfer.
 
-    def _add(self, transfer_id: TransferId, remote: RemotePrompt, timeout_s: float) -> _Entry:
+    def _add(self, transfer_id: TransferId, remote: RemotePrompt, timeout_s: float) -> _PullEntry:
         """Raises `DuplicateTransfer`."""
         if transfer_id in self._entries:
             raise DuplicateTransfer(transfer_id)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out, transfer_id)
         pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv, first_seq=self._next_seq)
         self._next_seq += self._config.num_blocks
-        entry = _Entry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
+        entry = _PullEntry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
         self._entries[transfer_id] = entry
         return entry
 
-    def _set_deadline(self, entry: _Entry, timeout_s: float) -> None:
+    def _set_deadline(self, entry: _PullEntry, timeout_s: float) -> None:
         entry.timer.cancel()
         entry.deadline = time.monotonic() + timeout_s
         entry.timer = asyncio.get_running_loop().call_later(
@@ -262,7 +262,7 @@ class Consumer:
             self._links.retire(entry.link)  # its ranks' connections may be stuck
         self._perform(entry, entry.pull.fail("deadline"))
 
-    def _perform(self, entry: _Entry, effects: list[Effect]) -> None:
+    def _perform(self, entry: _PullEntry, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case EnsureLink():
@@ -285,14 +285,14 @@ class Consumer:
         if entry.pull.over:
             self._remove(entry)
 
-    def _ensure_link(self, entry: _Entry) -> None:
+    def _ensure_link(self, entry: _PullEntry) -> None:
         self._relink(entry)
         if entry.link is None:
             self._perform(entry, entry.pull.lost("refused", self._links.refusal(entry.remote)))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
 
-    def _open(self, entry: _Entry, effect: SendOpen) -> None:
+    def _open(self, entry: _PullEntry, effect: SendOpen) -> None:
         if entry.link is None:
             return
         now = time.monotonic()
@@ -300,11 +300,11 @@ class Consumer:
         entry.backoff.expected_at = now + wait_s / 2
         entry.link.open(entry.pull.transfer_id, effect.have, wait_s, partial(self._responded, entry))
 
-    def _release(self, entry: _Entry, effect: SendRelease) -> None:
+    def _release(self, entry: _PullEntry, effect: SendRelease) -> None:
         if entry.link is not None:
             entry.link.release(entry.pull.transfer_id, effect.read_ok, partial(self._responded, entry))
 
-    def _responded(self, entry: _Entry, response: wire.Response | None) -> None:
+    def _responded(self, entry: _PullEntry, response: wire.Response | None) -> None:
         """Handle the response to an `open` or a `release`; None: there was none in time."""
         pull = entry.pull
         match response:
@@ -326,7 +326,7 @@ class Consumer:
                 effects = pull.fail("refused", f"unexpected response: {type(response).__name__}")
         self._perform(entry, effects)
 
-    def _opened(self, entry: _Entry, response: wire.Opened) -> list[Effect]:
+    def _opened(self, entry: _PullEntry, response: wire.Opened) -> list[Effect]:
         if entry.link is None:
             return []
         try:
@@ -337,7 +337,7 @@ class Consumer:
             self._set_deadline(entry, entry.move_s)
         return entry.pull.opened(time.monotonic(), grant)
 
-    def _pending(self, entry: _Entry) -> None:
+    def _pending(self, entry: _PullEntry) -> None:
         """Open again, after a delay if the producer has no place to wait."""
         if entry.backoff_timer is not None:
             return
@@ -348,11 +348,11 @@ class Consumer:
         else:
             self._open_again(entry)
 
-    def _open_again(self, entry: _Entry) -> None:
+    def _open_again(self, entry: _PullEntry) -> None:
         entry.backoff_timer = None
         self._perform(entry, entry.pull.pending())
 
-    def _read(self, entry: _Entry, effect: ReadBlocks) -> None:
+    def _read(self, entry: _PullEntry, effect: ReadBlocks) -> None:
         if entry.link is None:
             raise RuntimeError(f"{entry.pull!r} reads without a link")
         timeout_s = max(min(entry.deadline - time.monotonic(), entry.move_s), 0.0)
@@ -360,17 +360,17 @@ class Consumer:
             entry.pull.transfer_id, effect.seq, effect.local_blocks, effect.remote_blocks, timeout_s
         )
 
-    def _verify(self, entry: _Entry, effect: Verify) -> None:
+    def _verify(self, entry: _PullEntry, effect: Verify) -> None:
         if entry.link is None:
             raise RuntimeError(f"{entry.pull!r} verifies without a link")
         verified = partial(self._verified, entry, time.monotonic())
         entry.link.verify(effect.local_blocks, effect.checksums, verified)
 
-    def _verified(self, entry: _Entry, begun: float, mismatch: str) -> None:
+    def _verified(self, entry: _PullEntry, begun: float, mismatch: str) -> None:
         self.verify_seconds += time.monotonic() - begun
         self._perform(entry, entry.pull.verified(mismatch))
 
-    def _report(self, entry: _Entry, effect: Emit) -> None:
+    def _report(self, entry: _PullEntry, effect: Emit) -> None:
         """Count the end of a pull and pass it to the scheduler."""
         event = effect.event
         if isinstance(event, PullDone):
@@ -388,7 +388,7 @@ class Consumer:
         elif isinstance(event, PullQuiescent):
             self._rebuilder.quiescent(entry.pull.transfer_id)
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: _PullEntry) -> None:
         entry.stop_timers()
         if self._entries.get(entry.pull.transfer_id) is not entry:
             return

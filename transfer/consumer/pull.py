@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer's side of one transfer (design §6, I1, I3).
+"""The consumer's side of one transfer (I1 and I3, docs/architecture.md).
 
-Pure and synchronous: it is told what happened and returns what to do. Blocks are read as soon as the producer
-says that they are computed; the pull is done when every read of every rank reported done *and* the producer,
-asked after the last of them, confirmed the lease. Whatever else happens ends in `PullFailed`, once.
+Pure and synchronous: each method is an event and returns what to do. Blocks are read as soon as the producer
+reports them computed; the pull is done when every read of every rank is done *and* the producer, asked after
+the last of them, confirmed the lease. Everything else ends in one `PullFailed`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_ATTEMPTS = 3
 
 class PullState(enum.Enum):
     HELD = "held"
-    """Accepted; there is no room for its blocks yet, so the lease is only kept alive."""
+    """Accepted; there is no room for its blocks yet, so the lease is only renewed."""
     CONNECTING = "connecting"
     OPENING = "opening"
-    """Asking for blocks that are not known yet, or whether these are all; earlier ones may be under way."""
+    """Asking for blocks that are not known yet, or whether these are all; earlier reads may be in flight."""
     READING = "reading"
-    """All blocks are known; some are under way."""
+    """All blocks are known; some reads are in flight."""
     VERIFYING = "verifying"
-    """All reads are done; the checksums of what they brought are on their way."""
+    """All reads are done; the ranks compute their checksums."""
     RELEASING = "releasing"
-    """All bytes are here; waiting for the proof."""
+    """All bytes are here; waiting for the producer's proof."""
     DONE = "done"
     FAILED = "failed"
 
@@ -112,7 +112,7 @@ class Pull:
     """One transfer into our blocks. With `verify` it takes no block without the producer's checksums.
 
     Its reads are numbered from `first_seq` on, one for each block at most. No earlier read of a transfer with
-    the same id may have had one of these numbers: what is still said of that one is not about ours.
+    the same id may have had one of these numbers: its late reports would be taken for this one's.
     """
 
     def __init__(
@@ -145,17 +145,17 @@ class Pull:
 
     @property
     def over(self) -> bool:
-        """It ended and nothing is written any more."""
+        """It has ended, and nothing is written any more."""
         return not self.live and not self._reading
 
     @property
     def reading(self) -> bool:
-        """A read is under way, or has failed and is not quiescent."""
+        """A read is in flight, or has failed and is not quiescent."""
         return bool(self._reading)
 
     @property
     def backend(self) -> str:
-        """What its reads run over; empty before it is connected."""
+        """The backend of its reads; empty before it is connected."""
         return self._backend
 
     @property
@@ -170,7 +170,7 @@ class Pull:
     def start(
         self, now: float, block_ids: Sequence[int], first_block: int, ids_hash: str | None
     ) -> list[Effect]:
-        """There is room: pull prompt blocks `first_block`.. into `block_ids[first_block:]`."""
+        """Begin: pull prompt blocks `first_block`.. into `block_ids[first_block:]`."""
         if not 0 <= first_block <= len(block_ids):
             raise ValueError(f"first_block {first_block} of {len(block_ids)} blocks")
         self._transition(PullState.CONNECTING)
@@ -181,7 +181,7 @@ class Pull:
         return [EnsureLink()]
 
     def connected(self, backend: str) -> list[Effect]:
-        """The handshake with the producer is complete."""
+        """The link to the producer is ready."""
         if self.state is not PullState.CONNECTING:
             return []
         self._transition(PullState.OPENING)
@@ -214,7 +214,7 @@ class Pull:
         return [SendOpen(self._known)]
 
     def gone(self, reason: str) -> list[Effect]:
-        """The producer has no lease for us. While releasing, its answer to that is the one that counts."""
+        """The producer has no lease for us. Ignored while releasing: that response decides."""
         if not self.live or self.state is PullState.RELEASING:
             return []
         return self._failed(f"lease_{reason}")
@@ -229,7 +229,7 @@ class Pull:
         if not self.live:
             return self._quiesced()
         if not outcome.ok:
-            # Ranks keep the same deadline as we do, and whoever notices first, it is one reason.
+            # The ranks keep the same deadline: it is one reason, on whichever side it passes first.
             return self.fail("deadline" if outcome.reason == "deadline" else "read_failed", outcome.reason)
         self._nbytes += outcome.nbytes
         self._descriptors += outcome.descriptors
@@ -240,7 +240,7 @@ class Pull:
         return self._complete()
 
     def read_quiescent(self, seq: int) -> list[Effect]:
-        """A read that failed is no longer written by any rank."""
+        """No rank writes for a failed read any more."""
         if seq not in self._reading:
             return []
         del self._reading[seq]
@@ -274,26 +274,26 @@ class Pull:
         return [Emit(done)]
 
     def unanswered(self) -> list[Effect]:
-        """A control request got no answer in time: ask again, a few times."""
+        """A control request got no response in time: repeat it, up to `MAX_ATTEMPTS`."""
         if self.state not in (PullState.OPENING, PullState.RELEASING):
             return []
         self._attempts += 1
         if self._attempts >= MAX_ATTEMPTS:
-            return self._failed("unreachable", "no answer on the control channel")
+            return self._failed("unreachable", "no response on the control channel")
         if self.state is PullState.OPENING:
             return [SendOpen(self._known)]
         return [SendRelease(read_ok=True)]
 
     def fail(self, reason: str, detail: str = "") -> list[Effect]:
-        """Give up, and let the producer have its blocks back at once."""
+        """Fail, and let the producer free its blocks at once."""
         if not self.live:
             return []
         untouched = self.state in (PullState.HELD, PullState.CONNECTING)
-        farewell: Effect = SendDrop() if untouched else SendRelease(read_ok=False)
-        return [farewell, *self._failed(reason, detail)]
+        last: Effect = SendDrop() if untouched else SendRelease(read_ok=False)
+        return [last, *self._failed(reason, detail)]
 
     def lost(self, reason: str, detail: str = "") -> list[Effect]:
-        """Give up because the producer is not there to be told."""
+        """Fail without a message to the producer, which cannot be reached."""
         return self._failed(reason, detail) if self.live else []
 
     def _failed(self, reason: str, detail: str = "") -> list[Effect]:
@@ -314,10 +314,10 @@ class Pull:
         ]
 
     def _mismatch(self, grant: Grant) -> str:
-        """Why this answer cannot be about our request; empty if it can."""
+        """Return why this grant cannot be for our request; empty if it can."""
         known = grant.first_block + len(grant.block_ids)
         if grant.first_block != self._known:
-            return f"blocks from {grant.first_block}, asked from {self._known}"
+            return f"blocks from {grant.first_block}, expected from {self._known}"
         if grant.num_tokens != self._num_tokens:
             return f"{grant.num_tokens} tokens, expected {self._num_tokens}"
         if self._ids_hash is not None and grant.ids_hash != self._ids_hash:

@@ -22,7 +22,7 @@ cancelled them, and a new engine ends all other transfers of the backend."""
 
 
 @dataclass(slots=True)
-class _Entry:
+class _QuarantineEntry:
     backend: str
     num_blocks: int
     since: float
@@ -37,14 +37,14 @@ class Quarantine:
     def __init__(self, limit_s: float, pool_blocks: int) -> None:
         self._limit_s = limit_s
         self._max_blocks = pool_blocks * MAX_SHARE
-        self._entries: dict[TransferId, _Entry] = {}
+        self._entries: dict[TransferId, _QuarantineEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, now: float, transfer_id: TransferId, backend: str, num_blocks: int) -> None:
         """Add a failed transfer into `num_blocks` of our blocks that is not quiescent."""
-        self._entries[transfer_id] = _Entry(backend, num_blocks, now, now + self._limit_s)
+        self._entries[transfer_id] = _QuarantineEntry(backend, num_blocks, now, now + self._limit_s)
 
     def remove(self, transfer_id: TransferId) -> None:
         """Remove a transfer that is quiescent."""
@@ -78,7 +78,7 @@ class Quarantine:
                 return entry.since + GRACE_S
         return None
 
-    def _waiting(self) -> list[_Entry]:
+    def _waiting(self) -> list[_QuarantineEntry]:
         return [entry for entry in self._entries.values() if not entry.ordered]
 
 

@@ -16,11 +16,11 @@ import zmq
 from kvferry.transfer import net
 
 _BURST = 256
-"""Frames taken before other work of the loop gets its turn."""
+"""Frames delivered before other work of the loop gets its turn."""
 
 
 class ChannelFull(Exception):
-    """The frame was not taken: the peer's queue is full, or it is not (or no longer) there."""
+    """The frame was not queued: the queue is full, or there is no peer."""
 
 
 class Channel:
@@ -70,17 +70,17 @@ class Channel:
             self._again = None
         more = True
         try:
-            more = self._take_burst()
+            more = self._receive_burst()
         finally:  # a handler that raises must not leave what came after its frame
             if more and not self._socket.closed:
                 self._schedule()
 
-    def _take_burst(self) -> bool:
-        """Whether there may be more."""
+    def _receive_burst(self) -> bool:
+        """Deliver up to `_BURST` frames. Returns whether there may be more."""
         for _ in range(_BURST):
             if self._socket.closed:  # a frame's handler may close us
                 return False
-            # To ask is cheaper than to be told by an exception, which every burst would end with.
+            # Cheaper than the exception that would end every burst.
             if not cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return False
             self._on_frames(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -93,7 +93,7 @@ def tcp_endpoint(host: str, port: int | str) -> str:
 
 
 def limit_socket(socket: zmq.Socket[bytes], *, queue: int, max_frame: int) -> None:
-    """Bound what a socket queues and takes, and how long it waits for a peer that vanished."""
+    """Bound a socket's queues and frames, and the time until a vanished peer counts as lost."""
     socket.setsockopt(zmq.SNDHWM, queue)
     socket.setsockopt(zmq.RCVHWM, queue)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)

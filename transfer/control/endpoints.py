@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of the control channel: a ROUTER that answers, a DEALER that asks (design §6).
+"""The two ends of the control channel: a server on a ROUTER socket, a client on a DEALER.
 
-Every request is answered or reported as unanswered by its deadline. A peer whose connection breaks is
-reported at once, from the socket's own monitor, not after a timeout. With a key, both ends speak only to
-those who own it (`curve`).
+Every request gets a response, or None by its deadline. A broken connection is reported at once, by the
+socket's monitor, not after a timeout. With a key, both ends connect only to peers that own it (`curve`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from kvferry.transfer.control.messages import (
 )
 
 _QUEUE = 4096
-"""Frames queued per connection and direction, and requests that may be waiting for an answer."""
+"""Frames queued per connection and direction, and requests that may be pending."""
 
-_FAREWELL_MS = 200
-"""How long the last requests may take to leave after a client was closed."""
+_LINGER_MS = 200
+"""Limit for sending the last requests after a client was closed."""
 
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -43,14 +42,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asked: an address on the ROUTER and the number of the request. Valid for one answer."""
+    """The sender of a request: its address on the ROUTER and the request's number. Valid for one response."""
 
     identity: bytes
     seq: int
 
 
 class ControlServer:
-    """Takes requests of any number of consumers. Bad frames are counted and dropped, never fatal."""
+    """Serves any number of consumers. Bad frames are counted and dropped, never fatal."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class ControlServer:
     def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> int:
         """Bind, and return the port. Raises `zmq.ZMQError` if the address cannot be bound.
 
-        With a key, whoever is to judge the peers is there before any can come.
+        With a key, the authenticator runs before any peer can connect.
         """
         socket = context.socket(zmq.ROUTER)
         self._channel = Channel(socket, self._received)
@@ -81,13 +80,13 @@ class ControlServer:
         return int(endpoint.rpartition(":")[2])
 
     def respond(self, caller: Caller, response: Response) -> None:
-        """Send an answer; a caller that has left, or does not read, is passed over."""
+        """Send a response. Dropped if the caller has left or does not read."""
         if self._channel is None:
             return
         try:
             self._channel.send([caller.identity, encode(response)])
         except ChannelFull as error:
-            _log.debug("answer %d was not taken: %s", caller.seq, error)
+            _log.debug("response %d was not sent: %s", caller.seq, error)
 
     def close(self) -> None:
         if self._channel is not None:
@@ -110,7 +109,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """Asks one producer. `on_broken` is called, once, when the connection fails or is lost."""
+    """The client of one producer. `on_broken` is called once, when the connection fails or is lost."""
 
     def __init__(
         self,
@@ -130,19 +129,19 @@ class ControlClient:
         self.bad_frames = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
-        """Begin to connect to a numeric address, and send what was requested before.
+        """Begin to connect to a numeric address, and send the requests made before.
 
-        Raises `zmq.ZMQError` for an address that makes no sense.
+        Raises `zmq.ZMQError` for an invalid address.
         """
         self._endpoint = tcp_endpoint(host, port)
         socket = context.socket(zmq.DEALER)
         limit_socket(socket, queue=_QUEUE, max_frame=MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost producer is met anew, by a handshake
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost producer gets a new link, with a handshake
         if self._key is not None:
             self._key.secure_client(socket)
         self._channel = Channel(socket, self._received)
-        # pyzmq would name the monitor after the socket's descriptor. A client closed a moment ago may have
-        # had the same, and its name is freed later than its descriptor.
+        # pyzmq would name the monitor after the socket's descriptor, which a client closed just before may
+        # have had: the name is freed later than the descriptor.
         monitor = socket.get_monitor_socket(_BROKEN | zmq.EVENT_CLOSED, f"inproc://{uuid4().hex}")
         self._socket = socket
         self._monitor = Channel(monitor, self._monitored)
@@ -177,18 +176,18 @@ class ControlClient:
             loop.call_soon(on_response, None)
 
     def close(self) -> None:
-        """Close; requests that wait are told that no answer comes."""
+        """Close; pending requests get None."""
         self._closed = True
         self._unsent.clear()
         socket, channel, monitor = self._socket, self._channel, self._monitor
         self._socket = self._channel = self._monitor = None
         if socket is not None:
-            # ZMQ's I/O thread waits without end to tell of an event that nobody takes any more.
+            # ZMQ's I/O thread would block on an event that is not received any more.
             socket.disable_monitor()
         if monitor is not None:
             monitor.close()
         if channel is not None:
-            channel.close(linger_ms=_FAREWELL_MS)
+            channel.close(linger_ms=_LINGER_MS)
         loop = asyncio.get_running_loop()
         for on_response, timer in self._waiting.values():
             timer.cancel()
@@ -214,7 +213,7 @@ class ControlClient:
         self._settle(response.seq, response)
 
     def _settle(self, seq: int, response: Response | None) -> None:
-        """An answer, or the end of waiting for it. Repeated and late answers find nobody waiting."""
+        """End a request, with its response or None. Repeated and late responses are ignored."""
         waiting = self._waiting.pop(seq, None)
         if waiting is None:
             return

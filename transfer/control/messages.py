@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frames of the control channel between two engine processes (design §6).
+"""The frames of the control channel between two engine processes (docs/architecture.md).
 
 MessagePack maps, packed, unpacked and typed by msgspec, nowhere else. Every frame carries the protocol
-version, a `seq` that the answer echoes, and the producer's incarnation.
+version, a `seq` that the response echoes, and the producer's incarnation.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ GoneReason = Literal["unknown", "expired", "dropped", "finished", "failed"]
 
 
 class BadControlFrame(ValueError):
-    """A control frame that is not one of the messages below."""
+    """A frame that is not a control message."""
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     v: Literal[1] = 1
     seq: _Count
     incarnation: _Id
-    """The producer's: whom the request is for, and who answers."""
+    """The producer's: of the one that the request is for, and of the one that responds."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,9 +62,9 @@ _Engines = Annotated[dict[_Word, EngineDescription], Meta(max_length=64)]
 
 
 class Hello(_Frame, frozen=True, tag="hello"):
-    """First contact of two agents. `transfers` are those to choose from, the consumer's best first.
+    """Begin a link. `transfers` are those to choose from, the consumer's best first.
 
-    `verify_kv`: the consumer takes no KV without checksums.
+    `verify_kv`: the consumer accepts no KV without checksums.
     """
 
     consumer: _Id
@@ -87,7 +87,7 @@ class HelloOk(_Frame, frozen=True, tag="hello_ok"):
 
 
 class RequestRefused(_Frame, frozen=True, tag="refused"):
-    """No, and why: `ours` is the producer's value of the field, `theirs` the consumer's."""
+    """The request is refused: `ours` is the producer's value of the field, `theirs` the consumer's."""
 
     field: _Word
     ours: _Word
@@ -95,7 +95,7 @@ class RequestRefused(_Frame, frozen=True, tag="refused"):
 
 
 class Open(_Frame, frozen=True, tag="open"):
-    """Ask for the blocks after the first `have`; the answer may take `wait_s`."""
+    """Ask for the blocks after the first `have`; the response may take `wait_s`."""
 
     transfer_id: _Id
     consumer: _Id
@@ -106,8 +106,8 @@ class Open(_Frame, frozen=True, tag="open"):
 class Opened(_Frame, frozen=True, tag="opened"):
     """Readable blocks, from number `first_block` of the prompt on.
 
-    `ready`: those are all, and `first_tokens` are what the prefill drew, if it said so. `checksums` are of a
-    producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of each rank
+    `ready`: those are all, and `first_tokens` are what the prefill sampled, if it is known. `checksums` are
+    of a producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of each rank
     (`layout.num_columns`), in this order.
     """
 
@@ -149,7 +149,7 @@ class Gone(_Frame, frozen=True, tag="gone"):
 
 
 class Renew(_Frame, frozen=True, tag="renew"):
-    """The consumer still wants these."""
+    """Renew leases."""
 
     consumer: _Id
     transfer_ids: _Ids
@@ -161,7 +161,7 @@ class Renewed(_Frame, frozen=True, tag="renewed"):
 
 
 class Release(_Frame, frozen=True, tag="release"):
-    """The consumer is done with the blocks. `read_ok`: all of its reads reported done."""
+    """Release a lease. `read_ok`: all of the consumer's reads are done."""
 
     transfer_id: _Id
     consumer: _Id
@@ -169,14 +169,14 @@ class Release(_Frame, frozen=True, tag="release"):
 
 
 class Released(_Frame, frozen=True, tag="released"):
-    """`valid`: the lease held from `ready` until now, so what was read before the question is right."""
+    """`valid`: the lease held from `ready` until now, so what was read before the request is right."""
 
     transfer_id: _Id
     valid: bool
 
 
 class Drop(_Frame, frozen=True, tag="drop"):
-    """The consumer no longer wants the blocks."""
+    """End a lease that is not needed any more."""
 
     transfer_id: _Id
 
@@ -191,12 +191,12 @@ _F = TypeVar("_F")
 
 
 def max_blocks(sum_bytes: int) -> int:
-    """How many blocks one `Opened` can name, with checksums of so many bytes each (0: without)."""
+    """Return how many blocks one `Opened` can name, with checksums of so many bytes each (0: none)."""
     return min(MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
 
 
 def encode(frame: Request | Response) -> bytes:
-    """Pack one message. Raises `BadControlFrame` if it is too large to be taken at the other end."""
+    """Pack one message. Raises `BadControlFrame` if it exceeds `MAX_FRAME_BYTES`."""
     packed = msgspec.msgpack.encode(frame)
     if len(packed) > MAX_FRAME_BYTES:
         raise BadControlFrame(f"{type(frame).__name__} of {len(packed)} bytes exceeds {MAX_FRAME_BYTES}")
@@ -214,7 +214,6 @@ def decode_response(frame: bytes) -> Response:
 
 
 def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
-    """The ids of a frame as ids of this package."""
     return [TransferId(each) for each in ids]
 
 

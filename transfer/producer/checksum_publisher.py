@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what a verifying producer lends: every rank's, before a reader hears of the blocks.
+"""Publishes blocks to readers with their checksums, as a verifying producer must.
 
-What the scheduler says about a prompt is passed on to the lease table in the same order, but only once the
-blocks in question are summed. Sums that come after the lease has ended belong to nobody.
+The scheduler's calls for a prompt go on to the lease table in the same order, but only once every rank has
+summed the blocks in question. Checksums that come after the lease has ended are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.transfer.ranks.group import RankGroup
 
 @dataclass(slots=True)
 class _Prompt:
-    """Blocks summed and computed, and whether the prompt is ready; `summing` while the ranks are at it."""
+    """Blocks summed and computed, and whether the prompt is ready; `summing` while the ranks compute."""
 
     block_ids: tuple[int, ...]
     summed: int = 0
@@ -28,7 +28,7 @@ class _Prompt:
 
 
 class ChecksumPublisher:
-    """Passes `advance(transfer_id, readable, checksums)` and `ready(transfer_id, checksums)` on."""
+    """Calls `advance(transfer_id, readable, checksums)` and `ready(transfer_id, checksums)` in turn."""
 
     def __init__(
         self,
@@ -45,29 +45,28 @@ class ChecksumPublisher:
         return len(self._prompts)
 
     def register(self, transfer_id: TransferId, block_ids: Sequence[int]) -> None:
-        """A lease over these blocks has begun; they hold still until `forget`."""
+        """Begin a lease over these blocks, which do not change until `forget`."""
         self._prompts[transfer_id] = _Prompt(tuple(block_ids))
 
     def advance(self, transfer_id: TransferId, readable: int) -> None:
-        """The first blocks are computed on every rank."""
+        """The first `readable` blocks are computed on every rank."""
         prompt = self._prompts.get(transfer_id)
         if prompt is not None:
             prompt.computed = readable
-            self._go_on(transfer_id, prompt)
+            self._continue(transfer_id, prompt)
 
     def ready(self, transfer_id: TransferId) -> None:
-        """All of them are, and the first tokens are drawn."""
+        """All blocks are computed on every rank."""
         prompt = self._prompts.get(transfer_id)
         if prompt is not None:
             prompt.computed = len(prompt.block_ids)
             prompt.ready = True
-            self._go_on(transfer_id, prompt)
+            self._continue(transfer_id, prompt)
 
     def forget(self, transfer_id: TransferId) -> None:
-        """The lease is over."""
         self._prompts.pop(transfer_id, None)
 
-    def _go_on(self, transfer_id: TransferId, prompt: _Prompt) -> None:
+    def _continue(self, transfer_id: TransferId, prompt: _Prompt) -> None:
         if prompt.summing:
             return
         if prompt.summed < prompt.computed:
@@ -88,4 +87,4 @@ class ChecksumPublisher:
             self._ready(transfer_id, rows)
         else:
             self._advance(transfer_id, prompt.summed, rows)
-            self._go_on(transfer_id, prompt)
+            self._continue(transfer_id, prompt)

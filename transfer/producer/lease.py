@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's side of a transfer: who may read which of our blocks, and until when (design §6, I1, I2).
+"""The producer's leases: who may read which of our blocks, and until when (I1 and I2, docs/architecture.md).
 
 Pure and synchronous: the clock is the argument `now` (seconds, monotonic), every call commits before it
-returns, and what is to be said or freed is returned as effects. Once a lease has ended nothing revives
-it, so a reader that is told `valid` knows that the blocks were its own from `ready` until that moment.
+returns, and responses and freed blocks are returned as effects. Once a lease has ended nothing revives it, so
+`valid` proves to a reader that the blocks were its own from `ready` until that moment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEVER = float("inf")
 
 class LeaseState(enum.Enum):
     STAGED = "staged"
-    """A reader asked before the prefill was registered."""
+    """Opened by a reader before the prefill was registered."""
     FILLING = "filling"
     """Registered; the prompt is being computed, and blocks that are may be readable."""
     READY = "ready"
@@ -100,7 +100,7 @@ class CompleteOpen:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Effect: a registered lease ended; the scheduler may have its blocks back."""
+    """Effect: a registered lease ended, and its blocks may be freed."""
 
     transfer_id: TransferId
     cause: LeaseEndCause
@@ -137,9 +137,9 @@ class _Lease:
         self.state = transition(f"lease {self.transfer_id}", LEASE_TRANSITIONS, self.state, to)
 
     def grant(self, have: int, max_blocks: int) -> Grant | None:
-        """What a reader that has `have` blocks can be told now, if anything is new to it.
+        """Return what is new to a reader that has `have` blocks; None if nothing is.
 
-        Of more than `max_blocks` new blocks it is told the first, as if the others were not readable yet.
+        At most `max_blocks` are granted at once, as if the others were not readable yet.
         """
         ready = self.state is LeaseState.READY
         if not ready and not (self.state is LeaseState.FILLING and self.readable > have):
@@ -256,7 +256,7 @@ class LeaseTable:
         return self._complete_parked(lease)
 
     def set_first_tokens(self, transfer_id: TransferId, first_tokens: SampledTokens | None) -> None:
-        """What the reader is to be told with the last blocks. Ignored once the lease has ended."""
+        """Set what is sent to the reader with the last blocks. Ignored once the lease has ended."""
         lease = self._live.get(transfer_id)
         if lease is not None:
             lease.first_tokens = first_tokens
@@ -274,7 +274,7 @@ class LeaseTable:
         return self._complete_parked(lease)
 
     def fail(self, transfer_id: TransferId) -> list[Effect]:
-        """The prefill was aborted or preempted: no reader gets the blocks. Never returns `Freed`."""
+        """Withdraw a lease: the prefill was aborted or preempted. Never returns `Freed`."""
         lease = self._live.get(transfer_id)
         if lease is None or lease.state is LeaseState.STAGED:
             return []
@@ -293,8 +293,7 @@ class LeaseTable:
     ) -> list[Effect]:
         """Ask for blocks after the first `have`; the first consumer to ask becomes the only reader.
 
-        Counts as a renewal. Comes to exactly one `CompleteOpen` for `waiter`, now or at the latest `wait_s`
-        from now.
+        Counts as a renewal. Comes to exactly one `CompleteOpen` for `waiter`, now or within `wait_s`.
         """
         effects = self.expire(now)
         lease = self._live.get(transfer_id) or self._stage(now, transfer_id, consumer)
@@ -335,7 +334,7 @@ class LeaseTable:
     def release(
         self, now: float, transfer_id: TransferId, consumer: Incarnation, read_ok: bool
     ) -> tuple[bool, list[Effect]]:
-        """The reader is done. Returns whether what it read is proven right; the same answer when repeated.
+        """End a lease by its reader. Returns whether what it read is proven right; the same when repeated.
 
         Proven means: this reader, all its reads done, and the lease alive from `ready` until now.
         """
@@ -352,7 +351,7 @@ class LeaseTable:
         return valid, effects + self._end(lease, LeaseState.RELEASED, valid=valid)
 
     def drop(self, now: float, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
-        """Nobody wants the blocks any more. Returns whether a lease ended by this call; idempotent.
+        """End a lease that no reader needs. Returns whether this call ended one; idempotent.
 
         An unknown transfer is remembered, so that a prefill that registers late ends at once.
         """
@@ -367,7 +366,7 @@ class LeaseTable:
     # Time.
 
     def expire(self, now: float) -> list[Effect]:
-        """End every lease whose time is over, and answer every `open` that has waited long enough.
+        """End every lease past its deadline, and respond to every `open` whose wait is over.
 
         Looks at the leases only when something may be due, so that a request costs the same however many
         there are (A5).
@@ -393,7 +392,7 @@ class LeaseTable:
         assert staged == self._num_staged <= self._max_staged, "staged count"
         assert len(self._ended) <= self._max_ended, "memory of ended leases"
         assert not self._live.keys() & self._ended.keys(), "live and ended at once"
-        assert self._next_due <= self._first_due(), "a deadline that nobody waits for"
+        assert self._next_due <= self._first_due(), "a deadline without a timer"
         for lease in self._live.values():
             assert LEASE_TRANSITIONS[lease.state], f"{lease.transfer_id} is over but live"
             assert 0 <= lease.readable <= len(lease.block_ids), f"{lease.transfer_id} readable"
@@ -411,7 +410,7 @@ class LeaseTable:
         return min(times, default=_NEVER)
 
     def _alive(self, now: float, transfer_id: TransferId) -> _Lease | None:
-        """The registered lease, unless its time is over; `expire` will then end it."""
+        """Return the registered lease unless its deadline has passed; `expire` ends it then."""
         lease = self._live.get(transfer_id)
         if lease is None or lease.state is LeaseState.STAGED or lease.deadline <= now:
             return None
@@ -435,7 +434,7 @@ class LeaseTable:
 
     def _gone(self, transfer_id: TransferId) -> Denied | NotYet:
         verdict = self._ended.get(transfer_id)
-        # Not ended and yet not staged: the bounded map is full, and asking again is all that is left.
+        # Neither ended nor staged: the bounded map is full, and the reader has to ask again.
         return NotYet() if verdict is None else Denied(_GONE_REASONS[verdict.state])
 
     def _complete_parked(self, lease: _Lease) -> list[Effect]:
@@ -448,7 +447,7 @@ class LeaseTable:
         return [CompleteOpen(waiter, lease.transfer_id, grant)]
 
     def _supersede(self, lease: _Lease) -> list[Effect]:
-        """Answer the parked `open` with nothing new: its wait is over, or the reader asked again."""
+        """Respond to the parked `open` with nothing new: its wait is over, or the reader asked again."""
         if lease.parked is None:
             return []
         waiter, lease.parked = lease.parked.waiter, None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns one report from every TP rank into one event (design I6).
+"""Turns one report from every TP rank into one event (I6, docs/architecture.md).
 
-A failed rank fails the whole, and nothing is said until every rank is terminal. Reports that are
-repeated, come late or belong to nothing are ignored; a rank that contradicts itself has failed. Finished
-keys stay in a bounded memory, so that a late report cannot open them again.
+Pure. A failed rank fails the whole, and there is no outcome until every rank is terminal. Reports that are
+repeated, late or of unknown keys are ignored; a rank that contradicts itself has failed. Finished keys stay
+in a bounded memory, so that a late report cannot open them again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Aggregator(Generic[K]):
         self._groups[key] = _Group()
 
     def report(self, key: K, rank: int, report: Outcome) -> Outcome | None:
-        """Take one rank's report. Returns the outcome when it completes the set, once."""
+        """Add one rank's report. Returns the outcome, once, when it completes the set."""
         group = self._groups.get(key)
         if group is None or group.settled or not 0 <= rank < self._num_ranks:
             return None
@@ -78,13 +78,15 @@ class Aggregator(Generic[K]):
         return outcome
 
     def discard(self, key: K) -> None:
-        """Nobody waits for this key any more; a key that is complete stays as it is."""
+        """Stop collecting for a key; one that is complete stays as it is."""
         group = self._groups.get(key)
         if group is not None and not group.settled:
             self._forget(key)
 
     def quiescent(self, key: K, rank: int) -> bool:
-        """One rank is no longer written to. Returns true once: when that makes a failed whole quiescent."""
+        """Note that nothing writes to one rank any more. Returns True, once, when a failed whole becomes
+        quiescent.
+        """
         group = self._groups.get(key)
         if group is None:
             return False
@@ -103,7 +105,7 @@ class Aggregator(Generic[K]):
 
 def _outcome(reports: list[Outcome], *, quiescent: bool) -> Outcome:
     failures = [report.reason for report in reports if not report.ok]
-    # "cancelled" is what the others report after one rank failed; it is nobody's first cause.
+    # "cancelled" is what the others report after one rank failed; it is never the first cause.
     causes = [reason for reason in failures if reason != "cancelled"] or failures
     return Outcome(
         ok=not failures,

@@ -2,8 +2,8 @@
 """Frames between an engine process and its ranks, over a Unix socket.
 
 Both ends are on one host and of one incarnation, so nothing has to be queued for a peer that comes back. ZMQ
-hands every frame to a thread of its own on either side, which took 0.2 to 0.4 ms where it was measured, twice
-in every step and every read; here a frame wakes the other end and nobody else.
+passes every frame through a thread of its own at either end, which took 0.2 to 0.4 ms where it was measured,
+twice in every step and every read; here a frame wakes only the other end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 _MAX_QUEUED_BYTES = 64 << 20
-"""What a rank that does not read may leave unread."""
+"""Limit of what waits for a rank that does not read."""
 _BACKLOG = 128
 _CONNECT_S, _RETRY_MS = 60.0, 10
 _SEND_S = 30.0
@@ -28,15 +28,15 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class OversizedFrame(Exception):
-    """Longer than any frame of ours (a bug of ours, or a stranger)."""
+    """A frame is longer than any valid one: a defect, or not one of our processes."""
 
 
 class RankGone(Exception):
-    """The frame was not taken: the rank has left, or does not read."""
+    """The frame was not queued: the rank has left, or does not read."""
 
 
 class Frames:
-    """Cuts a stream into frames."""
+    """Splits a stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -57,7 +57,6 @@ class Frames:
 
 
 def packed(frame: bytes) -> bytes:
-    """A frame as it goes over the socket."""
     return _LENGTH.pack(len(frame)) + frame
 
 
@@ -70,7 +69,7 @@ class RankConnection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, frame: bytes) -> None:
-        """Send, or queue. Raises `RankGone` instead of waiting."""
+        """Send or queue; never waits. Raises `RankGone`."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise RankGone("it has left")
@@ -100,7 +99,7 @@ class RankConnection(asyncio.Protocol):
 
 
 class RankListener:
-    """Where the ranks of an agent report, on the engine process's loop."""
+    """The server of an agent's ranks, on the engine process's loop."""
 
     def __init__(self, on_frame: Callable[[RankConnection, bytes], None]) -> None:
         self._on_frame = on_frame
@@ -114,7 +113,7 @@ class RankListener:
         )
 
     def close(self) -> None:
-        """Stop listening, and hang up. Idempotent."""
+        """Stop listening, and close the connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -130,7 +129,7 @@ class RankListener:
 class RankEnd:
     """A rank's end, for one thread.
 
-    Once the engine process has gone it is silent: then the agent ends, and the thread with it (I8).
+    Once the engine process has gone, sending does nothing: the agent ends, and the thread with it (I8).
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -186,7 +185,7 @@ def connect_at_once(path: Path) -> RankEnd:
 def connect(path: Path, stopped: socket.socket) -> RankEnd | None:
     """Connect a rank; the engine process may not listen yet. None if `stopped` turned readable before.
 
-    Raises TimeoutError if it does not listen for too long, and OSError for a path that makes no sense.
+    Raises TimeoutError if it does not listen for too long, and OSError for an invalid path.
     """
     deadline = time.monotonic() + _CONNECT_S
     poller = select.poll()

@@ -44,7 +44,7 @@ class RankEvents(Protocol):
 
 @dataclass(slots=True)
 class _Sums:
-    """Checksums on their way from the ranks."""
+    """Checksums that the ranks are computing."""
 
     num_blocks: int
     on_sums: Callable[[SumTable], None]
@@ -94,7 +94,7 @@ class RankGroup:
         )
 
     def descriptions(self, transfer: str) -> tuple[EngineDescription, ...]:
-        """How peers address our ranks with one backend, in order of rank."""
+        """The ranks' addresses for peers with one backend, in order of rank."""
         return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
 
     def connect(self, command: wire.Connect) -> None:
@@ -103,12 +103,12 @@ class RankGroup:
         self.broadcast(command)
 
     def close_link(self, link: int, transfer: str) -> None:
-        """Have every rank let go of a link, connected or not; none of them reports it then."""
+        """Have every rank close a link, connected or not, without a report."""
         self._links.discard((link, transfer))
         self.broadcast(wire.CloseLink(link=link))
 
     def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
-        """Give each rank its part of a read, in order of rank; comes to one `read_ended`."""
+        """Send each rank its part of a read, in order of rank; comes to one `read_ended`."""
         self._reads.expect((transfer_id, seq))
         for rank, command in enumerate(commands):
             self._send(rank, command)
@@ -122,7 +122,7 @@ class RankGroup:
         self.broadcast(wire.SumBlocks(number=number, blocks=tuple(blocks)))
 
     def broadcast(self, command: wire.Command) -> None:
-        """Command every rank."""
+        """Send a command to every rank."""
         for rank in range(self._tp_size):
             self._send(rank, command)
 
@@ -143,7 +143,7 @@ class RankGroup:
             connection.send(wire.encode(command))
         except RankGone as error:
             # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
-            _log.error("rank %d does not take commands: %s", rank, error)
+            _log.error("rank %d does not accept commands: %s", rank, error)
 
     def _received(self, events: RankEvents, connection: RankConnection, frame: bytes) -> None:
         report = wire.decode_report(frame)
@@ -167,7 +167,9 @@ class RankGroup:
 
     def _welcome(self, connection: RankConnection, hello: wire.RankHello) -> None:
         if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
-            _log.error("a stranger reported as rank %d of %s", hello.rank, hello.incarnation)
+            _log.error(
+                "ignored an unknown process that reported as rank %d of %s", hello.rank, hello.incarnation
+            )
             return
         self._hellos[hello.rank] = hello
         self._connections[hello.rank] = connection
@@ -194,7 +196,7 @@ class RankGroup:
         if outcome is not None:
             events.read_ended(*key, outcome)
         elif not report.ok:
-            # The whole has failed already; the other ranks need not go on.
+            # The whole has failed already: stop the other ranks.
             self.broadcast(wire.CancelRead(transfer_id=report.transfer_id, seq=report.seq))
 
     def _blocks_summed(self, report: wire.BlocksSummed) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent's engine process and its own ranks say to each other about transfers.
+"""Messages between an agent's engine process and its own ranks about transfers.
 
 msgspec's msgpack over ipc in the agent's private directory; both ends are of one incarnation.
 """
@@ -24,13 +24,13 @@ class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The secret under which peers' tokens are minted."""
+    """The secret that signs peers' tokens."""
 
     secret: bytes
 
 
 class Welcomed(msgspec.Struct, frozen=True, kw_only=True, tag="welcomed"):
-    """The rank's engines know the secret: peers that come now are let in."""
+    """The rank's engines have the secret: peers are admitted from now on."""
 
     rank: int
 
@@ -46,7 +46,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class CloseLink(msgspec.Struct, frozen=True, kw_only=True, tag="close_link"):
-    """Let go of a producer."""
+    """Close the connections to a producer's ranks."""
 
     link: int
 
@@ -70,7 +70,7 @@ class CancelRead(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_read"):
 
 class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
     """Destroy a backend's engine, and with it all that it could still write; open another. Comes to a
-    `ReadEnded` or `ReadQuiescent` for every read that it had under way, and to a new `RankHello`.
+    `ReadEnded` or `ReadQuiescent` for every read that it had in flight, and to a new `RankHello`.
     """
 
     transfer: str
@@ -84,7 +84,7 @@ class SumBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="sum_blocks"):
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
-    """Whether peers may need us, so that backends which have to be polled must be; `awaited`: one connects,
+    """Set whether peers may need us, so that backends which have to be polled are; `awaited`: one connects,
     or has blocks to read.
     """
 
@@ -93,7 +93,7 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
 
 
 class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
-    """Every producer rank is reachable, or why not. `broken`: not before our engine is opened anew."""
+    """Every producer rank is reachable, or why not. `broken`: not before our engine is rebuilt."""
 
     rank: int
     link: int
@@ -143,12 +143,12 @@ def encode(message: Command | Report) -> bytes:
 
 
 def decode_command(frame: bytes) -> Command:
-    """Type a command. Raises `msgspec.DecodeError` (a bug of ours)."""
+    """Type a command. Raises `msgspec.DecodeError` for what none of our processes sends."""
     return _command_decoder.decode(frame)
 
 
 def decode_report(frame: bytes) -> Report:
-    """Type a report. Raises `msgspec.DecodeError` (a bug of ours)."""
+    """Type a report. Raises `msgspec.DecodeError` for what none of our processes sends."""
     return _report_decoder.decode(frame)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank's transfer thread has under way: links to producers, and reads from them."""
+"""One rank's links to producers, and its reads from them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
 from kvferry.transfer.ranks import messages as wire
 
-_NONSENSE = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
-"""What libraries raise for arguments that make no sense to them."""
+_INVALID_ARGUMENT = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
+"""What libraries raise for invalid arguments."""
 
-_BUSY_MS = 1
-_ATTENTIVE_MS = 20
-"""While nobody waits for us, but a read that was given up may have to end. A poll takes up to 200 µs after a
-sleep, and a rank without work must stay below a hundredth of a core.
+_BUSY_POLL_MS = 1
+_IDLE_POLL_MS = 20
+"""While no peer waits for us, but a cancelled read may have to end. A poll takes up to 200 µs after a sleep,
+and a rank without work must stay below a hundredth of a core.
 """
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Link:
+class _RankLink:
     """A producer: its ranks as peers of one engine. `connecting` until the outcome has been reported."""
 
     engine: TransferEngine
@@ -40,7 +40,7 @@ class _Read:
     reported: bool = False
 
 
-class RankLinks:
+class RankReader:
     """Carries out commands on the rank's engines and reports how they ended. Single-threaded."""
 
     def __init__(
@@ -49,24 +49,24 @@ class RankLinks:
         self._rank = rank
         self._engines = engines
         self._report = report
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _RankLink] = {}
         self._reads: dict[tuple[str, int], _Read] = {}
         self._serving = wire.Serve(on=False, awaited=False)
 
     @property
     def poll_ms(self) -> int | None:
-        """How soon a backend that has to be polled may have something to do; None while there is none."""
+        """How soon to poll the backends that have to be; None while none has work."""
         busy = list(self._engines.values()) if self._serving.awaited else []
         busy += [link.engine for link in self._links.values() if link.connecting]
         busy += [read.engine for read in self._reads.values()]
         if any(engine.fileno() is None for engine in busy):
-            return _BUSY_MS
+            return _BUSY_POLL_MS
         if self._serving.on and any(engine.fileno() is None for engine in self._engines.values()):
-            return _ATTENTIVE_MS
+            return _IDLE_POLL_MS
         return None
 
     def handle(self, command: wire.Command) -> None:
-        """Carry out one command of the engine process."""
+        """Carry out one command."""
         match command:
             case wire.Welcome():
                 for engine in self._engines.values():
@@ -86,7 +86,7 @@ class RankLinks:
                     transfer.cancel()
 
     def engine_destroyed(self, engine: TransferEngine) -> None:
-        """Nothing of this engine writes any more: every link of it is gone, and every read is quiescent."""
+        """Drop the links of an engine that was closed, and report its reads: they are quiescent."""
         for number, link in list(self._links.items()):
             if link.engine is engine:
                 if link.connecting:
@@ -115,19 +115,19 @@ class RankLinks:
 
     def _connect(self, command: wire.Connect) -> None:
         engine = self._engines[command.transfer]
-        link = _Link(engine, [])
+        link = _RankLink(engine, [])
         self._links[command.link] = link
         try:
             for rank in command.ranks:
                 link.peers.append(engine.connect(rank.engine, rank.regions, command.token, command.timeout_s))
         except PeerUnreachable as error:
             self._connected(command.link, str(error), broken=isinstance(error, PeerBroken))
-        except _NONSENSE as error:
-            # These are a peer's own words. Whatever a library makes of them, they cost this link only.
-            _log.warning("a peer is described in a way that makes no sense", exc_info=True)
-            self._connected(command.link, f"a description that makes no sense: {error!r}")
+        except _INVALID_ARGUMENT as error:
+            # The peer sent the description: whatever a library raises for it costs this link only.
+            _log.warning("invalid description of a peer", exc_info=True)
+            self._connected(command.link, f"invalid description: {error!r}")
 
-    def _collect_link(self, number: int, link: _Link) -> None:
+    def _collect_link(self, number: int, link: _RankLink) -> None:
         try:
             ready = [peer.poll() for peer in link.peers]
         except PeerUnreachable as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksums that one rank owes its engine process, computed a slice at a time between transfers."""
+"""Computes one rank's checksums, a slice at a time between transfers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankSums:
         return bool(self._jobs)
 
     def add(self, command: SumBlocks) -> None:
-        """Take a job; an agent asks for no more than it has leases and pulls."""
+        """Queue a job; there are at most as many as leases and pulls."""
         self._jobs.append(_Job(command))
 
     def advance(self) -> None:

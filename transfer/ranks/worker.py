@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The face of the transfer plane that one rank sees: a thread that owns this rank's backends.
+"""The transfer plane's interface for one rank: a thread that owns the rank's backends.
 
-The thread takes commands from the engine process and reports back; the rank's own work never waits for it. It
-sleeps on descriptors, and polls, at most every millisecond, only while a backend without one has work.
+The thread carries out the engine process's commands and reports back; the rank's own work never waits for it.
+It sleeps on descriptors, and polls, at most every millisecond, only while a backend without one has work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvferry.transfer.engine import (
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.channel import RankEnd, connect
-from kvferry.transfer.ranks.reads import RankLinks
+from kvferry.transfer.ranks.reads import RankReader
 from kvferry.transfer.ranks.sums import RankSums
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class WorkerConnector:
 
     def start(self) -> None:
         """Open the backends and report to the engine process. Raises `BackendUnavailable` with the reason, or
-        ValueError for a backend option that makes no sense.
+        ValueError for an invalid backend option.
         """
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._thread.start()
@@ -175,7 +175,7 @@ class WorkerConnector:
                 _watch(poller, engine)
             channel = connect(self._address, self._stopped)
             if channel is not None:
-                self._say_hello(channel, descriptions)
+                self._send_hello(channel, descriptions)
                 self._loop(channel, poller, engines, descriptions)
         finally:
             for engine in engines.values():
@@ -183,7 +183,7 @@ class WorkerConnector:
             if channel is not None:
                 channel.close()
 
-    def _say_hello(self, channel: RankEnd, descriptions: Mapping[str, EngineDescription]) -> None:
+    def _send_hello(self, channel: RankEnd, descriptions: Mapping[str, EngineDescription]) -> None:
         hello = wire.RankHello(rank=self._rank, incarnation=self._incarnation, engines=dict(descriptions))
         channel.send(wire.encode(hello))
 
@@ -194,12 +194,12 @@ class WorkerConnector:
         engines: dict[str, TransferEngine],
         descriptions: dict[str, EngineDescription],
     ) -> None:
-        links = RankLinks(self._rank, engines, lambda report: channel.send(wire.encode(report)))
+        reader = RankReader(self._rank, engines, lambda report: channel.send(wire.encode(report)))
         pool_sums = PoolSums(self._pool, self._geometry)
         sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
         poller.register(channel, select.POLLIN)
         while True:
-            ready = dict(poller.poll(0 if sums.busy else _wait_ms(links, list(engines.values()))))
+            ready = dict(poller.poll(0 if sums.busy else _wait_ms(reader, list(engines.values()))))
             if self._stopped.fileno() in ready:
                 return
             if channel.gone and channel.fileno() in ready:
@@ -208,26 +208,28 @@ class WorkerConnector:
                 command = wire.decode_command(frame)
                 if isinstance(command, wire.Rebuild):
                     _unwatch(poller, engines[command.transfer])
-                    descriptions[command.transfer] = self._rebuild(command.transfer, links, engines)
+                    descriptions[command.transfer] = self._rebuild(command.transfer, reader, engines)
                     _watch(poller, engines[command.transfer])
-                    self._say_hello(channel, descriptions)
+                    self._send_hello(channel, descriptions)
                 elif isinstance(command, wire.SumBlocks):
                     sums.add(command)
                 else:
-                    links.handle(command)
+                    reader.handle(command)
             for engine in engines.values():
                 engine.progress()
-                links.collect()  # what one has brought is not kept back by the others
+                reader.collect()  # without waiting for the other engines
             sums.advance()
 
-    def _rebuild(self, name: str, links: RankLinks, engines: dict[str, TransferEngine]) -> EngineDescription:
-        """Destroy an engine and open it anew: the end of everything that it could still write.
+    def _rebuild(
+        self, name: str, reader: RankReader, engines: dict[str, TransferEngine]
+    ) -> EngineDescription:
+        """Close an engine, which ends everything that it could still write, and open it again.
 
         Raises `BackendUnavailable` if it does not open again, which ends the rank.
         """
         destroyed = engines[name]
         destroyed.close()
-        links.engine_destroyed(destroyed)
+        reader.engine_destroyed(destroyed)
         engines[name], description = self._open_engine(name)
         _log.info("%s engine rebuilt", name)
         return description
@@ -245,9 +247,9 @@ def _unwatch(poller: select.poll, engine: TransferEngine) -> None:
         poller.unregister(descriptor)
 
 
-def _wait_ms(links: RankLinks, engines: list[TransferEngine]) -> int | None:
+def _wait_ms(reader: RankReader, engines: list[TransferEngine]) -> int | None:
     """How long the thread may sleep on its descriptors; None: until one of them is ready."""
-    poll_ms = links.poll_ms
+    poll_ms = reader.poll_ms
     if poll_ms is not None:
         return poll_ms
     deadlines = [each for each in (engine.next_deadline() for engine in engines) if each is not None]

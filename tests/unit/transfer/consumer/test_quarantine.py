@@ -18,7 +18,7 @@ from kvferry.transfer.consumer.quarantine import GRACE_S, Quarantine, RebuildSch
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks.messages import CancelRead, Command, Read
-from kvferry.transfer.ranks.reads import RankLinks
+from kvferry.transfer.ranks.reads import RankReader
 from tests.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
@@ -98,17 +98,17 @@ async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its ranks give it up at once, but they say so only after we have."""
-    handle, loop = RankLinks.handle, asyncio.get_running_loop()
+    handle, loop = RankReader.handle, asyncio.get_running_loop()
     reads: asyncio.Queue[str] = asyncio.Queue()
 
-    def handle_late(links: RankLinks, command: Command) -> None:
+    def handle_late(links: RankReader, command: Command) -> None:
         if isinstance(command, CancelRead):
             time.sleep(0.05)
         handle(links, command)
         if isinstance(command, Read):
             loop.call_soon_threadsafe(reads.put_nowait, command.transfer_id)
 
-    monkeypatch.setattr(RankLinks, "handle", handle_late)
+    monkeypatch.setattr(RankReader, "handle", handle_late)
     stalls, slow = Agent(seed=1, tcp_fault="stall:after=64"), Agent(seed=3, tcp_fault="delay:seconds=1")
     async with stalls, slow, Agent(seed=2, num_blocks=16) as decode:
         cancelled, other = stalls.lend(THEIRS, TOKENS), slow.lend([9], 4)

@@ -10,7 +10,7 @@ from kvferry.transfer.engine import EngineOptions, open_engine
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.ranks.messages import Command, Read, Serve
-from kvferry.transfer.ranks.reads import RankLinks
+from kvferry.transfer.ranks.reads import RankReader
 from tests.unit.transfer.rig import Agent, until
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
 
@@ -22,13 +22,13 @@ IDLE = Serve(on=False, awaited=False)
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """What the ranks have carried out."""
-    handle, seen = RankLinks.handle, []
+    handle, seen = RankReader.handle, []
 
-    def handle_and_keep(links: RankLinks, command: Command) -> None:
+    def handle_and_keep(links: RankReader, command: Command) -> None:
         handle(links, command)
         seen.append(command)
 
-    monkeypatch.setattr(RankLinks, "handle", handle_and_keep)
+    monkeypatch.setattr(RankReader, "handle", handle_and_keep)
     return seen
 
 
@@ -84,7 +84,7 @@ def test_how_often_a_backend_is_polled(transfer: str) -> None:
     options = EngineOptions(name="polled", bind_host="127.0.0.1", advertise_host="127.0.0.1")
     engine = open_engine(transfer, options)
     try:
-        links = RankLinks(0, {transfer: engine}, lambda report: None)
+        links = RankReader(0, {transfer: engine}, lambda report: None)
         paces = [links.poll_ms]
         for serve in (AWAITED, ATTENTIVE, IDLE):
             links.handle(serve)

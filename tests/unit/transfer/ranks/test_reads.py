@@ -16,7 +16,7 @@ import torch
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import EngineOptions, TransferEngine, open_engine
 from kvferry.transfer.ranks import messages as wire
-from kvferry.transfer.ranks.reads import RankLinks
+from kvferry.transfer.ranks.reads import RankReader
 from kvferry.transfer.tokens import mint, new_secret
 from tests.unit.transfer.test_plane import BACKENDS
 
@@ -37,7 +37,7 @@ class Rank:
         self.engine: TransferEngine = open_engine(backend, options)
         self.region = self.engine.register(self.pool)
         self.reports: list[wire.Report] = []
-        self.links = RankLinks(0, {backend: self.engine}, self.reports.append)
+        self.links = RankReader(0, {backend: self.engine}, self.reports.append)
         self.secret = new_secret()
         self.engine.admit(self.secret)
 
