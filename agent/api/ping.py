@@ -18,8 +18,8 @@ from kvferry.proxy.wire.messages import (
     BadFrame,
     Bye,
     Incarnation,
-    Refused,
     Register,
+    Rejected,
     decode_proxy_message,
     encode,
 )
@@ -32,7 +32,7 @@ _CLOSE_S = 0.5
 
 
 class ProxyConnection:
-    """The connection to one proxy, which may be down, restart, or refuse this agent.
+    """The connection to one proxy, which may be down, restart, or reject this agent.
 
     It has a ZMQ context of its own: a context resolves names on its only I/O thread, again and again while it
     cannot connect, so a resolver that does not answer blocks everything else on that thread.
@@ -75,8 +75,8 @@ class ProxyConnection:
             match response:
                 case Ack(proxy=proxy):
                     self._note(f"registered with {proxy}", logging.INFO)
-                case Refused(reason=reason):
-                    self._note(f"refused: {reason}", logging.WARNING)
+                case Rejected(reason=reason):
+                    self._note(f"rejected: {reason}", logging.WARNING)
 
     def close(self) -> threading.Thread:
         """Close once what is queued is sent, or soon. The thread ends then, or when a name is resolved."""

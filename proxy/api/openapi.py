@@ -89,13 +89,13 @@ class NodeView(msgspec.Struct):
     not_paired: str | None
 
 
-class RefusedPairingView(msgspec.Struct):
+class IncompatiblePairView(msgspec.Struct):
     prefill: str
     decode: str
     reason: str
 
 
-class RefusedAgentView(msgspec.Struct):
+class RejectedAgentView(msgspec.Struct):
     """An agent whose registrations are rejected."""
 
     address: str
@@ -116,8 +116,8 @@ class DownServerView(msgspec.Struct):
 
 class NodeList(msgspec.Struct):
     nodes: list[NodeView]
-    refused_pairings: list[RefusedPairingView]
-    refused_agents: list[RefusedAgentView]
+    refused_pairings: list[IncompatiblePairView]
+    refused_agents: list[RejectedAgentView]
     down: list[DownServerView]
 
 

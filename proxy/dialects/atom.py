@@ -25,8 +25,8 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     foreign_registration,
     make_leg,
-    refuse,
-    refuse_ranking,
+    reject_ranking,
+    reject_unsupported,
 )
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
@@ -92,8 +92,8 @@ class Atom(Dialect):
 
     def check(self, request: ClientRequest) -> None:
         """Refuse what would lack its first position, or need both servers to know the whole prompt."""
-        refuse_ranking(request, _ENGINE)
-        refuse(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
+        reject_ranking(request, _ENGINE)
+        reject_unsupported(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """The decode leg needs the first token."""

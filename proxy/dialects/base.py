@@ -194,7 +194,7 @@ def traceable_id(sub: SubRequest) -> str:
     return f"{sub.ids.request_id}-{sub.transfer_id}"
 
 
-def refuse(request: ClientRequest, engine: str, *fields: str) -> None:
+def reject_unsupported(request: ClientRequest, engine: str, *fields: str) -> None:
     """Raise `InvalidRequest` when the client set one of these fields to anything but null or false."""
     for field in fields:
         value = request.body.get(field)
@@ -202,9 +202,9 @@ def refuse(request: ClientRequest, engine: str, *fields: str) -> None:
             raise InvalidRequest(f"{field} is not supported with {engine}", param=field)
 
 
-def refuse_ranking(request: ClientRequest, engine: str) -> None:
+def reject_ranking(request: ClientRequest, engine: str) -> None:
     """Refuse what would need choices to be compared with each other: each is drawn apart from the others."""
-    refuse(request, engine, "use_beam_search")
+    reject_unsupported(request, engine, "use_beam_search")
     best_of = request.body.get("best_of")
     if isinstance(best_of, int) and best_of > request.n:
         raise InvalidRequest(f"best_of beyond n is not supported with {engine}", param="best_of")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import refuse
+from kvferry.proxy.dialects.base import reject_unsupported
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
@@ -29,7 +29,7 @@ def check(request: ClientRequest) -> None:
     """Refuse what no native agent can be told. Raises `InvalidRequest`."""
     if request.prompts > 1:
         raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
-    refuse(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
+    reject_unsupported(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
 
 
 def path(request: ClientRequest) -> str:

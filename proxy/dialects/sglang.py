@@ -25,8 +25,8 @@ from kvferry.proxy.dialects.base import (
     Prefilled,
     SubRequest,
     make_leg,
-    refuse,
-    refuse_ranking,
+    reject_ranking,
+    reject_unsupported,
 )
 from kvferry.proxy.errors import BadResponse, InvalidRequest, error_object
 from kvferry.proxy.request import ClientRequest
@@ -44,8 +44,8 @@ class Sglang(Dialect):
 
     def check(self, request: ClientRequest) -> None:
         """Refuse the prompt's logprobs too: they stay behind at the prefill server."""
-        refuse_ranking(request, _ENGINE)
-        refuse(request, _ENGINE, "prompt_logprobs")
+        reject_ranking(request, _ENGINE)
+        reject_unsupported(request, _ENGINE, "prompt_logprobs")
         if request.undivided:
             raise InvalidRequest(f"echo with logprobs is not supported with {_ENGINE}", param="echo")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest, make_leg, refuse_ranking
+from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest, make_leg, reject_ranking
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 
@@ -66,7 +66,7 @@ class VllmDialect(Dialect):
 
     def check(self, request: ClientRequest) -> None:
         """Refuse what would need choices to be compared with each other."""
-        refuse_ranking(request, ENGINE)
+        reject_ranking(request, ENGINE)
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
         """An ordinary request."""

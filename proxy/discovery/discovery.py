@@ -16,7 +16,7 @@ import aiohttp
 from kvferry.proxy.discovery.health_monitor import HealthMonitor, PingedServers
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.discovery.static_nodes import StaticNode
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.views import DownServer
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -95,16 +95,16 @@ class _Updates:
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._clock = clock
-        self._refusal: Refusal | None = None
+        self._rejected: RejectReason | None = None
 
     def __call__(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
             self._registry.bye(Incarnation(message.incarnation))
             return
-        refusal = self._registry.register(message, self._clock())
-        if refusal is not None and refusal != self._refusal:
-            logger.warning("named server %s is refused: %s", message.address, refusal.value)
-        self._refusal = refusal
+        rejected = self._registry.register(message, self._clock())
+        if rejected is not None and rejected != self._rejected:
+            logger.warning("configured server %s is rejected: %s", message.address, rejected.value)
+        self._rejected = rejected
 
 
 def _http(agent_ca: Path | None) -> aiohttp.ClientSession:

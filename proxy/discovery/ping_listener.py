@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.proxy.dialects import atom, vllm_moriio
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -42,8 +42,8 @@ class PingListener:
     ) -> None:
         self._registry = registry
         self._metrics = metrics
-        for reason in Refusal:  # so that a first one is seen as an increase
-            metrics.refused_pings.labels(reason.name.lower())
+        for reason in RejectReason:  # so that a first one is seen as an increase
+            metrics.rejected_pings.labels(reason.name.lower())
         self._proxy_id = proxy_id
         self._clock = clock
         self._complete = complete
@@ -108,7 +108,7 @@ class PingListener:
             message = foreign or wire.decode_agent_message(frames[1])
             if isinstance(message, wire.Register):
                 _check_addresses(message)
-            if foreign is not None and self._registry.refusal(foreign) is None:
+            if foreign is not None and self._registry.reject_reason(foreign) is None:
                 # Only an address that may be dialled is probed.
                 message = self._complete(foreign)
         except wire.BadFrame as error:
@@ -118,13 +118,13 @@ class PingListener:
         if isinstance(message, wire.Bye):
             self._registry.bye(wire.Incarnation(message.incarnation))
             return None
-        refusal = self._registry.register(message, self._clock())
-        if refusal is not None:
-            self._metrics.refused_pings.labels(refusal.name.lower()).inc()
+        rejected = self._registry.register(message, self._clock())
+        if rejected is not None:
+            self._metrics.rejected_pings.labels(rejected.name.lower()).inc()
         if foreign is not None:
             return None  # other engines do not read responses
-        if refusal is not None:
-            return wire.encode(wire.Refused(reason=refusal.value))
+        if rejected is not None:
+            return wire.encode(wire.Rejected(reason=rejected.value))
         return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index))
 
 

@@ -8,7 +8,7 @@ On a command line it is `URL[,OPTION=VALUE…]`, in a YAML file a map with the s
       - {url: "http://10.0.0.1:8200", role: prefill}
       - {url: "http://10.0.0.2:8200", role: decode, max_running: 64}
 
-Unknown options and those that mean nothing to the dialect are refused by name.
+Unknown options and those that mean nothing to the dialect are rejected by name.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses agents may advertise, and which agents were refused lately.
+"""Which addresses agents may advertise, and which registrations were rejected lately.
 
 A ping makes the proxy send requests to an address of the sender's choice, and decode agents open connections
 to its control address. Rules keep both within the networks that agents live in.
@@ -88,8 +88,8 @@ def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-class Refusal(enum.StrEnum):
-    """Why a ping is refused; the words are shown to operators and to the agent."""
+class RejectReason(enum.StrEnum):
+    """Why a registration is rejected; the text is shown to operators and to the agent."""
 
     ADDRESS = "its address or control address is outside --allow-address"
     PLAINTEXT = "its address is not https, which --agent-ca asks for"
@@ -99,28 +99,28 @@ class Refusal(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedAgent:
-    """Pings from one address that were refused for one reason: how many, and when the last one came."""
+class RejectedAgent:
+    """Rejected pings from one address for one reason: how many, and when the last one came."""
 
     address: str
     control: str
     role: str
-    reason: Refusal
+    reason: RejectReason
     count: int
     at: float
 
 
-class RefusedAgents:
-    """The latest refusals, in bounded memory whatever is sent."""
+class RejectedAgents:
+    """The latest rejections, in bounded memory whatever is sent."""
 
     def __init__(self) -> None:
-        self._by_kind: OrderedDict[tuple[str, Refusal], RefusedAgent] = OrderedDict()
+        self._by_kind: OrderedDict[tuple[str, RejectReason], RejectedAgent] = OrderedDict()
 
-    def note(self, info: Register, reason: Refusal, now: float) -> None:
-        """A ping was refused."""
+    def note(self, info: Register, reason: RejectReason, now: float) -> None:
+        """Record a rejected ping."""
         address = info.address[:MAX_ADDRESS_CHARS]
         before = self._by_kind.pop((address, reason), None)
-        self._by_kind[address, reason] = RefusedAgent(
+        self._by_kind[address, reason] = RejectedAgent(
             address=address,
             control=info.control[:MAX_ADDRESS_CHARS],
             role=info.role,
@@ -131,6 +131,6 @@ class RefusedAgents:
         if len(self._by_kind) > MAX_SHOWN:
             self._by_kind.popitem(last=False)
 
-    def lately(self, now: float) -> tuple[RefusedAgent, ...]:
+    def lately(self, now: float) -> tuple[RejectedAgent, ...]:
         """Those of the last `MEMORY_S` seconds, latest first."""
         return tuple(each for each in reversed(self._by_kind.values()) if now - each.at < MEMORY_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a request in when agents have room, makes it wait a while when they have none, and else refuses it.
+"""Lets a request in when agents have room, makes it wait a while when they have none, and else rejects it.
 
 Without this, requests beyond what the fleet can run wait inside the agents, and the first token of each comes
 later than the last one's. The queue is bounded in length and in time, first come, first served per model.
@@ -70,7 +70,7 @@ class Admission:
     """The door of one proxy.
 
     Args:
-        max_waiting: Most requests that wait at once; 0 refuses whatever cannot start at once.
+        max_waiting: Most requests that wait at once; 0 rejects whatever cannot start at once.
     """
 
     def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int) -> None:

@@ -24,11 +24,11 @@ class Mismatch(enum.StrEnum):
     TOKENIZER = "different tokenizers"
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
-    REFUSED = "refused at their first contact"
+    HANDSHAKE = "rejected in their handshake"
     TRANSFER = "no transfer in common that works between them"
 
 
-class RefusedPair(NamedTuple):
+class IncompatiblePair(NamedTuple):
     prefill: Register
     decode: Register
     why: Mismatch
@@ -56,7 +56,7 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     if prefill.transfer_mode != decode.transfer_mode:
         return Mismatch.MODE
     if prefill.incarnation in decode.refusals:
-        return Mismatch.REFUSED
+        return Mismatch.HANDSHAKE
     # Other engines do not tell by which backend they move KV: whoever runs them sees to that.
     if prefill.dialect == NATIVE_DIALECT and not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
@@ -70,7 +70,7 @@ def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
 
 
 def _details(prefill: Register, decode: Register, why: Mismatch) -> str:
-    if why is Mismatch.REFUSED:
+    if why is Mismatch.HANDSHAKE:
         return decode.refusals[prefill.incarnation]
     if why is Mismatch.LAYOUT:
         theirs = decode.geometry
@@ -97,7 +97,7 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
     return both if prefill.host_id == decode.host_id else both - ONE_HOST_TRANSFERS
 
 
-def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
+def incompatible_pairs(snapshot: Snapshot) -> Iterator[IncompatiblePair]:
     """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
 
     Agents of different models are no pair that anybody would miss.
@@ -108,4 +108,4 @@ def refused_pairs(snapshot: Snapshot) -> Iterator[RefusedPair]:
             if of_one_model and prefill.serves("prefill") and decode.serves("decode"):
                 why = mismatch(prefill.info, decode.info)
                 if why is not None:
-                    yield RefusedPair(prefill.info, decode.info, why)
+                    yield IncompatiblePair(prefill.info, decode.info, why)

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.proxy.fleet.address_rules import AddressRules, Refusal, RefusedAgent, RefusedAgents, speaks_tls
+from kvferry.proxy.fleet.address_rules import (
+    AddressRules,
+    RejectedAgent,
+    RejectedAgents,
+    RejectReason,
+    speaks_tls,
+)
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
 from kvferry.proxy.wire.messages import (
     NATIVE_DIALECT,
@@ -86,12 +92,12 @@ class Snapshot:
     """All agents at one moment, ordered by address so that a rotation over them is stable.
 
     `models` also holds the names that were served lately: their absence is an outage, not a wrong name.
-    `refused`: agents that are not among them although they ping.
+    `rejected`: agents whose registrations were rejected lately.
     """
 
     nodes: tuple[Node, ...]
     models: frozenset[str]
-    refused: tuple[RefusedAgent, ...] = ()
+    rejected: tuple[RejectedAgent, ...] = ()
 
 
 @dataclass(slots=True)
@@ -101,7 +107,7 @@ class _Record:
     progress_at: float
     breaker: Breaker
     ours_at_ping: int = 0
-    refused_at: float | None = None
+    connection_refused_at: float | None = None
     drained: bool = False
 
 
@@ -123,7 +129,7 @@ class Registry:
         self._in_flight = in_flight
         self._breakers = breakers
         self._rules = rules or AddressRules()
-        self._refused = RefusedAgents()
+        self._rejected = RejectedAgents()
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
@@ -134,17 +140,17 @@ class Registry:
         """Have every registration that is accepted, and every goodbye, passed to `subscriber`."""
         self._subscribers.append(subscriber)
 
-    def register(self, info: Register, now: float) -> Refusal | None:
+    def register(self, info: Register, now: float) -> RejectReason | None:
         """Take one ping. Returns None when it was accepted, else why it changed nothing.
 
-        A new incarnation at a known address replaces the old one, whose own late pings are refused from then
+        A new incarnation at a known address replaces the old one, whose own late pings are rejected from then
         on: what was known about it must not come back (X23).
         """
         self.sweep(now)
-        refusal = self.refusal(info)
-        if refusal is not None:
-            self._refused.note(info, refusal, now)
-            return refusal
+        rejected = self.reject_reason(info)
+        if rejected is not None:
+            self._rejected.note(info, rejected, now)
+            return rejected
         incarnation = Incarnation(info.incarnation)
         record = self._records.get(incarnation)
         if record is None:
@@ -164,24 +170,24 @@ class Registry:
         self._publish(info)
         return None
 
-    def refusal(self, info: Register) -> Refusal | None:
+    def reject_reason(self, info: Register) -> RejectReason | None:
         """Why this ping would change nothing, or None if it would be taken."""
         incarnation = Incarnation(info.incarnation)
         record = self._records.get(incarnation)
         if self._rules.tls_only and not speaks_tls(info):
-            return Refusal.PLAINTEXT
+            return RejectReason.PLAINTEXT
         if not self._rules.allow(info):
-            return Refusal.ADDRESS
+            return RejectReason.ADDRESS
         if incarnation in self._retired:
-            return Refusal.RETIRED
+            return RejectReason.RETIRED
         if record is not None and info.index < record.info.index:
-            return Refusal.STALE
+            return RejectReason.STALE
         if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
-            return Refusal.FULL
+            return RejectReason.FULL
         return None
 
     def bye(self, incarnation: Incarnation) -> None:
-        """The agent leaves. Idempotent; a ping of it that is still on its way is refused."""
+        """The agent leaves. Idempotent; a ping of it that is still on its way is rejected."""
         if incarnation in self._records:
             self._remove(incarnation, "said bye")
             self._retire(incarnation)
@@ -195,7 +201,7 @@ class Registry:
         record = self._records.get(incarnation)
         if record is not None:
             logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
-            record.refused_at = now
+            record.connection_refused_at = now
 
     def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
         """Give the agent nothing new from now on, or again; what runs there goes on. False: no such agent."""
@@ -245,7 +251,7 @@ class Registry:
         self.sweep(now)
         nodes = [_node(record, now) for record in self._records.values()]
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
-        return Snapshot(tuple(nodes), frozenset(self._models), self._refused.lately(now))
+        return Snapshot(tuple(nodes), frozenset(self._models), self._rejected.lately(now))
 
     def is_alive(self, incarnation: Incarnation, now: float) -> bool:
         """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
@@ -284,8 +290,8 @@ class Registry:
     def _hear(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:
             record.progress_at = now
-        if record.refused_at is not None and now - record.refused_at >= PING_INTERVAL_S:
-            record.refused_at = None
+        if record.connection_refused_at is not None and now - record.connection_refused_at >= PING_INTERVAL_S:
+            record.connection_refused_at = None
         if info.state != record.info.state:
             logger.info("agent %s is %s", info.incarnation, info.state)
         record.info = info
@@ -329,7 +335,7 @@ def _state(record: _Record, now: float) -> NodeState:
         return NodeState.DRAINING
     if record.info.state == "starting":
         return NodeState.STARTING
-    if record.refused_at is not None:
+    if record.connection_refused_at is not None:
         return NodeState.REFUSING
     if not record.breaker.allows(now):
         return NodeState.TRIPPED

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.proxy.dialects.catalogue import SUPPORTED
 from kvferry.proxy.errors import NotFound
-from kvferry.proxy.fleet.compatibility import Mismatch, mismatch, reason, refused_pairs
+from kvferry.proxy.fleet.compatibility import Mismatch, incompatible_pairs, mismatch, reason
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
 from kvferry.proxy.fleet.router import can_serve
@@ -119,7 +119,7 @@ class FleetCollector(Collector):
         refused = GaugeMetricFamily(
             "kvferry_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
         )
-        by_reason = Counter(pair.why for pair in refused_pairs(view.snapshot))
+        by_reason = Counter(pair.why for pair in incompatible_pairs(view.snapshot))
         for why in Mismatch:
             refused.add_metric([why], by_reason[why])
         yield refused
@@ -204,14 +204,14 @@ def readiness(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def nodes_page(view: FleetView) -> dict[str, Any]:
-    """Every known agent, every pair of them that cannot be used and every agent that was refused, with the
+    """Every known agent, every pair of them that is incompatible and every agent that was rejected, with the
     reason."""
     refused = [
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
-        for pair in refused_pairs(view.snapshot)
+        for pair in incompatible_pairs(view.snapshot)
     ]
     nodes = [_node(node, view) for node in view.snapshot.nodes]
-    refused_agents = _refused_agents(view.snapshot, view.now)
+    refused_agents = _rejected_agents(view.snapshot, view.now)
     return {"nodes": nodes, "refused_pairings": refused, "refused_agents": refused_agents}
 
 
@@ -259,7 +259,7 @@ def _node(node: Node, view: FleetView) -> dict[str, Any]:
     }
 
 
-def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
+def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
     return [
         {
             "address": agent.address,
@@ -269,7 +269,7 @@ def _refused_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
             "count": agent.count,
             "last_ping_s": round(now - agent.at, 3),
         }
-        for agent in snapshot.refused
+        for agent in snapshot.rejected
     ]
 
 

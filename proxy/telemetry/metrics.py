@@ -146,7 +146,7 @@ class Metrics:
         )
         registry.register(self.queue_wait)
         self.rejections = Counter(
-            "kvferry_rejections", "Requests refused because all agents were busy.", ["reason"],
+            "kvferry_rejections", "Requests rejected because all agents were busy.", ["reason"],
             registry=registry,
         )  # fmt: skip
         self.drops = Counter(
@@ -168,8 +168,8 @@ class Metrics:
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )
-        self.refused_pings = Counter(
-            "kvferry_refused_pings", "Agents' pings that were refused.", ["reason"], registry=registry
+        self.rejected_pings = Counter(
+            "kvferry_refused_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
         )
 
     def add_collector(self, collector: Collector) -> None:

@@ -93,17 +93,17 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     index: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["refused"] = "refused"
     reason: str
 
 
 AgentMessage = Register | Bye
-ProxyMessage = Ack | Refused
+ProxyMessage = Ack | Rejected
 _M = TypeVar("_M")
 
 _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": Bye}
-_PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Refused}
+_PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
 
 
 def encode(message: AgentMessage | ProxyMessage) -> bytes:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 RESPONSE_TIMEOUT_S = 5.0
 MAX_PENDING = 64
-"""Operators' requests that wait for the supervisor at once; more are refused."""
+"""Operators' requests that wait for the supervisor at once; more are rejected."""
 OF_ALL_WORKERS: frozenset[PageName] = frozenset({"nodes", "metrics", "dashboard"})
 
 SupervisorChannel = Channel[ToSupervisor, ToWorker]

@@ -16,7 +16,7 @@ import pytest
 from kvferry.deploy.cli import main as kvferry
 from kvferry.deploy.keygen import main as keygen
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.watched_server import WatchedServer
@@ -44,7 +44,7 @@ def nodes(proxy: RunningProxy) -> list[Node]:
 
 def said_bye(proxy: RunningProxy, node: Node) -> bool:
     """Whether it left with a goodbye, not by falling silent: then its pings are not believed any more."""
-    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is Refusal.RETIRED
+    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is RejectReason.RETIRED
 
 
 async def until(claim: Callable[[], Any]) -> None:

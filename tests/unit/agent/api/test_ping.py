@@ -23,8 +23,8 @@ from kvferry.proxy.wire.messages import (
     Incarnation,
     Load,
     ProxyMessage,
-    Refused,
     Register,
+    Rejected,
     decode_agent_message,
     encode,
 )
@@ -152,7 +152,7 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
 
     async with announced(make) as (lifecycle, _, _):
         await proxies[0].hear_ping()
-        for answer in (b"\xc1", Refused(reason="no such model"), Refused(reason="no such model")):
+        for answer in (b"\xc1", Rejected(reason="no such model"), Rejected(reason="no such model")):
             await proxies[0].say(answer)
         lifecycle.transition("ready")
         await proxies[0].hear_ping("ready")
@@ -165,7 +165,7 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
         for record in caplog.records
         if record.name == "kvferry.agent.api.ping"
     ]
-    assert told.count("refused: no such model") == 1
+    assert told.count("rejected: no such model") == 1
     assert any(words.startswith("invalid response") for words in told)
     assert told[-1] == "registered with p1"
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.proxy.discovery.ping_listener import PingListener
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -73,7 +73,7 @@ async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:
     setting.handle(wire.encode(wire.Bye(incarnation=registration("decode", 1).incarnation)))
     answer = setting.handle(PING)
     assert answer is not None
-    assert isinstance(wire.decode_proxy_message(answer), wire.Refused)
+    assert isinstance(wire.decode_proxy_message(answer), wire.Rejected)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None
 async def test_an_atom_engine_that_restarts_may_count_from_the_start(setting: Setting) -> None:
     for index in ("7", "0"):
         setting.handle(msgpack.packb(ATOM_PING | {"index": index}))
-    assert not setting.registry.snapshot(0.0).refused
+    assert not setting.registry.snapshot(0.0).rejected
 
 
 @pytest.mark.parametrize("address", ["http://host.example:8000", "http://[2001:db8::1]:8000", "https://h:1/"])
@@ -221,7 +221,7 @@ async def test_the_listener_outlives_a_defect_in_reading_a_frame(
     taking = setting.registry.register
     frames = iter((ZeroDivisionError, None))
 
-    def failing_once(info: wire.Register, now: float) -> Refusal | None:
+    def failing_once(info: wire.Register, now: float) -> RejectReason | None:
         if (error := next(frames)) is not None:
             raise error
         return taking(info, now)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.fleet.compatibility import Mismatch, common_transfers, mismatch, refused_pairs
+from kvferry.proxy.fleet.compatibility import Mismatch, common_transfers, incompatible_pairs, mismatch
 from kvferry.proxy.fleet.registry import NodeState
 from tests.unit.proxy.builders import registration, snapshot
 
@@ -50,21 +50,21 @@ def test_what_the_agents_found_out_themselves_keeps_these_two_apart_for_good() -
     """A new start of either is another incarnation, and gets another chance."""
     prefill, other = registration("prefill", 1), registration("prefill", 3)
     decode = registration("decode", 2, refusals={prefill.incarnation: "verify_kv: theirs off, ours on"})
-    assert mismatch(prefill, decode) is Mismatch.REFUSED
+    assert mismatch(prefill, decode) is Mismatch.HANDSHAKE
     assert mismatch(other, decode) is None
-    (pair,) = refused_pairs(snapshot(prefill, other, decode))
-    assert pair.text == "refused at their first contact: verify_kv: theirs off, ours on"
+    (pair,) = incompatible_pairs(snapshot(prefill, other, decode))
+    assert pair.text == "rejected in their handshake: verify_kv: theirs off, ours on"
 
 
 def test_layouts_that_differ_are_told_by_what_differs() -> None:
     prefill = registration("prefill", 1, layout="a", geometry={"block_size": "16", "dtype": "bfloat16"})
     decode = registration("decode", 2, layout="b", geometry={"block_size": "32", "dtype": "bfloat16"})
-    (pair,) = refused_pairs(snapshot(prefill, decode))
+    (pair,) = incompatible_pairs(snapshot(prefill, decode))
     assert pair.text == "different KV layouts: block_size 16 at the prefill agent, 32 at the decode agent"
 
 
 def test_refused_pairs_are_listed_while_both_are_up() -> None:
     prefill, misfit = registration("prefill", 1), registration("decode", 2, layout="other")
     agents = (prefill, misfit, registration("decode", 3), registration("decode", 4, model="other"))
-    assert list(refused_pairs(snapshot(*agents))) == [(prefill, misfit, Mismatch.LAYOUT)]
-    assert not list(refused_pairs(snapshot(*agents, state=NodeState.DRAINING)))
+    assert list(incompatible_pairs(snapshot(*agents))) == [(prefill, misfit, Mismatch.LAYOUT)]
+    assert not list(incompatible_pairs(snapshot(*agents, state=NodeState.DRAINING)))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, Refusal
+from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, RejectReason
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
 from kvferry.proxy.fleet.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
@@ -46,7 +46,7 @@ def test_an_old_ping_changes_nothing() -> None:
     """Issue 4, "Security": nor does it keep a dead agent alive."""
     registry = Registry()
     registry.register(registration("both", 1, index=7, load=load(running=2)), 0.0)
-    assert registry.register(registration("both", 1, index=6, state="draining"), 1.0) is Refusal.STALE
+    assert registry.register(registration("both", 1, index=6, state="draining"), 1.0) is RejectReason.STALE
     [node] = registry.snapshot(1.0).nodes
     assert (node.state, node.heard_at, node.info.load.running) == (NodeState.READY, 0.0, 2)
     assert registry.register(registration("both", 1, index=7), 2.0) is None, "two proxies may share a number"
@@ -56,23 +56,23 @@ def test_an_agent_outside_the_rules_is_refused_and_shown() -> None:
     """Issue 4, "Security": a rogue address changes nothing, also when a known agent moves there."""
     registry = Registry(rules=AddressRules("10.0.0.0/8"))
     rogue = registration("decode", 2, address="http://192.168.0.1:80", control="tcp://10.0.0.2:1")
-    assert registry.register(rogue, 0.0) is Refusal.ADDRESS
-    assert registry.register(rogue, 1.0) is Refusal.ADDRESS
+    assert registry.register(rogue, 0.0) is RejectReason.ADDRESS
+    assert registry.register(rogue, 1.0) is RejectReason.ADDRESS
     assert registry.register(ONE, 1.0) is None
     moved = registration("both", 1, address="http://192.168.0.2:80", control="tcp://10.0.0.2:1")
-    assert registry.register(moved, 2.0) is Refusal.ADDRESS
+    assert registry.register(moved, 2.0) is RejectReason.ADDRESS
     snapshot = registry.snapshot(2.0)
     assert [node.info.address for node in snapshot.nodes] == [ONE.address]
-    assert [(each.address, each.count) for each in snapshot.refused] == [
+    assert [(each.address, each.count) for each in snapshot.rejected] == [
         (moved.address, 1),
         (rogue.address, 2),
     ]
-    assert not registry.snapshot(100.0).refused, "old news are forgotten"
+    assert not registry.snapshot(100.0).rejected, "old news are forgotten"
 
 
 def test_an_agent_that_does_not_speak_tls_is_refused_where_that_is_asked_for() -> None:
     registry = Registry(rules=AddressRules(tls_only=True))
-    assert registry.register(ONE, 0.0) is Refusal.PLAINTEXT
+    assert registry.register(ONE, 0.0) is RejectReason.PLAINTEXT
     assert registry.register(registration("both", 1, address="https://10.0.0.1:1"), 0.0) is None
 
 
@@ -81,7 +81,7 @@ def test_refused_agents_take_bounded_memory() -> None:
     for port in range(1, 1000):
         registry.register(registration("decode", port, address=f"http://rogue{'x' * 1000}:{port}"), 0.0)
         registry.register(registration("decode", port, address=f"http://r:{port}"), 0.0)
-    refused = registry.snapshot(0.0).refused
+    refused = registry.snapshot(0.0).rejected
     assert len(refused) == MAX_SHOWN
     assert max(len(each.address) for each in refused) == MAX_ADDRESS_CHARS
 
@@ -178,7 +178,7 @@ def test_the_registry_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.proxy.fleet.registry.MAX_RETIRED", 3)
     registry = Registry()
     refusals = [registry.register(registration("both", port), 0.0) for port in range(1, 6)]
-    assert refusals == [None] * 3 + [Refusal.FULL] * 2
+    assert refusals == [None] * 3 + [RejectReason.FULL] * 2
     for generation in range(10):
         registry.register(registration("both", 1, incarnation=f"{generation}"), 1.0)
     registry.check_integrity()

@@ -9,7 +9,8 @@ from kvferry.proxy.wire.addresses import check_host_port, host_port
 
 
 @pytest.mark.parametrize(
-    ("host", "formatted"), [("10.0.0.1", "10.0.0.1:80"), ("example.org", "example.org:80"), ("::1", "[::1]:80")]
+    ("host", "formatted"),
+    [("10.0.0.1", "10.0.0.1:80"), ("example.org", "example.org:80"), ("::1", "[::1]:80")],
 )
 def test_ipv6_addresses_get_brackets(host: str, formatted: str) -> None:
     assert host_port(host, 80) == formatted

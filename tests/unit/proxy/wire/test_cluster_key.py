@@ -15,7 +15,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from kvferry.proxy.discovery.ping_listener import PingListener
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
@@ -194,11 +194,11 @@ async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
             old = registration("decode", 1, index=5)
             await agent.ping(old)
             stale = await agent.ping(registration("decode", 1, index=4, state="draining"))
-            assert stale == wire.Refused(reason=Refusal.STALE.value)
+            assert stale == wire.Rejected(reason=RejectReason.STALE.value)
             new = registration("decode", 1, incarnation="f" * 16, index=0)
             await agent.ping(new)
             late = await agent.ping(registration("decode", 1, index=6))
-            assert late == wire.Refused(reason=Refusal.RETIRED.value)
+            assert late == wire.Rejected(reason=RejectReason.RETIRED.value)
             assert [node.info for node in registry.snapshot(clock()).nodes] == [new]
         finally:
             agent.close()

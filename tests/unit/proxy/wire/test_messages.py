@@ -25,7 +25,7 @@ def test_max_running_is_optional() -> None:
     assert isinstance(message, wire.Register) and message.load.max_running is None
 
 
-@pytest.mark.parametrize("message", [wire.Ack(proxy="p", index=3), wire.Refused(reason="r")])
+@pytest.mark.parametrize("message", [wire.Ack(proxy="p", index=3), wire.Rejected(reason="r")])
 def test_proxies_messages_make_the_round_trip(message: wire.ProxyMessage) -> None:
     assert wire.decode_proxy_message(wire.encode(message)) == message
 

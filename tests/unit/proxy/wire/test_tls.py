@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.proxy.fleet.address_rules import Refusal
+from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.wire.tls import BadCertificate, client_context, server_context
 from tests.standins.agents import StandInAgent
 from tests.standins.certificates import Certificate, make_certificate
@@ -53,7 +53,7 @@ async def test_agents_are_asked_by_https_and_those_without_are_refused(
     plain = StandInAgent("decode", (stage.discovery,))
     async with plain:
         await plain.until(lambda: plain.refusals)
-        assert plain.refusals[0] == Refusal.PLAINTEXT
+        assert plain.refusals[0] == RejectReason.PLAINTEXT
         prefill, decode = await stage.pair(tls=server_context(ours.cert, ours.key))
         await stage.stream(BODY)
         assert (await stage.ask(BODY))[0] == 200
