@@ -32,7 +32,7 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def run(argv: Sequence[str], engine_module: str) -> int:
-    """Run one agent; returns its exit status. A wrong command line exits with status 2 and says why."""
+    """Run one agent; returns its exit status. A wrong command line exits with status 2 and a message."""
     config = parse_config(argv)
     configure_logging("api", config.log_level)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the API process refuses or fails a request: one exception, in OpenAI's shape."""
+"""Errors of the API process: one exception, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TYPES = {409: "conflict_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request's terminal error: an HTTP status before the first byte of the answer, an event after it.
+    """A request's terminal error: an HTTP status before the first byte of the response, an event after it.
 
     Args:
         status: The HTTP status.
@@ -27,20 +27,20 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """The answer's body, as OpenAI's clients expect it."""
+        """Return the body, as OpenAI's clients expect it."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers that go with the status: 429 and 503 say when to come back."""
+        """Return the headers of the status: `Retry-After` for 429 and 503."""
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A body that the client must change before it can be served."""
+    """The client must change the body."""
     return ApiError(400, code, message, param)
 
 
 def unavailable(code: str, message: str) -> ApiError:
-    """The agent cannot take the request now, whatever is in it."""
+    """The agent cannot accept any request now."""
     return ApiError(503, code, message)

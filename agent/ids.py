@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every id of the API process is typed and minted here (design §3)."""
+"""Ids of the API process: their types, and how they are made (design §3)."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ class Frontend:
         self._lifecycle = lifecycle
 
     async def complete(
-        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
+        self, body: GenerationBody, ids: RequestIds, entry: RequestLogEntry
     ) -> tuple[dict[str, Any], str]:
         """Return the body of the whole response, and its `Server-Timing` header. Raises `ApiError`."""
-        async with self._generation(body, identity, entry) as (generation, stream):
+        async with self._generation(body, ids, entry) as (generation, stream):
             wholes = {delta.index: delta for delta in generation.restore()}
             leased = False
             async for output in self._outputs(generation, stream):
@@ -95,7 +95,7 @@ class Frontend:
             return responses.completion(generation, choices, kv_params), timing
 
     async def events(
-        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
+        self, body: GenerationBody, ids: RequestIds, entry: RequestLogEntry
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream, `[DONE]` included.
 
@@ -104,7 +104,7 @@ class Frontend:
         begun = False
         with entry.closed_on_failure():
             try:
-                async with self._generation(body, identity, entry) as (generation, stream):
+                async with self._generation(body, ids, entry) as (generation, stream):
                     generation.restore()
                     hides_first = generation.request.streamed
                     async for output in self._outputs(generation, stream):
@@ -133,17 +133,17 @@ class Frontend:
 
     @asynccontextmanager
     async def _generation(
-        self, body: GenerationBody, identity: RequestIds, entry: RequestLogEntry
+        self, body: GenerationBody, ids: RequestIds, entry: RequestLogEntry
     ) -> AsyncIterator[tuple[Generation, EngineStream]]:
         """Submit a request; leaving before its end aborts it in the engine."""
         self._check_ready()
-        request = await self._prepare(body, identity)
+        request = await self._prepare(body, ids)
         generation = Generation(request, self._tokenizer)
         kv = body.kv_transfer_params
         leg = "prefill" if request.produce else "decode" if request.remote else "whole"
         entry.follow(generation, leg, kv.transfer_id if kv else None)
         submit = Submit(
-            request_id=self._engine.engine_id(identity.request_id),
+            request_id=self._engine.engine_id(ids.request_id),
             prompt_ids=request.prompt_ids,
             sampling=request.sampling,
             timeout_s=REQUEST_TIMEOUT_S,
@@ -202,7 +202,7 @@ class Frontend:
         if self._lifecycle.state != "ready":
             raise unavailable(self._lifecycle.state, f"this agent is {self._lifecycle.state}")
 
-    async def _prepare(self, body: GenerationBody, identity: RequestIds) -> GenerationRequest:
+    async def _prepare(self, body: GenerationBody, ids: RequestIds) -> GenerationRequest:
         if body.model != self._config.model_name:
             raise ApiError(404, "model_not_found", f"the model {body.model!r} is not served here", "model")
         kv = self._leg_params(body.kv_transfer_params)
@@ -225,8 +225,8 @@ class Frontend:
         kind: AnswerKind = "chat" if isinstance(body, ChatBody) else "completion"
         return GenerationRequest(
             kind=kind,
-            answer_id=identity.answer_id or mint_answer_id(kind),
-            created=int(time.time()) if identity.created is None else identity.created,
+            answer_id=ids.answer_id or mint_answer_id(kind),
+            created=int(time.time()) if ids.created is None else ids.created,
             model=body.model,
             prompt_ids=prompt_ids,
             sampling=sampling,

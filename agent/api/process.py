@@ -46,7 +46,7 @@ _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 3.0
 _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
-_ERROR_ANSWERS_TIMEOUT_S = 0.3
+_ERROR_RESPONSES_TIMEOUT_S = 0.3
 _HANG_UP_TIMEOUT_S = 0.1
 _ENGINE_STOP_GRACE_S = 5.0
 
@@ -119,7 +119,7 @@ class _Agent:
                 if code == 0:
                     await _stop_server(server, serving)
                 else:
-                    await _cut_server(server, serving)
+                    await _abort_server(server, serving)
                 pinging.cancel()
             return code
         finally:
@@ -245,7 +245,7 @@ async def _watch(child: ChildProcess) -> None:
 
 
 async def _stop_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
-    """Stop accepting, let answers that are being written finish and connections close, then cut the rest."""
+    """Stop accepting, let responses and connections end within the timeout, then close the rest."""
     server.should_exit = True
     _, late = await asyncio.wait({serving}, timeout=_HTTP_STOP_TIMEOUT_S)
     if late:
@@ -253,16 +253,16 @@ async def _stop_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
         serving.cancel()
 
 
-async def _cut_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
-    """Let the error answers out and cut the rest: uvicorn's own way takes time that I8 does not give."""
+async def _abort_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
+    """Send the error responses and close the rest: uvicorn's own shutdown takes longer than I8 allows."""
     if server.server_state.tasks:
-        await asyncio.wait(server.server_state.tasks, timeout=_ERROR_ANSWERS_TIMEOUT_S)
+        await asyncio.wait(server.server_state.tasks, timeout=_ERROR_RESPONSES_TIMEOUT_S)
     await _hang_up(server)
     serving.cancel()
 
 
 async def _hang_up(server: HttpServer) -> None:
-    """Close every connection, and let the handlers behind them notice."""
+    """Close every connection, and give the handlers behind them time to notice."""
     server.close_connections()
     if server.server_state.tasks:
         await asyncio.wait(server.server_state.tasks, timeout=_HANG_UP_TIMEOUT_S)

@@ -23,7 +23,7 @@ CLIENT_GONE = 499  # as nginx logs it: the client had gone before a status was s
 
 
 class RequestLogEntry:
-    """One request from its arrival to its end. Closed exactly once; later closings change nothing."""
+    """One request from its arrival to its end. Only the first `close` has an effect."""
 
     def __init__(self, metrics: AgentMetrics, request_id: str, traceparent: str | None) -> None:
         self._metrics = metrics
@@ -76,13 +76,3 @@ class RequestLogEntry:
             # By a clock that the agents of one host share: their lines together show what overlapped.
             facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
         log.info("%s", msgspec.json.encode(facts).decode())
-
-
-class RequestLog:
-    """Opens entries."""
-
-    def __init__(self, metrics: AgentMetrics) -> None:
-        self._metrics = metrics
-
-    def open(self, request_id: str, traceparent: str | None = None) -> RequestLogEntry:
-        return RequestLogEntry(self._metrics, request_id, traceparent)

@@ -23,7 +23,7 @@ from kvferry.agent.api.frontend import Frontend, RequestIds
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, GenerationBody, decode_body
-from kvferry.agent.api.request_log import RequestLog
+from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
@@ -82,21 +82,20 @@ def create_app(
     app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine keeps every request's deadline
     app.config["BODY_TIMEOUT"] = _BODY_TIMEOUT_S
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
-    request_log = RequestLog(metrics)
     started = int(time.time())
 
     async def generate(body_type: type[GenerationBody]) -> Response:
-        entry = request_log.open(g.request_id, request.headers.get("traceparent"))
+        entry = RequestLogEntry(metrics, g.request_id, request.headers.get("traceparent"))
         with entry.closed_on_failure():
             body = decode_body(await _read_body(), body_type)
             if config.log_prompts:
                 entry.show_prompt(msgspec.json.encode(body.given_prompt))
-            identity = _identity()
+            ids = _request_ids()
             if body.stream:
-                events = frontend.events(body, identity, entry)
+                events = frontend.events(body, ids, entry)
                 return Response(EventBody(await anext(events), events), headers=_EVENT_STREAM)
-            answer, timing = await frontend.complete(body, identity, entry)
-            return _json(msgspec.json.encode(answer), headers={"Server-Timing": timing} if timing else {})
+            completion, timing = await frontend.complete(body, ids, entry)
+            return _json(msgspec.json.encode(completion), headers={"Server-Timing": timing} if timing else {})
 
     @app.post("/v1/completions")
     async def completions() -> Response:
@@ -215,7 +214,7 @@ async def _read_body() -> bytes:
     return data
 
 
-def _identity() -> RequestIds:
+def _request_ids() -> RequestIds:
     """Read the ids that a proxy has minted from its headers. Raises `ApiError` 400 if they are unusable."""
     answer_id = request.headers.get("X-Kvferry-Answer-Id")
     created = request.headers.get("X-Kvferry-Created")

@@ -109,7 +109,8 @@ class BlockAllocator:
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block; a cached block leaves the free ones."""
         for block in blocks:
-            assert self._references[block] or block in self._cached, f"block {block} holds nothing to share"
+            if not self._references[block] and block not in self._cached:
+                raise IntegrityError(f"block {block} has nothing to share")
             self._cached.pop(block, None)
             self._references[block] += 1
 
@@ -164,7 +165,8 @@ class BlockAllocator:
 
         The first block remembered under a hash stays; a second one with the same content is left alone.
         """
-        assert self._references[block], f"block {block} is not held"
+        if not self._references[block]:
+            raise IntegrityError(f"block {block} is not held")
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash

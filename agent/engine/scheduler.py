@@ -164,7 +164,7 @@ class Scheduler:
         """Fail requests that are past their deadline."""
         for request in [req for req in self._requests.values() if self._deadline(req) <= now]:
             if now >= request.deadline:
-                self._fail(request, 504, "timeout", "The request's time was over before its answer.")
+                self._fail(request, 504, "timeout", "The request was not finished within its deadline.")
             else:
                 self._fail(request, 429, "no_kv_room", "No room for the prompt's KV within its deadline.")
 
@@ -410,7 +410,7 @@ class Scheduler:
     # Ends.
 
     def _finish(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is, and free its blocks (a pull's come by event)."""
+        """End a sequence in any state, and free its blocks (a pull's come by event)."""
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:

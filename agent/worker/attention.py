@@ -4,8 +4,8 @@
 The pool is `[block, kv_head, layer, K|V, token, head_dim]` (design §7): good for moving blocks, so attention
 gathers a sequence's blocks of one layer into contiguous K and V first. Decoding sequences of about one length
 are attended in one call: on CPU their contexts are padded to a multiple of `CONTEXT_MULTIPLE` and masked, on
-GPUs, whose fast kernels take no mask, they must be equal. That no sequence's bits depend on what else is in
-the batch (design I4) is what a test holds torch's kernel to. They do depend on the number of compute threads:
+GPUs, whose fast kernels take no mask, they must be equal. No sequence's bits depend on what else is in
+the batch (design I4), which a test checks of torch's kernel. They do depend on the number of compute threads:
 for a single query torch's CPU kernel divides the keys among them.
 """
 
@@ -26,11 +26,11 @@ ATTENTION_NAME = "kvferry_paged"
 
 ROW_MULTIPLE = 16
 """Token rows are padded to a multiple of this: from 12 rows up a float32 `linear` on CPU gives each row the
-same bits whatever goes with it (measured; design I4)."""
+same bits in any batch (measured; design I4)."""
 
 CONTEXT_MULTIPLE = 32
-"""To what a decoding sequence's context is padded on CPU: fewer calls, for few more keys. With 16 a step of
-64 short sequences takes no less, with 64 a tenth more."""
+"""A decoding sequence's context is padded to a multiple of this on CPU: fewer calls, for few more keys. With
+16 a step of 64 short sequences takes no less, with 64 a tenth more."""
 
 GROUP_TOKENS = 4096
 """Context that is gathered for one call, over all its sequences, unless one alone has more. So the K and V of
@@ -44,9 +44,9 @@ class QueryGroup:
     size: int
     """Sequences."""
     rows: torch.Tensor
-    """int64, shape [size * queries]: where they lie in the batch, sequence by sequence."""
+    """int64, shape [size * queries]: their rows in the batch, sequence by sequence."""
     context_len: int
-    """Keys that each query is shown."""
+    """Keys per query."""
     kv_rows: torch.Tensor
     """int64, shape [size * 2 * kv_heads * blocks]: for each sequence, the pool rows of layer 0 with its K,
     then those with its V."""

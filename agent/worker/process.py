@@ -48,7 +48,7 @@ def main() -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _keep_freed_memory()
     # Not at the top: torch takes seconds to import, and reads the environment when it is. Starting makes a
-    # million objects and no garbage; looking for some, then or at any later collection, takes a second.
+    # million objects and no garbage; collecting, then or at any later time, takes a second.
     gc.disable()
     from kvferry.agent.worker.rank import Rank
 

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateRefused(ValueError):
-    """The template cannot render these messages; the message says what it has against them."""
+    """The template cannot render these messages; the error's message says why."""
 
 
 class ChatTemplate:
@@ -34,7 +34,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Text of the whole prompt, ending where the assistant begins to speak.
+        """Return the text of the whole prompt, up to where the assistant's message begins.
 
         It already holds every special token, so it must be encoded without adding them again.
 

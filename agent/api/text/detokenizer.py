@@ -86,7 +86,7 @@ class _ByteLevelText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_silent(token_id):
+        if self._tokenizer.has_no_text(token_id):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -108,7 +108,7 @@ class _WindowedText:
         self._shown = ""
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_silent(token_id):
+        if self._tokenizer.has_no_text(token_id):
             return ""
         self._ids.append(token_id)
         # The decoder reads a run of byte tokens as a whole: one bad byte spoils it, so it must end first.

@@ -42,18 +42,18 @@ class Tokenizer:
         self.token_bytes = lru_cache(maxsize=self.vocab_size)(self._token_bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Ids of a text. `add_special_tokens` adds what the tokenizer's own post-processor puts around it."""
+        """Return the ids of a text; with `add_special_tokens` after the tokenizer's own post-processor."""
         return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, special tokens left out; what no valid UTF-8 spells is shown as U+FFFD."""
+        """Return the text of ids, special tokens left out; what no valid UTF-8 spells is shown as U+FFFD."""
         return self._fast.decode(ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, as logprobs show it."""
+        """Return the text of one token by itself, as logprobs show it."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def is_silent(self, token_id: int) -> bool:
+    def has_no_text(self, token_id: int) -> bool:
         """Whether the token leaves no trace in text: special ones, and ids that only the model has."""
         return token_id in self.special_ids or not self._token(token_id)
 

@@ -3,16 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.metrics import AgentMetrics
-from kvferry.agent.api.request_log import CLIENT_GONE, RequestLog
 from kvferry.agent.engine.messages import Stats, Timing
-from kvferry.agent.errors import bad_request
 from kvferry.transfer.events import PlaneStats
 
 STATS = Stats(
@@ -74,36 +68,3 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     metrics.finished(200, Timing(pull_s=2.5, pull_tail_s=0.25, pull_early_blocks=3, backend="tcp"))
     assert samples(metrics)["kvferry_phase_seconds_sum", "pull_tail"] == 0.25
     assert page["kvferry_requests_total", "200"] == 2
-
-
-def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvferry.agent.request")
-    entry = RequestLog(AgentMetrics(lambda: None)).open("r1")
-    entry.show_prompt(('"' + "ü" * 5000 + '"').encode())
-    entry.close(200)
-    (record,) = caplog.records
-    assert json.loads(record.message)["prompt"] == '"' + "ü" * 2047
-
-
-@pytest.mark.parametrize(
-    ("failure", "status"),
-    [
-        (bad_request("no"), 400),
-        (asyncio.CancelledError(), CLIENT_GONE),
-        (GeneratorExit(), CLIENT_GONE),
-        (RuntimeError(), 500),
-    ],
-)
-def test_a_request_leaves_one_line_whatever_ended_it(
-    failure: BaseException, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kvferry.agent.request")
-    metrics = AgentMetrics(lambda: None)
-    entry = RequestLog(metrics).open("r1", "00-trace")
-    with pytest.raises(type(failure)), entry.closed_on_failure():
-        raise failure
-    entry.close(200)  # too late: it is closed
-    (record,) = caplog.records
-    line = json.loads(record.message)
-    assert (line["request_id"], line["traceparent"], line["status"]) == ("r1", "00-trace", status)
-    assert samples(metrics)["kvferry_requests_total", str(status)] == 1
