@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ATOM: serial; the decode server begins its answer with the prefill's first token. And its ping.
+"""ATOM: serial; the decode server begins its response with the prefill's first token. And its ping.
 
 Source: ATOM at 0c982ea92, `proxy.py` and `kv_transfer_engine.py`, and its later `first_token_id`
 (docs/sources.md#atom); one msgpack map every 5 s. The prefill server's token is
-the answer's, so it draws with the client's own settings, and an answer may end there. Not taken over from the
-original proxy: chat sent to `/v1/completions`, `Bearer None`, and a token less.
+the response's, so it is sampled with the client's own settings, and a response may end there. Not taken over
+from the original proxy: chat sent to `/v1/completions`, `Bearer None`, and a token less.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def recognises(body: dict[str, Any]) -> bool:
 
 
 def registration(body: dict[str, Any]) -> Register:
-    """Read an ATOM ping as a registration of ours; what it does not say stays empty. Raises `BadFrame`."""
+    """Convert an ATOM ping to a registration; what it does not say stays empty. Raises `BadFrame`."""
     try:
         ping = msgspec.convert(body, _AtomPing)
         url = urlsplit(ping.request_address)
@@ -63,8 +63,8 @@ def registration(body: dict[str, Any]) -> Register:
     address = f"{url.scheme}://{url.netloc}"
     return foreign_registration(
         role=_ROLES[ping.role],
-        # It has no incarnation, so a restart cannot be told from a late ping; and as its counter begins anew
-        # with a restart, of which nothing else tells, it counts for nothing here.
+        # It has no incarnation, so a restart cannot be distinguished from a late ping; and as its counter
+        # begins anew with a restart, it is ignored.
         incarnation=f"{NAME}:{address}",
         address=address,
         control=f"tcp://{url.hostname}:{ping.handshake_port}",
@@ -91,7 +91,7 @@ class Atom(Dialect):
     name: ClassVar[str] = NAME
 
     def check(self, request: ClientRequest) -> None:
-        """Refuse what would lack its first position, or need both servers to know the whole prompt."""
+        """Also reject what would lack its first position, or need both servers to know the whole prompt."""
         reject_ranking(request, _ENGINE)
         reject_unsupported(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
 
@@ -106,7 +106,7 @@ class Atom(Dialect):
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
         if isinstance(body.get("min_tokens"), int):
-            # More than one token cannot be asked for; one is as much as keeps an answer from ending here.
+            # More than one token cannot be asked for; one is as much as keeps a response from ending here.
             body["min_tokens"] = min(body["min_tokens"], 1)
         body["kv_transfer_params"] = {
             "do_remote_decode": True,
@@ -118,15 +118,17 @@ class Atom(Dialect):
         return make_leg(sub, endpoints.prefill_rank, msgspec.json.encode(body))
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
-        """An answer that ended at its first token is complete, whatever was kept for a decode leg."""
+        """A response that ended at its first token is complete, whatever was kept for a decode leg."""
         try:
-            answer = msgspec.json.decode(raw, type=_AtomBody)
+            response = msgspec.json.decode(raw, type=_AtomBody)
         except NOT_JSON as error:
             raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
-        if len(answer.choices) != 1:
-            raise BadResponse(f"the prefill server answered {len(answer.choices)} choices where one was due")
-        params = answer.kv_transfer_params
-        if answer.choices[0].finish_reason not in (None, "length"):
+        if len(response.choices) != 1:
+            raise BadResponse(
+                f"the prefill server answered {len(response.choices)} choices where one was due"
+            )
+        params = response.kv_transfer_params
+        if response.choices[0].finish_reason not in (None, "length"):
             return Prefilled(params=params, whole=raw)
         if params is None:
             raise BadResponse("the prefill server answered without kv_transfer_params")
@@ -138,18 +140,18 @@ class Atom(Dialect):
         """The prefill's params, `first_token_id` among them, and where it is."""
         assert prefilled.params is not None
         chosen = {} if endpoints.prefill_rank is None else {"remote_dp_rank": endpoints.prefill_rank}
-        told = {"do_remote_decode": False, "do_remote_prefill": True, **_where(endpoints.prefill)}
-        # The rank that the answer names is the one that holds the KV.
-        body = sub.body | {"kv_transfer_params": chosen | prefilled.params | told}
+        fetch = {"do_remote_decode": False, "do_remote_prefill": True, **_where(endpoints.prefill)}
+        # The rank that the response names is the one that holds the KV.
+        body = sub.body | {"kv_transfer_params": chosen | prefilled.params | fetch}
         return make_leg(sub, endpoints.decode_rank, msgspec.json.encode(body))
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """An ordinary request."""
+        """The client's own body."""
         return make_leg(sub, rank, msgspec.json.encode(sub.body))
 
 
 def _where(server: Register) -> dict[str, Any]:
-    """A server as its partner is told of it: host and HTTP port (as text), handshake port and sizes."""
+    """A server as its partner finds it: host and HTTP port (as text), handshake port and sizes."""
     http, handshake = urlsplit(server.address), urlsplit(server.control)
     return {
         "remote_host": http.hostname,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dialect of another engine is to the exchange: two legs per part, in one of two orders.
+"""The interface of another engine's dialect: two legs per sub-request, in one of two orders.
 
 A dialect is pure: it turns a share of the client's body (`SubRequest`), the two servers (`Endpoints`) and
-what the prefill server answered (`Prefilled`) into the next request (`LegRequest`). It knows neither clock
-nor socket; the exchange (`proxy.exchange.legs`) knows neither fields nor headers of any engine.
+the prefill server's response (`Prefilled`) into the next request (`LegRequest`). It knows neither clock
+nor socket; the exchange (`proxy.exchange.foreign_attempt`) knows neither fields nor headers of any engine.
 
-These engines draw one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or mix
-up their KV (vLLM #43509, SGLang #24223). So a request is cut into parts of one choice each
-(`proxy.exchange.sub_requests`), and every part has a transfer id of its own, from which all ids, rooms and
-ranks of its legs follow.
+These engines sample one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or
+mix up their KV (vLLM #43509, SGLang #24223). So a request is split into sub-requests of one choice each
+(`proxy.exchange.sub_requests`), each with a transfer id of its own, from which all ids, rooms and ranks of
+its legs follow.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _UNKNOWN_LOAD = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, 
 
 
 class LegOrder(enum.Enum):
-    """In which order the two legs of a part run."""
+    """The order of the two legs of a sub-request."""
 
-    SERIAL = "prefill, then decode with what it answered"
-    CONCURRENT = "both at once; the prefill's answer is read and thrown away"
+    SERIAL = "prefill, then decode with the params of its response"
+    CONCURRENT = "both at once; the prefill's response is read and discarded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegRequest:
-    """One HTTP request to one server: where, and what."""
+    """What is posted to one server."""
 
     path: str
     headers: dict[str, str]
@@ -49,8 +49,8 @@ class SubRequest:
     """The share of a client's request that one pair of legs serves.
 
     `body` is the client's, narrowed to this share: one prompt, one choice and that choice's seed; or all of
-    it when one server serves it `alone`. `choices` are its choices' indices in the client's answer, `prompt`
-    that of its prompt.
+    it when one server serves it `alone`. `choices` are its choices' indices in the client's response,
+    `prompt` that of its prompt.
     """
 
     request: ClientRequest
@@ -62,7 +62,6 @@ class SubRequest:
 
     @property
     def path(self) -> str:
-        """The path of every leg."""
         return f"/v1/{self.request.endpoint}"
 
     @property
@@ -71,7 +70,7 @@ class SubRequest:
         return int(self.transfer_id, 16) >> 65
 
     def endpoints(self, prefill: Register, decode: Register) -> Endpoints:
-        """The two servers with a rank drawn for each, independently of the other's."""
+        """The two servers with a rank for each, picked independently of the other's."""
         low = int(self.transfer_id, 16) & (2**64 - 1)
         return Endpoints(
             prefill=prefill,
@@ -83,7 +82,7 @@ class SubRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """The two servers of a part, and the data-parallel rank of each, within its own server's range.
+    """The two servers of a sub-request, and the data-parallel rank of each, within its server's range.
 
     A rank is None where the server has but one.
     """
@@ -96,7 +95,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEndpoint:
-    """What is known of one rank of a prefill server before it has answered: where its KV can be fetched."""
+    """Where the KV of one rank of a prefill server is fetched, as far as it is known before its response."""
 
     engine_id: str
     host: str = ""
@@ -107,10 +106,10 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """What came of a prefill leg.
+    """The result of a prefill leg.
 
-    `params` tell the decode leg where the KV is, and may be used once; None: nothing was handed over. `whole`
-    is the complete answer of a choice that ended at token 1. `kv_endpoint` is what was learned for later
+    `params` say where the decode server finds the KV, and may be used once; None: there is none. `whole` is
+    the complete response of a choice that ended at token 1. `kv_endpoint` is what was learned for later
     requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
     """
 
@@ -124,8 +123,8 @@ class Dialect(ABC):
     """One engine's protocol.
 
     `name` is as in `Register.dialect`. `serves_alone`: a server of either role also takes a request without a
-    partner. `lease_s`: seconds that a prefill server surely keeps KV after its answer, None where that is no
-    concern. `expiry_counter`: its Prometheus counter of KV that it gave up unread, if it has one.
+    partner. `lease_s`: seconds that a prefill server surely keeps KV after its response, None where that is
+    no concern. `expiry_counter`: its Prometheus counter of KV that expired unread, if it has one.
     """
 
     name: ClassVar[str]
@@ -135,48 +134,48 @@ class Dialect(ABC):
 
     @abstractmethod
     def check(self, request: ClientRequest) -> None:
-        """Refuse what this engine cannot answer rightly. Raises `InvalidRequest`."""
+        """Raise `InvalidRequest` for what this engine would answer wrongly or not at all."""
 
     @abstractmethod
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
-        """How the part's legs run."""
+        """The order of the sub-request's legs."""
 
     def lookup(self, endpoints: Endpoints) -> str | None:
         """The URL to ask for the `KvEndpoint` before any leg can be sent; None if legs need none."""
         return None
 
     def read_lookup(self, endpoints: Endpoints, raw: bytes) -> KvEndpoint:
-        """Read the answer of that URL. Raises `BadResponse`."""
+        """Parse the response of that URL. Raises `BadResponse`."""
         raise NotImplementedError
 
     @abstractmethod
     def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
-        """The prefill leg."""
+        """The prefill leg's request."""
 
     @abstractmethod
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
-        """Read the prefill leg's answer. Raises `BadResponse` when no decode leg could come to anything."""
+        """Parse the prefill leg's response. Raises `BadResponse` when no decode leg could succeed."""
 
     @abstractmethod
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
-        """The decode leg. In the concurrent shape `prefilled` is empty."""
+        """The decode leg's request. In the concurrent order `prefilled` is empty."""
 
     @abstractmethod
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """The only leg of a part that one server serves. `rank` is None where the server has but one."""
+        """The only leg's request where one server serves all. `rank` is None where the server has but one."""
 
 
 def pick_rank(number: int, server: Register) -> int | None:
-    """The server's data-parallel rank that a random number stands for; None where it has but one."""
+    """The server's data-parallel rank for a random number; None where it has but one."""
     return number % server.dp_size if server.dp_size > 1 else None
 
 
 def make_leg(sub: SubRequest, rank: int | None, body: bytes, *, request_id: str | None = None) -> LegRequest:
-    """A leg to the path that the client asked, by its `traceable_id` unless the engine needs another id.
+    """A leg to the client's path, by its `traceable_id` unless the engine needs another id.
 
-    No credentials of the client's are among its headers.
+    The client's credentials are not passed on.
     """
     headers = {
         "Content-Type": "application/json",
@@ -203,7 +202,7 @@ def reject_unsupported(request: ClientRequest, engine: str, *fields: str) -> Non
 
 
 def reject_ranking(request: ClientRequest, engine: str) -> None:
-    """Refuse what would need choices to be compared with each other: each is drawn apart from the others."""
+    """Raise `InvalidRequest` for what compares choices: each is sampled apart from the others."""
     reject_unsupported(request, engine, "use_beam_search")
     best_of = request.body.get("best_of")
     if isinstance(best_of, int) and best_of > request.n:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dialects there are."""
+"""All dialects, by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was learned of other engines' prefill servers: where the KV of each of their ranks is fetched."""
+"""Where the KV of each rank of other engines' prefill servers is fetched, as they last said."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MAX_ENTRIES = 4096
 
 
 class KvEndpointCache:
-    """A bounded memory by server and rank. Whoever fails is forgotten: it may have come back as another."""
+    """Bounded, by server and rank. A server that fails is forgotten: it may have restarted."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, int], tuple[KvEndpoint, float]] = OrderedDict()
 
     def find(self, endpoints: Endpoints, *, since: float = float("-inf")) -> KvEndpoint | None:
-        """The peer behind a part's prefill leg, if it was learned at `since` or later."""
+        """Return where a sub-request's KV is fetched, if that was learned at `since` or later."""
         kv_endpoint, learned_at = self._known.get(_key(endpoints), (None, 0.0))
         return kv_endpoint if learned_at >= since else None
 

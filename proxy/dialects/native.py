@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native dialect (design §5): how a client's request becomes legs, and a prefill's answer becomes events.
+"""The native dialect (docs/architecture.md): bodies of the legs, and events made of a prefill's response.
 
 Pure functions: ids and the clock's reading come in as arguments, and nothing here waits.
 """
@@ -26,19 +26,19 @@ DROP_PATH = "/kv/drop"
 
 
 def check(request: ClientRequest) -> None:
-    """Refuse what no native agent can be told. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` for what no native agent supports."""
     if request.prompts > 1:
         raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
     reject_unsupported(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
 
 
 def path(request: ClientRequest) -> str:
-    """The path that every leg of the request is posted to."""
+    """The path of every leg."""
     return f"/v1/{request.endpoint}"
 
 
 def headers(ids: Identity) -> dict[str, str]:
-    """The headers of every leg: all agents log one request id and answer under one answer id."""
+    """The headers of every leg: all agents log one request id and respond under one id."""
     made = {
         "Content-Type": "application/json",
         "X-Request-Id": ids.request_id,
@@ -51,7 +51,7 @@ def headers(ids: Identity) -> dict[str, str]:
 
 
 def alone_body(request: ClientRequest, ids: Identity) -> bytes:
-    """The client's request for one agent that serves all of it."""
+    """The only leg where one agent serves the whole request."""
     return msgspec.json.encode(_whole_body(request, ids))
 
 
@@ -88,7 +88,7 @@ def decode_body(
 
 
 def control_address(prefill: Register) -> tuple[str, int] | None:
-    """Host and port at which an agent lends its KV; None if what it says of it makes no sense."""
+    """Host and port of an agent's control channel; None if its registration has none that can be parsed."""
     try:
         control = urlsplit(prefill.control)
         host, port = control.hostname, control.port
@@ -120,19 +120,19 @@ def streamed_body(
     return msgspec.json.encode(_whole_body(request, ids) | {"kv_transfer_params": params})
 
 
-def first_tokens_event(answer: NativePrefill) -> bytes:
-    """What the stream of such a leg begins with, for SSE a comment: the first tokens that it goes on from."""
-    return b": first " + b",".join(b"%d" % token.id for token in answer.first_tokens) + b"\n\n"
+def first_tokens_event(prefill: NativePrefill) -> bytes:
+    """What such a leg's stream begins with, for SSE a comment: the first tokens that it goes on from."""
+    return b": first " + b",".join(b"%d" % token.id for token in prefill.first_tokens) + b"\n\n"
 
 
 def _whole_body(request: ClientRequest, ids: Identity) -> dict[str, Any]:
-    """What a last leg is told in any case. Its events tell their token ids, should the stream break."""
-    told = {"kvferry_token_lines": True} if request.stream else {}
-    return {**request.body, "seed": ids.seed, **told}
+    """The body of any last leg. Its events carry token ids, should the stream break."""
+    token_lines = {"kvferry_token_lines": True} if request.stream else {}
+    return {**request.body, "seed": ids.seed, **token_lines}
 
 
 def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
-    """Tells the prefill agent that nobody will read this transfer's KV."""
+    """Ask the prefill agent to free this transfer's KV, which will not be read."""
     return msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
 
 
@@ -150,7 +150,7 @@ class _ChatMessage(msgspec.Struct, frozen=True):
 
 
 class _NativeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished choice in a whole answer of either endpoint."""
+    """A finished choice in a whole response of either endpoint."""
 
     index: int
     text: str = ""
@@ -170,9 +170,9 @@ class _NativeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePrefill:
-    """What came of a prefill leg: either first tokens and where their KV lies, or a whole answer.
+    """The result of a prefill leg: either first tokens and where their KV lies, or the whole response.
 
-    `raw` is the answer as it came. `params` go to the decode leg verbatim; None means that every choice has
+    `raw` is the response as it came. `params` go to the decode leg verbatim; None means that every choice has
     ended and nothing is pinned.
     """
 
@@ -183,7 +183,7 @@ class NativePrefill:
 
 
 def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> NativePrefill:
-    """Parse the prefill leg's answer. Raises `BadResponse` when it is not of this dialect or attempt."""
+    """Parse the prefill leg's response. Raises `BadResponse` if it is not of this dialect or attempt."""
     try:
         whole = msgspec.json.decode(raw, type=_NativeBody)
         if bytes(whole.kv_transfer_params) == b"null":
@@ -193,9 +193,11 @@ def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) ->
     except NOT_JSON as error:
         raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
     tokens = () if params is None else params.first_tokens
-    answered = len(whole.choices) if params is None else len(tokens)
-    if answered != request.n:
-        raise BadResponse(f"the prefill agent answered {answered} choices where {request.n} were asked for")
+    num_choices = len(whole.choices) if params is None else len(tokens)
+    if num_choices != request.n:
+        raise BadResponse(
+            f"the prefill agent answered {num_choices} choices where {request.n} were asked for"
+        )
     if params is not None and params.transfer_id != transfer_id:
         raise BadResponse("the prefill agent answered for another transfer")
     return NativePrefill(
@@ -207,23 +209,23 @@ def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) ->
 
 
 def first_events(
-    request: ClientRequest, ids: Identity, answer: NativePrefill, indices: frozenset[int]
+    request: ClientRequest, ids: Identity, prefill: NativePrefill, indices: frozenset[int]
 ) -> bytes:
-    """What a streaming client gets as soon as the prefill has answered: one event for each of the choices."""
+    """What a streaming client gets as soon as the prefill has ended: one event for each of the choices."""
     return b"".join(
         sse.event(_chunk(request, ids, [choice]))
-        for choice in _opening_choices(request, answer)
+        for choice in _opening_choices(request, prefill)
         if choice["index"] in indices
     )
 
 
-def closing_events(request: ClientRequest, ids: Identity, answer: NativePrefill) -> bytes:
-    """The rest of a stream whose prefill was the whole answer: usage if asked for, and `[DONE]`."""
+def closing_events(request: ClientRequest, ids: Identity, prefill: NativePrefill) -> bytes:
+    """The rest of a stream whose prefill was the whole response: usage if asked for, and `[DONE]`."""
     last = _chunk(request, ids, [])
     if request.include_usage:
-        last["usage"] = answer.whole.usage
-    if bytes(answer.whole.kvferry_timing) != b"null":
-        last["kvferry_timing"] = answer.whole.kvferry_timing
+        last["usage"] = prefill.whole.usage
+    if bytes(prefill.whole.kvferry_timing) != b"null":
+        last["kvferry_timing"] = prefill.whole.kvferry_timing
     has_news = "kvferry_timing" in last or request.include_usage
     return (sse.event(last) if has_news else b"") + sse.DONE
 
@@ -238,9 +240,9 @@ class _ErrorEvent(msgspec.Struct, frozen=True):
 
 
 def agent_failure(events: bytes) -> tuple[bytes, str] | None:
-    """The events before one that says that the agent itself failed, and what it said; None without such.
+    """The events before one that reports a failure of the agent itself, and its message; None without such.
 
-    An error that is the request's own is the last word on it, and any agent's.
+    An error of the request itself would be any agent's, and passes.
     """
     if not sse.has_error(events):
         return None
@@ -254,9 +256,9 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
     return (before, error.message) if error.type == "server_error" else None
 
 
-def _opening_choices(request: ClientRequest, answer: NativePrefill) -> Iterator[dict[str, Any]]:
-    if answer.params is None:
-        for choice in answer.whole.choices:
+def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator[dict[str, Any]]:
+    if prefill.params is None:
+        for choice in prefill.whole.choices:
             text = (choice.message.content or "") if request.chat else choice.text
             made = _choice(request, choice.index, text, choice.logprobs, choice.finish_reason)
             if request.return_token_ids:
@@ -264,7 +266,7 @@ def _opening_choices(request: ClientRequest, answer: NativePrefill) -> Iterator[
                 if choice.margins:
                     made["margins"] = choice.margins
             yield made
-    for index, token in enumerate(answer.first_tokens):
+    for index, token in enumerate(prefill.first_tokens):
         made = _choice(request, index, token.text, token.logprobs, token.finish_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]

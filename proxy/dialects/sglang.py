@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang, whatever its transfer backend: the same body to both servers at once, which meet in a room.
 
-Source: SGLang 0.5.23 (docs/sources.md#sglang). The prefill server draws token 1 with the client's
+Source: SGLang 0.5.23 (docs/sources.md#sglang). The prefill server samples token 1 with the client's
 settings and ships it with the KV. A prefill server's `control` is its bootstrap server's URL. A room must
 never be used twice, and with `follow_bootstrap_room` the prefill's rank is the room modulo its number of
 ranks, so that is the rank which is asked for.
@@ -43,7 +43,7 @@ class Sglang(Dialect):
     serves_alone: ClassVar[bool] = False
 
     def check(self, request: ClientRequest) -> None:
-        """Refuse the prompt's logprobs too: they stay behind at the prefill server."""
+        """Also reject the prompt's logprobs: they stay behind at the prefill server."""
         reject_ranking(request, _ENGINE)
         reject_unsupported(request, _ENGINE, "prompt_logprobs")
         if request.undivided:
@@ -58,7 +58,7 @@ class Sglang(Dialect):
         return make_leg(sub, endpoints.prefill_rank, _body(sub, endpoints))
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
-        """Its token has gone to the decode server; only a failure is of interest."""
+        """Its token has gone to the decode server: only failures matter."""
         if sub.request.stream:
             if sse.has_error(raw):
                 raise BadResponse("the prefill server's stream holds an error")
@@ -73,7 +73,7 @@ class Sglang(Dialect):
         return make_leg(sub, endpoints.decode_rank, _body(sub, endpoints))
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """Never asked for: `serves_alone` is false."""
+        """Never called: `serves_alone` is false."""
         raise NotImplementedError
 
 

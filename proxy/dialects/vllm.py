@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's connectors have in common: how a prefill leg is pared down, and how its answer is read.
+"""What vLLM's connectors have in common: how a prefill leg is pared down, and how its response is parsed.
 
-Source: vLLM 0.33.0 (docs/sources.md#vllm). A vLLM decode server draws token 1 itself, so
-the prefill leg's token is thrown away: what only shapes that token, or could end the answer with it, is left
+Source: vLLM 0.33.0 (docs/sources.md#vllm). A vLLM decode server samples token 1 itself, so
+the prefill leg's token is discarded: what only shapes that token, or could end the response with it, is left
 out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by its length and hands over.
 """
 
@@ -49,7 +49,7 @@ class _VllmUsage(msgspec.Struct, frozen=True):
 
 
 class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill server's answer, as far as it matters."""
+    """A prefill server's response, as far as it matters."""
 
     choices: tuple[_VllmChoice, ...]
     usage: _VllmUsage | None = None
@@ -62,14 +62,14 @@ class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VllmDialect(Dialect):
-    """What all connectors share: what is refused, and a request to one server alone."""
+    """What all connectors share."""
 
     def check(self, request: ClientRequest) -> None:
-        """Refuse what would need choices to be compared with each other."""
+        """Reject what compares choices."""
         reject_ranking(request, ENGINE)
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """An ordinary request."""
+        """The client's own body."""
         return make_leg(sub, rank, msgspec.json.encode(sub.body))
 
 
@@ -84,24 +84,24 @@ def prefill_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
 
 def decode_body(sub: SubRequest, params: dict[str, Any] | None) -> bytes:
     """The client's own body, and where the KV is; without `params` the decode server computes the prompt."""
-    told = {} if params is None else {"kv_transfer_params": params}
-    return msgspec.json.encode(sub.body | told)
+    fetch = {} if params is None else {"kv_transfer_params": params}
+    return msgspec.json.encode(sub.body | fetch)
 
 
 def read_prefill(raw: bytes) -> VllmPrefill:
-    """Type a prefill server's answer. Raises `BadResponse`."""
+    """Parse a prefill server's response. Raises `BadResponse`."""
     try:
-        str(raw, "utf-8")  # what it tells of usage is kept unread: nothing else would notice in time
+        str(raw, "utf-8")  # usage is kept undecoded: nothing else would notice in time
         return msgspec.json.decode(raw, type=VllmPrefill)
     except NOT_JSON as error:
         raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
 
 
-def require_length(answer: VllmPrefill) -> None:
+def require_length(prefill: VllmPrefill) -> None:
     """Raise `BadResponse` unless the prefill ended by its length.
 
     These connectors hand nothing over otherwise, and the decode server would wait for minutes (vLLM #46008).
     """
-    reason = answer.choices[0].finish_reason if answer.choices else None
+    reason = prefill.choices[0].finish_reason if prefill.choices else None
     if reason != "length":
         raise BadResponse(f"the prefill server ended with {reason!r} and hands no KV over")

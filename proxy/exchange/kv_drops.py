@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells prefill agents that a transfer's KV will not be read, so that they need not wait for its lease."""
+"""Drops: asking prefill agents to free KV that will not be read, without waiting for its lease to expire."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_PENDING = 1024
 
 
 class KvDrops:
-    """Owns the drops on their way, so that a cancelled request need not stay to see its own through.
+    """Owns the drops in flight, so that a cancelled request need not wait for its own.
 
-    A drop that fails is only counted: the lease ends by itself.
+    A drop that fails is only counted: the lease expires by itself.
     """
 
     def __init__(self, upstream: UpstreamPool, metrics: Metrics) -> None:
@@ -33,17 +33,17 @@ class KvDrops:
 
     @property
     def pending(self) -> int:
-        """Drops that have not been answered yet."""
+        """Drops in flight."""
         return len(self._pending)
 
     def drop(self, agent: Register, transfer_id: TransferId) -> None:
-        """Send a drop in the background. Returns at once; past `MAX_PENDING` it is left to the lease."""
+        """Send a drop in the background. Past `MAX_PENDING` it is left to the lease."""
         body = native.drop_body(transfer_id, agent.incarnation)
         headers = {"Content-Type": "application/json"}
         self.send(agent, LegRequest(path=native.DROP_PATH, headers=headers, body=body))
 
     def send(self, agent: Register, leg: LegRequest) -> None:
-        """The same by whatever request it is that makes another engine free its KV."""
+        """`drop` by a request of another engine's dialect."""
         if len(self._pending) >= MAX_PENDING:
             self._metrics.drops.labels("overflow").inc()
             return
@@ -52,7 +52,7 @@ class KvDrops:
         task.add_done_callback(self._pending.discard)
 
     async def settle(self) -> None:
-        """Wait until every drop was answered or gave up (each has a deadline); connections must stay open."""
+        """Wait until no drop is in flight (each has a deadline); the pool must stay open."""
         while self._pending:
             await asyncio.wait(self._pending)
 
@@ -61,8 +61,8 @@ class KvDrops:
         try:
             async with self._upstream.post(
                 agent, leg.path, leg.body, leg.headers, headers_deadline=by, deadline=by
-            ) as answer:
-                await answer.read()
+            ) as response:
+                await response.read()
         except ProxyError as error:
             logger.info("a transfer was not dropped: %s", error)
             self._metrics.drops.labels("failed").inc()

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether KV that lies at a prefill server under a lease was still there when it was read.
 
-vLLM's decode servers ask for KV by block numbers and cannot tell that the blocks have been given to another
-prompt meanwhile; the answer is then wrong, with HTTP 200 (vLLM #52234). A router sees only times and
-counters:
+vLLM's decode servers read KV by block numbers and do not notice that the blocks have gone to another prompt
+meanwhile; the response is then wrong, with HTTP 200 (vLLM #52234). A router sees only times and counters:
 
 - A decode leg is sent only while the lease is surely alive, and must have been accepted by then.
-- Tokens that come before its end were drawn from KV read before its end: that is a proof.
+- Tokens that come before its end were sampled from KV read before its end: that is a proof.
 - Tokens that come later are proven by the prefill server's count of expired leases, if that has not risen
   since before the lease could end.
 
-The lease began when the prefill ended, which is not told. It is taken to have begun a sixth of its length
-before the answer arrived (not before the leg was sent), and to last five sixths.
+The lease began when the prefill ended, which is not reported. It is assumed to have begun a sixth of its
+length before the response arrived (not before the leg was sent), and to last five sixths.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ SCRAPE_TIMEOUT_S = 2.0
 
 
 class Verdict(enum.Enum):
-    """What can be said of an answer's first tokens."""
+    """What is known of the KV behind a response's first tokens."""
 
     PROVEN = "the KV was read before its lease could end, or no lease has ended since"
-    UNPROVEN = "the prefill server does not tell how many leases have ended"
-    SUSPECT = "a lease ended at the prefill server meanwhile, maybe this one"
+    UNPROVEN = "the prefill server does not report how many leases have expired"
+    SUSPECT = "a lease expired at the prefill server meanwhile, maybe this one"
 
 
 class LeaseCheck:
-    """Watches one lease, from the prefill's answer to the first token; an async context.
+    """Watches one lease, from the prefill's response to the first token; an async context.
 
     Args:
         counter: Name of the server's Prometheus counter of expired leases; None if it has none.
-        sent_at, answered_at: When the prefill leg was sent, and when its answer came (the loop's clock).
+        sent_at, answered_at: When the prefill leg was sent, and when its response came (the loop's clock).
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class LeaseCheck:
             await asyncio.wait([self._task])
 
     async def judge(self) -> Verdict:
-        """The first tokens are here, and have not been shown to anybody."""
+        """Judge the first tokens, which have arrived and have not been passed on."""
         if self.is_sure:
             return Verdict.PROVEN
         before = None if self._task is None else await self._task
@@ -92,7 +91,7 @@ class LeaseCheck:
         return Verdict.PROVEN if before == after else Verdict.SUSPECT
 
     async def _count_before(self) -> float | None:
-        """The count while the lease is surely alive; most requests have ended before it is asked for."""
+        """The count while the lease is surely alive; most requests have ended before it is scraped."""
         await asyncio.sleep(self.sure_until - self._lease_s / 2 - asyncio.get_running_loop().time())
         count = await self._count()
         return count if self.is_sure else None

@@ -2,7 +2,7 @@
 """What every attempt shares: how its legs are opened and read, and where the client's response goes.
 
 A *leg* is one of the two HTTP requests of an attempt; the *last* leg is the one whose response is the
-client's. A leg has three deadlines: for its first byte, for silence within its body (`UpstreamPool`), and the
+client's. A leg has three deadlines: for its first byte, for a pause within its body (`UpstreamPool`), and the
 request's own.
 """
 

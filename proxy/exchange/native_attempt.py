@@ -298,7 +298,7 @@ class EarlyLeg:
         await asyncio.wait({self._opening}, timeout=CAUSE_TIMEOUT_S)
         if self._opening.done():
             self._opening.result()
-        raise AgentLost("the decode agent gave up a prompt that was still being computed", self._agent)
+        raise AgentLost("the decode agent dropped a prompt that was still being computed", self._agent)
 
 
 class OpeningEvent:

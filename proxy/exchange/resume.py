@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client of a streamed answer has been given so far, so that another pair can go on from there.
+"""What the client of a stream has so far, so that another pair can go on from there.
 
 Events of the native dialect begin with a line that is a comment to SSE, `: t CHOICE ID,ID…[ FINISH_REASON]`:
 the output ids behind the event, and whether they end the choice. An event that is this line alone reports ids
 whose text is still held back, and `: t end` says that only `[DONE]` is to come. The relay cuts these lines
-out and keeps them as they are; they are read only when a stream breaks. Since only whole events are passed
-on, they tell exactly what the client has.
+out and keeps them as they are; they are parsed only when a stream breaks. Since only whole events are passed
+on, they say exactly what the client has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _SentChoice:
     finish_reason: str | None = None
 
     def begins_with(self, first: FirstToken | None) -> bool:
-        """Whether a prefill began this choice. None: its answer has no first tokens, as no choice goes on."""
+        """Whether a prefill began this choice. `first` is None where its response ended every choice."""
         return self.finish_reason is not None if first is None else self.output_ids[0] == first.id
 
 
@@ -72,14 +72,14 @@ class Progress:
         for index, choice in enumerate(known):
             token = prefill.first_tokens[index] if prefill.first_tokens else None
             if index not in news and not choice.begins_with(token):
-                raise AnswerDiverged("the retried prefill drew another first token")
+                raise AnswerDiverged("the retried prefill sampled another first token")
             if index in news and token is not None:
                 end = f" {token.finish_reason}" if token.finish_reason else ""
                 self._lines += f": t {index} {token.id}{end}\n".encode()
         return news
 
     def resume(self) -> list[dict[str, Any]] | None:
-        """What a decode leg must be told to go on from here; None while token 1 is all that there is."""
+        """What a decode agent needs to go on from here; None while token 1 is all that there is."""
         known = self._read()
         if all(len(choice.output_ids) <= 1 for choice in known):
             return None
@@ -93,10 +93,10 @@ class Progress:
         """Every choice's tokens. Raises `BadResponse` when a line is not of this dialect."""
         choices = [_SentChoice() for _ in range(self._num_choices)]
         for line in self._lines.splitlines():
-            told = _TOKEN_LINE.fullmatch(line)
-            if told is None or int(told[1]) >= len(choices):
+            match = _TOKEN_LINE.fullmatch(line)
+            if match is None or int(match[1]) >= len(choices):
                 raise BadResponse("an agent's token line cannot be read")
-            choice = choices[int(told[1])]
-            choice.output_ids += map(int, told[2].split(b","))
-            choice.finish_reason = told[3].decode() if told[3] else None
+            choice = choices[int(match[1])]
+            choice.output_ids += map(int, match[2].split(b","))
+            choice.finish_reason = match[3].decode() if match[3] else None
         return choices

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds what retries add to the load, so that an outage does not grow by being retried."""
+"""A bound on what retries add to the load, so that they do not make an outage worse."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class RetryBudget:
     """A token bucket that requests fill and retries empty.
 
     In the long run retries are at most a tenth of the requests. `RESERVE` lets a small fleet, or one that has
-    just started, survive the death of an agent under load; `MAX_SAVED` bounds what calm times can save up.
-    What others do in place of an agent that does nothing (`AgentLost.is_down`) does not count.
+    just started, survive the death of an agent under load; `MAX_SAVED` bounds what is saved up. Retries of
+    what an agent that is down would have done (`AgentLost.is_down`) add no load, and are not counted.
     """
 
     def __init__(self, reserve: float = RESERVE) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request cut into parts of one choice each, and their answers put together again. Pure.
+"""A client's request split into sub-requests of one choice each, and their responses merged. Pure.
 
-This is for other engines, which draw one choice of one prompt per transfer (`proxy.dialects.base`). A choice
-is drawn with the seed that one server would have drawn it with: the client's, plus the choice's place among
+This is for other engines, which sample one choice of one prompt per transfer (`proxy.dialects.base`). A
+choice is sampled with the seed that one server would have used: the client's, plus the choice's place among
 those of its prompt (vLLM's own rule for n > 1).
 """
 
@@ -22,14 +22,14 @@ from kvferry.proxy.request import ClientRequest, prompts_of
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
-_NO_ANSWER = ("error", "abort")
+_FAILED = ("error", "abort")
 """Finish reasons by which an engine says that the choice has failed, with HTTP 200 (smg #2382)."""
 
 
 def split(
     request: ClientRequest, ids: Identity, transfer_ids: Sequence[TransferId]
 ) -> tuple[SubRequest, ...]:
-    """One part for each choice of each prompt. The transfer ids, one for each, were never used before."""
+    """One sub-request for each choice of each prompt. The transfer ids, one for each, must be fresh."""
     prompts = [None] if request.chat else prompts_of(request.body)
     return tuple(
         SubRequest(
@@ -63,31 +63,31 @@ def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class SubUsage:
-    """What one part used, as its server told, with what the other server knows better."""
+    """The usage of one sub-request."""
 
     sub: SubRequest
-    told: dict[str, Any]
+    counts: dict[str, Any]
 
 
 def sum_usage(usages: Sequence[SubUsage]) -> dict[str, Any]:
-    """The usage of the whole answer: every prompt counted once, every choice's tokens added."""
+    """The usage of the whole response: every prompt counted once, every choice's tokens added."""
     if len(usages) == 1:
-        return usages[0].told
-    added = _add([usage.told for usage in usages])
+        return usages[0].counts
+    added = _add([usage.counts for usage in usages])
     firsts: dict[int, dict[str, Any]] = {}
     for usage in usages:
-        firsts.setdefault(usage.sub.prompt, usage.told)
+        firsts.setdefault(usage.sub.prompt, usage.counts)
     prompts = _add(list(firsts.values()))
     added |= {name: value for name, value in prompts.items() if name.startswith("prompt_")}
     added["total_tokens"] = added.get("prompt_tokens", 0) + added.get("completion_tokens", 0)
     return added
 
 
-def _add(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _add(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Add up dictionaries of counts, member by member; what is not a count is the first one's."""
     added: dict[str, Any] = {}
-    for name, first in told[0].items():
-        values = [each.get(name) for each in told]
+    for name, first in counts[0].items():
+        values = [each.get(name) for each in counts]
         if all(isinstance(value, int) for value in values):
             added[name] = sum(value for value in values if isinstance(value, int))
         elif all(isinstance(value, dict) for value in values):
@@ -103,9 +103,9 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class SubResponse:
-    """What a part's last server answers, made into the client's: its id, its indices, its usage.
+    """The response of a sub-request's last server, made the client's: its id, its indices, its usage.
 
-    Everything else passes as it came, down to the byte; what is the proxy's own affair is taken out.
+    Everything else passes as it came, down to the byte, but for what is between proxy and server.
     `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
     """
 
@@ -113,7 +113,7 @@ class SubResponse:
         self.sub = sub
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
-        """Of an answer that is not streamed."""
+        """Of a response that is not streamed."""
         self.envelope: dict[str, msgspec.Raw] = {}
         """The members around the choices, or around a stream's usage."""
         self._server = server
@@ -126,31 +126,31 @@ class SubResponse:
 
     @property
     def complete(self) -> bool:
-        """Whether every choice of the part has ended."""
+        """Whether every choice has ended."""
         return self._finished == len(self.sub.choices)
 
     @property
     def usage(self) -> SubUsage | None:
-        """What it used; None when the server did not say."""
+        """None when the server reported none."""
         if self._usage is None:
             return None
-        told = self._usage
-        if self.prompt_tokens_details is not None and "prompt_tokens_details" in told:
-            told = told | {"prompt_tokens_details": msgspec.json.decode(self.prompt_tokens_details)}
-        return SubUsage(self.sub, told)
+        counts = self._usage
+        if self.prompt_tokens_details is not None and "prompt_tokens_details" in counts:
+            counts = counts | {"prompt_tokens_details": msgspec.json.decode(self.prompt_tokens_details)}
+        return SubUsage(self.sub, counts)
 
     def read_whole(self, raw: bytes) -> None:
-        """Take an answer that is not streamed. Raises `AgentLost`, `AgentRejected` or `BadResponse`."""
-        answer = self._typed(raw)
-        self.choices = self._choices(answer.pop("choices", _NULL))
+        """Read a response that is not streamed. Raises `AgentLost`, `AgentRejected` or `BadResponse`."""
+        response = self._typed(raw)
+        self.choices = self._choices(response.pop("choices", _NULL))
         if not self.complete:
             raise BadResponse(f"{self._server.address} answered without ending every choice")
-        self._note_usage(answer.pop("usage", _NULL))
-        answer.pop("kv_transfer_params", None)
-        self.envelope = answer | self._own
+        self._note_usage(response.pop("usage", _NULL))
+        response.pop("kv_transfer_params", None)
+        self.envelope = response | self._own
 
     def rewrite(self, events: bytes) -> bytes:
-        """Take whole events of a stream; returns what the client gets of them, maybe nothing.
+        """Rewrite whole events of a stream for the client; maybe nothing is left of them.
 
         Raises `AgentLost`, `AgentRejected` or `BadResponse`.
         """
@@ -163,7 +163,7 @@ class SubResponse:
         return b"".join(shown)
 
     def _chunk(self, data: bytes) -> dict[str, msgspec.Raw] | None:
-        """One chunk for the client; None for one that only tells usage, which is told at the end, once."""
+        """One chunk for the client; None for one that has only usage, which is sent at the end, once."""
         chunk = self._typed(data)
         chunk.pop("kv_transfer_params", None)
         chunk |= self._own
@@ -174,21 +174,21 @@ class SubResponse:
             return None
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         if "usage" in chunk and len(self.sub.choices) < self.sub.request.sequences:
-            chunk["usage"] = _NULL  # a running count of this part alone would be wrong
+            chunk["usage"] = _NULL  # a running count of this sub-request alone would be wrong
         return chunk
 
     def _typed(self, raw: bytes) -> dict[str, msgspec.Raw]:
         try:
-            str(raw, "utf-8")  # strings are passed on unread: nothing else would notice
-            answer = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            if "error" in answer and bytes(answer["error"]) != b"null":
-                self._fail(msgspec.json.decode(answer["error"], type=_Error), answer["error"])
+            str(raw, "utf-8")  # strings are passed on undecoded: nothing else would notice
+            response = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            if "error" in response and bytes(response["error"]) != b"null":
+                self._fail(msgspec.json.decode(response["error"], type=_Error), response["error"])
         except NOT_JSON as error:
             raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
-        return answer
+        return response
 
     def _fail(self, error: _Error, raw: msgspec.Raw) -> None:
-        """Raise for an error under HTTP 200. One that is the request's own would be any server's verdict."""
+        """Raise for an error under HTTP 200. An error of the request itself would be any server's."""
         if isinstance(error.code, int) and 400 <= error.code < 500:
             raise AgentRejected(error.code, "application/json", b'{"error":' + bytes(raw) + b"}", None)
         raise AgentLost(f"{self._server.address} failed: {error.message}", self._lost)
@@ -201,7 +201,7 @@ class SubResponse:
                 index = msgspec.json.decode(choice.get("index", _NULL), type=int)
                 choice["index"] = msgspec.Raw(str(self.sub.choices[index]).encode())
                 reason = msgspec.json.decode(choice.get("finish_reason", _NULL), type=str | None)
-                if reason in _NO_ANSWER:
+                if reason in _FAILED:
                     raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
                 self._finished += reason is not None
         except (*NOT_JSON, IndexError) as error:
@@ -220,39 +220,39 @@ class SubResponse:
         return Incarnation(self._server.incarnation)
 
 
-def merge(answers: Sequence[SubResponse]) -> bytes:
-    """The client's answer, not streamed, from every part's."""
-    whole: dict[str, Any] = dict(answers[0].envelope)
-    whole["choices"] = [choice for answer in answers for choice in answer.choices]
-    whole["usage"] = _usage_of(answers)
+def merge(responses: Sequence[SubResponse]) -> bytes:
+    """The client's response, not streamed."""
+    whole: dict[str, Any] = dict(responses[0].envelope)
+    whole["choices"] = [choice for response in responses for choice in response.choices]
+    whole["usage"] = _usage_of(responses)
     return msgspec.json.encode(whole)
 
 
-def closing_events(answers: Sequence[SubResponse]) -> bytes:
-    """The end of the client's stream: usage, when the servers were asked for it and told, and `[DONE]`."""
-    usage = _usage_of(answers)
+def closing_events(responses: Sequence[SubResponse]) -> bytes:
+    """The end of the client's stream: usage, if the servers sent any, and `[DONE]`."""
+    usage = _usage_of(responses)
     if usage is None:
         return sse.DONE
-    return sse.event({**answers[0].envelope, "usage": usage}) + sse.DONE
+    return sse.event({**responses[0].envelope, "usage": usage}) + sse.DONE
 
 
-def _usage_of(answers: Sequence[SubResponse]) -> dict[str, Any] | None:
-    usages = [usage for answer in answers if (usage := answer.usage) is not None]
+def _usage_of(responses: Sequence[SubResponse]) -> dict[str, Any] | None:
+    usages = [usage for response in responses if (usage := response.usage) is not None]
     return sum_usage(usages) if usages else None
 
 
 def as_events(raw: bytes, sub: SubRequest) -> bytes:
-    """A whole answer as the stream that would have told it. Raises `BadResponse`."""
+    """A whole response as the stream that it would have been. Raises `BadResponse`."""
     try:
-        answer = msgspec.json.decode(raw, type=dict[str, Any])
-        choices = [dict(choice) for choice in answer.pop("choices")]
+        response = msgspec.json.decode(raw, type=dict[str, Any])
+        choices = [dict(choice) for choice in response.pop("choices")]
     except (*NOT_JSON, LookupError, TypeError) as error:
         raise BadResponse("a prefill server's answer cannot be read") from error
-    usage = answer.pop("usage", None)
+    usage = response.pop("usage", None)
     if sub.request.chat:
-        answer["object"] = "chat.completion.chunk"
+        response["object"] = "chat.completion.chunk"
         choices = [{**choice, "delta": choice.pop("message", {})} for choice in choices]
-    told = sse.event({**answer, "choices": choices})
+    events = sse.event({**response, "choices": choices})
     if sub.request.include_usage:
-        told += sse.event({**answer, "choices": [], "usage": usage})
-    return told + sse.DONE
+        events += sse.event({**response, "choices": [], "usage": usage})
+    return events + sse.DONE

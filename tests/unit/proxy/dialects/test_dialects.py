@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dialects of other engines as pure functions, against exchanges written down from what was read of them.
 
-Each file in `exchanges/` names its source; `tests/unit/proxy/exchange/test_foreign_exchange.py` has them all
+Each file in `exchanges/` names its source; `tests/unit/proxy/exchange/test_foreign_attempt.py` has them all
 spoken.
 """
 
