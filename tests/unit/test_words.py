@@ -38,6 +38,7 @@ CLEAN = [
         "proxy/__main__.py",
         "proxy/cli.py",
         "proxy/state_machine.py",
+        "proxy/dialects",
         "proxy/http",
         "proxy/wire",
         "proxy/ids.py",
