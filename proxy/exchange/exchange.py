@@ -44,7 +44,7 @@ from kvferry.proxy.exchange.resume import Progress
 from kvferry.proxy.exchange.retry_budget import RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
-from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair
+from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import Identity, new_transfer_id
@@ -101,7 +101,7 @@ class Exchange:
         self._progress = Progress(request.n)
         self._retries_left = settings.retries
         self._migrations_left = settings.migrations
-        self._exclude = NOBODY
+        self._exclude = NO_AGENTS
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
 
@@ -164,7 +164,10 @@ class Exchange:
         by = min(_now() + context.settings.queue_timeout_s, self._deadline)
         reservation = await context.fleet.acquire(
             AcquireRequest(
-                ask=self._routing_request, by=by, exclude=self._exclude, must_match=self._must_match
+                routing_request=self._routing_request,
+                by=by,
+                exclude=self._exclude,
+                must_match=self._must_match,
             )
         )
         if reservation is NoPair.UNKNOWN_MODEL:

@@ -30,12 +30,12 @@ class AddressRules:
 
     Args:
         allowed: Networks, addresses and host names, separated by commas; a name that begins with a dot stands
-            for all below it. Empty: any host. Names are compared as text and never looked up, so that whoever
-            answers for a name cannot move an agent elsewhere.
-        tls_only: Whether only addresses of https are taken.
+            for all below it. Empty: any host. Names are compared as text and never resolved, so that control
+            of a DNS name does not suffice to move an agent elsewhere.
+        tls_only: Whether only https addresses are allowed.
 
     Raises:
-        ValueError: names the rule that is none.
+        ValueError: names the invalid rule.
     """
 
     def __init__(self, allowed: str = "", *, tls_only: bool = False) -> None:
@@ -46,13 +46,13 @@ class AddressRules:
             try:
                 self._networks.append(ip_network(rule))
             except ValueError as error:
-                # What looks like an address and is none must not become a name that nobody has.
+                # What looks like an address but is invalid must not become a name.
                 if not _NAME.fullmatch(rule) or rule.replace(".", "").isdecimal():
-                    raise ValueError(f"{rule!r} is no network, address or host name: {error}") from error
+                    raise ValueError(f"{rule!r} is not a network, address or host name: {error}") from error
                 self._names.add(rule)
 
     def allow(self, info: Register) -> bool:
-        """Whether every host that the registration tells others to dial may be dialled."""
+        """Return whether every host that the registration advertises may be dialled."""
         if not self._networks and not self._names:
             return True
         return all(host is not None and self._allows(host) for host in _hosts(info))
@@ -66,12 +66,12 @@ class AddressRules:
 
 
 def speaks_tls(info: Register) -> bool:
-    """Whether requests to the agent are encrypted."""
+    """Return whether requests to the agent are encrypted."""
     return urlsplit(info.address).scheme == "https"
 
 
 def _hosts(info: Register) -> Iterator[str | None]:
-    """The hosts in a registration, in lower case; None for an address in which none can be seen."""
+    """Yield the hosts in a registration, in lower case; None for an address without a readable one."""
     yield urlsplit(info.address).hostname
     moriio = _MORIIO_CONTROL.match(info.control)
     if moriio:
@@ -84,7 +84,7 @@ def _hosts(info: Register) -> Iterator[str | None]:
 
 
 def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """The IPv4 address within an IPv6 one that only wraps it."""
+    """Return the IPv4 address within an IPv6 one that only wraps it."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
@@ -117,7 +117,7 @@ class RejectedAgents:
         self._by_kind: OrderedDict[tuple[str, RejectReason], RejectedAgent] = OrderedDict()
 
     def note(self, info: Register, reason: RejectReason, now: float) -> None:
-        """Record a rejected ping."""
+        """Count a rejected ping."""
         address = info.address[:MAX_ADDRESS_CHARS]
         before = self._by_kind.pop((address, reason), None)
         self._by_kind[address, reason] = RejectedAgent(
@@ -132,5 +132,5 @@ class RejectedAgents:
             self._by_kind.popitem(last=False)
 
     def lately(self, now: float) -> tuple[RejectedAgent, ...]:
-        """Those of the last `MEMORY_S` seconds, latest first."""
+        """Return those of the last `MEMORY_S` seconds, latest first."""
         return tuple(each for each in reversed(self._by_kind.values()) if now - each.at < MEMORY_S)

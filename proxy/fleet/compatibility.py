@@ -57,14 +57,14 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.MODE
     if prefill.incarnation in decode.refusals:
         return Mismatch.HANDSHAKE
-    # Other engines do not tell by which backend they move KV: whoever runs them sees to that.
+    # Other engines do not report by which backend they move KV: their operator has to match them.
     if prefill.dialect == NATIVE_DIALECT and not common_transfers(prefill, decode):
         return Mismatch.TRANSFER
     return None
 
 
 def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
-    """What operators are told: `why`, as `mismatch` found it, and the values of both where they are known."""
+    """Return the text for operators: `why`, as `mismatch` found it, with the values of both where known."""
     details = _details(prefill, decode, why)
     return f"{why.value}: {details}" if details else why.value
 
@@ -83,7 +83,7 @@ def _details(prefill: Register, decode: Register, why: Mismatch) -> str:
 
 
 def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
-    """Only the agents that draw the tokens that `agent` draws: they may go on with what it has begun."""
+    """Keep only the agents that sample the same tokens as `agent`: they may continue what it has begun."""
     kind = (agent.weights, agent.tokenizer, agent.layout)
     nodes = tuple(
         node for node in snapshot.nodes if (node.info.weights, node.info.tokenizer, node.info.layout) == kind

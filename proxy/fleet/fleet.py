@@ -14,7 +14,7 @@ from kvferry.proxy.fleet.compatibility import alike
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.router import NOBODY, NoPair, Pair, Router, make_policy
+from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -46,12 +46,12 @@ class AcquireRequest:
     Args:
         by: Deadline of the wait, on the event loop's clock.
         exclude: Agents that have just failed this request; not empty for a retry, which goes before others.
-        must_match: An agent from which the client has tokens: the pair must draw the same ones.
+        must_match: An agent from which the client has tokens: the pair must sample the same ones.
     """
 
-    ask: RoutingRequest
+    routing_request: RoutingRequest
     by: float
-    exclude: frozenset[Incarnation] = NOBODY
+    exclude: frozenset[Incarnation] = NO_AGENTS
     must_match: Register | None = None
 
 
@@ -76,7 +76,7 @@ class Fleet:
         Raises `Overloaded` when too many wait or it waited too long.
         """
         return await self.admission.acquire(
-            request.ask, lambda: self._route(request), by=request.by, first=bool(request.exclude)
+            request.routing_request, lambda: self._route(request), by=request.by, first=bool(request.exclude)
         )
 
     def connection_refused(self, agent: Incarnation) -> None:
@@ -113,7 +113,7 @@ class Fleet:
             snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
         pair = self.router.choose(
-            snapshot, request.ask, request.exclude, apart=request.must_match is not None
+            snapshot, request.routing_request, request.exclude, apart=request.must_match is not None
         )
         if isinstance(pair, Pair):
             self.registry.sent((node.incarnation for node in pair.nodes), now)

@@ -10,9 +10,9 @@ from kvferry.proxy.wire.messages import Incarnation
 
 
 class Slots:
-    """Every attempt takes slots at each of its agents when it is routed, and gives them back as its legs end.
+    """Every attempt acquires slots at its agents when it is routed, and releases them as its legs end.
 
-    A prefill leg is one sequence, however many choices it draws; any other leg is one for each choice.
+    A prefill leg is one sequence, however many choices it samples; any other leg is one for each choice.
     """
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class Slots:
         self._taken[agent] = self._taken.get(agent, 0) + count
 
     def release(self, agent: Incarnation, count: int) -> None:
-        """End what `acquire` began; exactly once."""
+        """Uncount sequences that have ended; exactly once."""
         left = self._taken[agent] - count
-        assert left >= 0, "a slot was given back twice"
+        assert left >= 0, "a slot was released twice"
         if left:
             self._taken[agent] = left
         else:
             del self._taken[agent]
 
     def in_flight(self, agent: Incarnation) -> int:
-        """Sequences now at this agent, or on their way to it."""
+        """Return how many sequences are now at this agent, or on their way to it."""
         return self._taken.get(agent, 0)
 
     @property
@@ -44,7 +44,7 @@ class Slots:
 class Loads:
     """Pure arithmetic on a `Node` and the slots.
 
-    A ping tells how many sequences an agent has from all proxies, as of up to a second ago. What this proxy
+    A ping reports how many sequences an agent has from all proxies, as of up to a second ago. What this proxy
     had in flight at that moment is replaced by what it has in flight now.
 
     Args:
@@ -56,12 +56,12 @@ class Loads:
         self._limits = limits
 
     def at(self, node: Node) -> int:
-        """Sequences at the agent, running and waiting."""
-        told = node.info.load.running + node.info.load.waiting
-        return max(0, told - node.ours_at_ping) + self._slots.in_flight(node.incarnation)
+        """Return the number of sequences at the agent, running and waiting."""
+        reported = node.info.load.running + node.info.load.waiting
+        return max(0, reported - node.ours_at_ping) + self._slots.in_flight(node.incarnation)
 
     def has_room(self, node: Node, leg: Leg, count: int) -> bool:
-        """Whether the agent could start `count` more sequences at once, instead of letting them wait.
+        """Return whether the agent could start `count` more sequences at once, instead of letting them wait.
 
         An agent that has nothing to do always has room: it alone knows what it can never serve.
         """
@@ -75,7 +75,7 @@ class Loads:
         """Whether blocks are left for one more, if what it was given since its ping takes the usual share."""
         load = node.info.load
         if not load.kv_blocks_total:
-            return True  # it does not say
+            return True  # not reported
         used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_leased
         share = max(1.0, used / max(1, load.running))
         since = self._slots.in_flight(node.incarnation) - node.ours_at_ping

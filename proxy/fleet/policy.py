@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several agents, any of which could take a leg, is to take it.
+"""Policies: which of several agents, any of which could serve a leg, is to serve it.
 
-A policy answers from what it is given: it does no I/O and reads no clock. What it may keep is what it was
-told by `note`.
+A policy does no I/O and reads no clock. It may remember what `note` passes to it.
 """
 
 from __future__ import annotations
@@ -29,44 +28,44 @@ OVERLOAD_SLACK = 8
 
 
 class Policy(ABC):
-    """One role's way of choosing."""
+    """How to choose among the agents of one role."""
 
     @abstractmethod
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        """The agent for this request.
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
+        """Return the agent for this request.
 
         Args:
             nodes: Those that could take it: at least one, always in the same order.
-            ask: What is known of the request.
+            request: What routing knows of the request.
             turn: How many requests went before; ties go to `nodes` in turn.
-            load: An agent's sequences, running and waiting, as far as this proxy knows.
+            load: Returns an agent's sequences, running and waiting, as far as this proxy knows.
         """
 
-    def note(self, node: Node, ask: RoutingRequest) -> None:
-        """The request goes to `node` indeed."""
+    def note(self, node: Node, request: RoutingRequest) -> None:
+        """Record that the request goes to `node`."""
         return
 
-    def cached_tokens(self, node: Node, ask: RoutingRequest) -> int:
-        """How many tokens of the prompt's beginning the agent has seen before, for all this policy knows."""
+    def cached_tokens(self, node: Node, request: RoutingRequest) -> int:
+        """Estimate how many tokens of the prompt's beginning the agent has computed before."""
         return 0
 
 
 class RoundRobin(Policy):
     """All in turn."""
 
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return nodes[turn % len(nodes)]
 
 
 class LeastLoaded(Policy):
     """The one with the fewest sequences; equals in turn, so that an idle fleet is used evenly."""
 
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return least_loaded(nodes, turn, load)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two that were drawn at random.
+    """The less loaded of two that are chosen at random.
 
     Almost as even as the least loaded of all, and several proxies that see the same pings do not all run to
     the same agent (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
@@ -75,7 +74,7 @@ class PowerOfTwo(Policy):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
         return min(self._rng.sample(nodes, min(2, len(nodes))), key=load)
 
 
@@ -86,15 +85,15 @@ class Session(Policy):
     that a session comes back to an agent that was restarted.
     """
 
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        session = ask.session
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
+        session = request.session
         if session is None:
             return least_loaded(nodes, turn, load)
-        return max(nodes, key=lambda node: _draw(session, node.info.address))
+        return max(nodes, key=lambda node: _rank(session, node.info.address))
 
 
 class PrefixIndex:
-    """Which agents have seen which beginnings: chunks of prompts, the least lately used forgotten first."""
+    """Which agents have computed which beginnings of prompts: an LRU map of chunks."""
 
     def __init__(self, capacity: int = MAX_CHUNKS_KNOWN) -> None:
         self._capacity = capacity
@@ -104,7 +103,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def remember(self, chunks: Sequence[bytes], agent: Incarnation) -> None:
-        """The agent computes a prompt that begins with `chunks`."""
+        """Record that the agent computes a prompt that begins with `chunks`."""
         # From the end, so that of one prompt the beginning, which others share, is forgotten last.
         for chunk in reversed(chunks):
             holders = self._holders.setdefault(chunk, {})
@@ -117,7 +116,7 @@ class PrefixIndex:
             self._holders.popitem(last=False)
 
     def matched(self, chunks: Sequence[bytes], agent: Incarnation) -> int:
-        """How many of the leading chunks the agent has seen, without a gap."""
+        """Return how many of the leading chunks the agent has computed, without a gap."""
         for count, chunk in enumerate(chunks):
             if agent not in self._holders.get(chunk, ()):
                 return count
@@ -125,18 +124,18 @@ class PrefixIndex:
 
 
 class PrefixAware(Policy):
-    """The agent that has seen the longest beginning of the prompt, unless it is overloaded.
+    """The agent that has computed the longest beginning of the prompt, unless it is overloaded.
 
     Overloaded means: `OVERLOAD_SLACK` sequences beyond `OVERLOAD_FACTOR` times the least loaded agent's.
-    Then, and when nobody has seen the prompt, it goes to the least loaded, who has seen it from then on.
+    Then, and when no agent has computed any of it, the least loaded.
     """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def pick(self, nodes: Sequence[Node], ask: RoutingRequest, turn: int, load: LoadOf) -> Node:
+    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
         relaxed = least_loaded(nodes, turn, load)
-        matches = {node.incarnation: self._index.matched(ask.chunks, node.incarnation) for node in nodes}
+        matches = {node.incarnation: self._index.matched(request.chunks, node.incarnation) for node in nodes}
         longest = max(matches.values())
         if not longest:
             return relaxed
@@ -144,18 +143,18 @@ class PrefixAware(Policy):
         overloaded = load(holder) > OVERLOAD_FACTOR * load(relaxed) + OVERLOAD_SLACK
         return relaxed if overloaded else holder
 
-    def note(self, node: Node, ask: RoutingRequest) -> None:
-        self._index.remember(ask.chunks, node.incarnation)
+    def note(self, node: Node, request: RoutingRequest) -> None:
+        self._index.remember(request.chunks, node.incarnation)
 
-    def cached_tokens(self, node: Node, ask: RoutingRequest) -> int:
-        return self._index.matched(ask.chunks, node.incarnation) * CHUNK_TOKENS
+    def cached_tokens(self, node: Node, request: RoutingRequest) -> int:
+        return self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS
 
 
 def least_loaded(nodes: Sequence[Node], turn: int, load: LoadOf) -> Node:
-    """The first of the least loaded, counting from whose turn it is."""
+    """Return the first of the least loaded, counting from the one whose turn it is."""
     start = turn % len(nodes)
     return min([*nodes[start:], *nodes[:start]], key=load)
 
 
-def _draw(session: str, address: str) -> bytes:
+def _rank(session: str, address: str) -> bytes:
     return hashlib.blake2b(f"{session}\0{address}".encode(errors="surrogatepass"), digest_size=8).digest()

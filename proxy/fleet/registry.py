@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known about every agent, and for how long to believe it.
+"""The agents of the fleet: their latest registrations, states and expiry.
 
-Synchronous and without a clock of its own: every method changes the registry at once and is told the time
+Synchronous and without a clock of its own: every method changes the registry at once and takes the time
 (monotonic seconds), so that a test can walk through hours in a loop.
 """
 
@@ -62,8 +62,8 @@ class NodeState(enum.StrEnum):
 class Node:
     """One agent at one moment.
 
-    `ours_at_ping`: sequences that this proxy had in flight there when it heard the agent's load. `drained`:
-    an operator told this proxy, not the agent, to give it nothing new.
+    `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load. `drained`:
+    taken out of rotation by an operator of this proxy; the agent does not know.
     """
 
     info: Register
@@ -79,11 +79,11 @@ class Node:
 
     @property
     def on_trial(self) -> bool:
-        """Whether a probe is under way there, which tells soon whether it works again."""
+        """Whether a probe of its circuit breaker is under way, which soon shows whether it works again."""
         return self.state is NodeState.TRIPPED and self.breaker is BreakerState.HALF_OPEN
 
     def serves(self, leg: Leg) -> bool:
-        """Whether a request's `leg` may be given to this agent now."""
+        """Return whether a request's `leg` may be sent to this agent now."""
         return self.state is NodeState.READY and self.info.role in (leg, "both")
 
 
@@ -141,7 +141,7 @@ class Registry:
         self._subscribers.append(subscriber)
 
     def register(self, info: Register, now: float) -> RejectReason | None:
-        """Take one ping. Returns None when it was accepted, else why it changed nothing.
+        """Apply one ping. Returns None when it was accepted, else why it changed nothing.
 
         A new incarnation at a known address replaces the old one, whose own late pings are rejected from then
         on: what was known about it must not come back (X23).
@@ -162,7 +162,7 @@ class Registry:
             if info.address != record.info.address:
                 self._by_address.pop(record.info.address, None)
                 self._replace_at(info.address)
-            self._hear(record, info, now)
+            self._update(record, info, now)
         record.ours_at_ping = self._in_flight(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
@@ -171,7 +171,7 @@ class Registry:
         return None
 
     def reject_reason(self, info: Register) -> RejectReason | None:
-        """Why this ping would change nothing, or None if it would be taken."""
+        """Return why this ping would change nothing, or None if it would be accepted."""
         incarnation = Incarnation(info.incarnation)
         record = self._records.get(incarnation)
         if self._rules.tls_only and not speaks_tls(info):
@@ -187,14 +187,14 @@ class Registry:
         return None
 
     def bye(self, incarnation: Incarnation) -> None:
-        """The agent leaves. Idempotent; a ping of it that is still on its way is rejected."""
+        """Remove an agent. Idempotent; a ping of it that is still on its way is rejected."""
         if incarnation in self._records:
             self._remove(incarnation, "said bye")
             self._retire(incarnation)
             self._publish(Bye(incarnation=incarnation))
 
     def connection_refused(self, incarnation: Incarnation, now: float) -> None:
-        """A connection to the agent was refused: out of rotation until it pings again.
+        """Take the agent out of rotation until it pings again: a connection to it was refused.
 
         A ping within one interval may have been sent before the refusal, and does not count.
         """
@@ -204,63 +204,63 @@ class Registry:
             record.connection_refused_at = now
 
     def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
-        """Give the agent nothing new from now on, or again; what runs there goes on. False: no such agent."""
+        """Take the agent out of rotation, or put it back; what runs there goes on. False: no such agent."""
         record = self._records.get(incarnation)
         if record is None:
             return False
         if record.drained != drained:
-            logger.info("agent %s is %s", incarnation, "drained" if drained else "in rotation again")
+            logger.info("agent %s was %s", incarnation, "drained" if drained else "undrained")
         record.drained = drained
         return True
 
     def sent(self, agents: Iterable[Incarnation], now: float) -> None:
-        """An attempt goes to these agents, which the latest snapshot had in rotation."""
+        """Report an attempt to the circuit breakers of its agents."""
         for incarnation in agents:
             if (record := self._records.get(incarnation)) is not None:
                 record.breaker.sent(now)
 
     def leg_succeeded(self, incarnation: Incarnation) -> None:
-        """The agent did what a leg asked of it."""
+        """Report a leg that ended as it should to the agent's circuit breaker."""
         if (record := self._records.get(incarnation)) is not None:
             record.breaker.succeeded()
 
     def leg_failed(self, incarnation: Incarnation, now: float) -> None:
-        """The agent was lost, or silent for too long, or answered nonsense."""
+        """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
         if (record := self._records.get(incarnation)) is not None:
             record.breaker.failed(now)
 
     def sweep(self, now: float) -> None:
-        """Forget the agents that were silent for too long, and the models that nobody serves any more.
+        """Remove the agents whose pings have stopped, and the models that have long not been served.
 
         Looks at everything, so it does nothing if called again within `SWEEP_INTERVAL_S`.
         """
         if now - self._swept_at < SWEEP_INTERVAL_S:
             return
         self._swept_at = now
-        silent = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
-        for incarnation in silent:
-            self._remove(incarnation, "fell silent")
+        expired = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
+        for incarnation in expired:
+            self._remove(incarnation, "expired: its pings stopped")
         for record in self._records.values():
-            if record.info.model:  # other engines' pings name none
+            if record.info.model:  # other engines' pings have none
                 self._models[record.info.model] = now
         for model in [name for name, seen in self._models.items() if now - seen >= MODEL_MEMORY_S]:
             del self._models[model]
 
     def snapshot(self, now: float) -> Snapshot:
-        """What routing may rely on at this moment."""
+        """Return all agents as they are now."""
         self.sweep(now)
         nodes = [_node(record, now) for record in self._records.values()]
         nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
         return Snapshot(tuple(nodes), frozenset(self._models), self._rejected.lately(now))
 
     def is_alive(self, incarnation: Incarnation, now: float) -> bool:
-        """Whether the agent pings, and gets on with what runs on it; it need not be in rotation."""
+        """Return whether the agent pings and makes progress; it may be out of rotation."""
         self.sweep(now)
         record = self._records.get(incarnation)
         return record is not None and not _stalled(record, now)
 
     def has_substitute(self, info: Register, now: float) -> bool:
-        """Whether other agents in rotation serve the legs that this one, which may be gone, served."""
+        """Return whether other agents in rotation serve the legs that this one serves, or served."""
         others = [
             node
             for node in self.snapshot(now).nodes
@@ -287,7 +287,7 @@ class Registry:
         if len(self._models) > MAX_NODES:  # the one that was announced longest ago is in front
             del self._models[next(iter(self._models))]
 
-    def _hear(self, record: _Record, info: Register, now: float) -> None:
+    def _update(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:
             record.progress_at = now
         if record.connection_refused_at is not None and now - record.connection_refused_at >= PING_INTERVAL_S:
@@ -330,7 +330,7 @@ def _node(record: _Record, now: float) -> Node:
 
 
 def _state(record: _Record, now: float) -> NodeState:
-    """The one reason that counts, strongest first."""
+    """Return the first of these states that applies."""
     if record.drained or record.info.state == "draining":
         return NodeState.DRAINING
     if record.info.state == "starting":

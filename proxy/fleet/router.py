@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pair of agents takes the next request: a question put to a snapshot, without any I/O."""
+"""Chooses the pair of agents for a request from a snapshot of the fleet, without any I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation
 
-NOBODY: frozenset[Incarnation] = frozenset()
+NO_AGENTS: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Pair:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The agents taking part, each once."""
+        """The agents of the pair, each once."""
         return (self.prefill,) if self.alone else (self.prefill, self.decode)
 
 
 class NoPair(enum.StrEnum):
-    """Why nobody can take the request; the words are shown to clients."""
+    """Why there is no pair for the request; the words are shown to clients."""
 
     UNKNOWN_MODEL = "no agent serves this model"
     NO_AGENT = "no agent has announced itself"
@@ -59,7 +59,7 @@ class NoPair(enum.StrEnum):
     NO_DECODE = "no decode agent is ready for this model"
     INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
     FULL = "all agents of this model are busy"
-    """The only one that passes by itself. An agent on trial after failures is busy with its probe."""
+    """The only one worth waiting for. An agent on trial after failures is busy with its probe."""
 
 
 class Router:
@@ -71,8 +71,8 @@ class Router:
     P * D requests each pair is used exactly once, and within each role loads differ by one.
 
     Args:
-        split_min_tokens: A prompt of which fewer tokens than this must be computed, as far as one can tell,
-            is not worth moving: a decode agent serves the request alone.
+        split_min_tokens: A prompt of which fewer tokens than this must be computed (an estimate) is not
+            worth moving: a decode agent serves the request alone.
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
     """
@@ -95,43 +95,43 @@ class Router:
     def choose(
         self,
         snapshot: Snapshot,
-        ask: RoutingRequest,
-        exclude: frozenset[Incarnation] = NOBODY,
+        request: RoutingRequest,
+        exclude: frozenset[Incarnation] = NO_AGENTS,
         *,
         apart: bool = False,
     ) -> Pair | NoPair:
-        """The pair for the next request, which takes its turn.
+        """Choose the pair for the next request, and count its turn.
 
-        Agents in `exclude` (they just failed this request) are taken only if nobody else is left. With
+        Agents in `exclude` (they just failed this request) are chosen only if no others are left. With
         `apart`, no agent is paired with itself.
         """
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
-            answer = self._choose(agents, ask, apart)
-            if isinstance(answer, Pair) or answer is NoPair.FULL:
-                return answer
-        later = _fitting(_after_trials(snapshot), ask.model, apart)
-        return answer if isinstance(later, NoPair) else NoPair.FULL
+            chosen = self._choose(agents, request, apart)
+            if isinstance(chosen, Pair) or chosen is NoPair.FULL:
+                return chosen
+        later = _fitting(_after_trials(snapshot), request.model, apart)
+        return chosen if isinstance(later, NoPair) else NoPair.FULL
 
-    def _choose(self, snapshot: Snapshot, ask: RoutingRequest, apart: bool) -> Pair | NoPair:
-        if (ask.one_token or ask.undivided) and not apart:
-            # Of one token, the prefill agent's answer is the whole answer.
-            node = self._lone(snapshot, ask, "prefill" if ask.one_token else "decode")
+    def _choose(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
+        if (request.one_token or request.undivided) and not apart:
+            # The prefill agent's response to a request for one token is complete.
+            node = self._lone(snapshot, request, "prefill" if request.one_token else "decode")
             if isinstance(node, Node):
-                return self._alone(node, snapshot, ask)
+                return self._alone(node, snapshot, request)
             if node is NoPair.FULL:
                 return node
         if self._split_min_tokens and not apart:
-            node = self._lone(snapshot, ask, "decode")
-            if isinstance(node, Node) and self._is_short(ask, node):
-                return self._alone(node, snapshot, ask)
-        return self._pair(snapshot, ask, apart)
+            node = self._lone(snapshot, request, "decode")
+            if isinstance(node, Node) and self._is_short(request, node):
+                return self._alone(node, snapshot, request)
+        return self._pair(snapshot, request, apart)
 
-    def _pair(self, snapshot: Snapshot, ask: RoutingRequest, apart: bool) -> Pair | NoPair:
-        fitting = _fitting(snapshot, ask.model, apart)
+    def _pair(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
+        fitting = _fitting(snapshot, request.model, apart)
         if isinstance(fitting, NoPair):
             return fitting
         decodes = {node.incarnation: node for _, partners in fitting for node in partners}
-        able = {key for key, node in decodes.items() if self._loads.has_room(node, "decode", ask.n)}
+        able = {key for key, node in decodes.items() if self._loads.has_room(node, "decode", request.n)}
         # A prefill agent without a partner must not cost its neighbour two turns, so it is left out first.
         open_pairs = {
             prefill.incarnation: (prefill, with_room)
@@ -142,47 +142,51 @@ class Router:
         if not open_pairs:
             return NoPair.FULL
         prefills = [prefill for prefill, _ in open_pairs.values()]
-        count = _turn(self._pair_turns, ask.model, snapshot)
-        prefill = self._pick("prefill", prefills, ask, count)
+        count = _turn(self._pair_turns, request.model, snapshot)
+        prefill = self._pick("prefill", prefills, request, count)
         _, partners = open_pairs[prefill.incarnation]
-        decode = self._pick("decode", partners, ask, _skewed(count, len(prefills), len(partners)))
-        streamed = _has_spare_room(decode) and self._is_long(ask, prefill)
-        return self._noted(Pair(prefill, decode, streamed), ask)
+        decode = self._pick("decode", partners, request, _skewed(count, len(prefills), len(partners)))
+        streamed = _has_spare_room(decode) and self._is_long(request, prefill)
+        return self._noted(Pair(prefill, decode, streamed), request)
 
-    def _lone(self, snapshot: Snapshot, ask: RoutingRequest, leg: Leg) -> Node | NoPair:
-        """The agent of the leg's role that would serve all of the request, if its dialect lets it."""
-        nodes = _serving(snapshot, ask.model, leg)
+    def _lone(self, snapshot: Snapshot, request: RoutingRequest, leg: Leg) -> Node | NoPair:
+        """Choose the agent of the leg's role that could serve all of the request, if its dialect can."""
+        nodes = _serving(snapshot, request.model, leg)
         if not nodes:
-            return _unknown(snapshot, ask.model) or NoPair.NO_PREFILL
-        able = [node for node in nodes if self._loads.has_room(node, leg, ask.n)]
-        return self._pick(leg, able, ask, self._alone_turns.get(ask.model, 0)) if able else NoPair.FULL
+            return _unknown(snapshot, request.model) or NoPair.NO_PREFILL
+        able = [node for node in nodes if self._loads.has_room(node, leg, request.n)]
+        return (
+            self._pick(leg, able, request, self._alone_turns.get(request.model, 0)) if able else NoPair.FULL
+        )
 
-    def _alone(self, node: Node, snapshot: Snapshot, ask: RoutingRequest) -> Pair:
-        _turn(self._alone_turns, ask.model, snapshot)
-        return self._noted(Pair(node, node), ask)
+    def _alone(self, node: Node, snapshot: Snapshot, request: RoutingRequest) -> Pair:
+        _turn(self._alone_turns, request.model, snapshot)
+        return self._noted(Pair(node, node), request)
 
-    def _is_short(self, ask: RoutingRequest, node: Node) -> bool:
-        return ask.tokens - self._policies["decode"].cached_tokens(node, ask) < self._split_min_tokens
+    def _is_short(self, request: RoutingRequest, node: Node) -> bool:
+        return request.tokens - self._policies["decode"].cached_tokens(node, request) < self._split_min_tokens
 
-    def _is_long(self, ask: RoutingRequest, prefill: Node) -> bool:
-        """Whether the prefill takes so long that KV should move meanwhile."""
+    def _is_long(self, request: RoutingRequest, prefill: Node) -> bool:
+        """Return whether the prefill takes so long that KV should move meanwhile."""
         least = self._stream_pull_min_tokens
         if least is None:
             chunk = prefill.info.prefill_chunk
             least = 0 if chunk is None else chunk + 1
-        return least > 0 and ask.tokens - self._policies["prefill"].cached_tokens(prefill, ask) >= least
+        return (
+            least > 0 and request.tokens - self._policies["prefill"].cached_tokens(prefill, request) >= least
+        )
 
-    def _pick(self, leg: Leg, nodes: Sequence[Node], ask: RoutingRequest, turn: int) -> Node:
-        return self._policies[leg].pick(nodes, ask, turn, self._loads.at)
+    def _pick(self, leg: Leg, nodes: Sequence[Node], request: RoutingRequest, turn: int) -> Node:
+        return self._policies[leg].pick(nodes, request, turn, self._loads.at)
 
-    def _noted(self, pair: Pair, ask: RoutingRequest) -> Pair:
-        self._policies["prefill"].note(pair.prefill, ask)
-        self._policies["decode"].note(pair.decode, ask)
+    def _noted(self, pair: Pair, request: RoutingRequest) -> Pair:
+        self._policies["prefill"].note(pair.prefill, request)
+        self._policies["decode"].note(pair.decode, request)
         return pair
 
 
 def make_policy(name: PolicyName, rng: Random) -> Policy:
-    """The policy of that name."""
+    """Return the policy of that name."""
     match name:
         case "round_robin":
             return RoundRobin()
@@ -197,13 +201,13 @@ def make_policy(name: PolicyName, rng: Random) -> Policy:
 
 
 def can_serve(snapshot: Snapshot, model: str) -> NoPair | None:
-    """None if a request of `model` could be taken, if need be after a wait; else why not."""
+    """Return None if a request of `model` could be served, if need be after a wait; else why not."""
     fitting = _fitting(snapshot, model, apart=False)
     return fitting if isinstance(fitting, NoPair) else None
 
 
 def _fitting(snapshot: Snapshot, model: str, apart: bool) -> list[tuple[Node, list[Node]]] | NoPair:
-    """The prefill agents that have partners, and whom."""
+    """Return the prefill agents that have partners, with their partners."""
     unknown = _unknown(snapshot, model)
     if unknown is not None:
         return unknown
@@ -235,10 +239,10 @@ def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
 
 
 def _has_spare_room(decode: Node) -> bool:
-    """Whether the agent can set blocks aside for KV that is yet to be computed.
+    """Return whether the agent can set blocks aside for KV that is yet to be computed.
 
-    In one that is more than half full they would be missing for prompts whose prefill is over; in the worst
-    case those hold up, by the blocks that they pin, the very prefills that are waited for.
+    If it is more than half full, they would be missing for prompts whose prefill is over; in the worst case
+    the blocks that those pin delay the very prefills that are waited for.
     """
     load = decode.info.load
     return 2 * load.kv_blocks_free >= load.kv_blocks_total > 0
@@ -247,7 +251,7 @@ def _has_spare_room(decode: Node) -> bool:
 def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:
     if model in snapshot.models:
         return None
-    # While nobody has announced any model, nobody can say that this one is wrong.
+    # Before any agent has registered, no model can be called unknown.
     return NoPair.UNKNOWN_MODEL if snapshot.models else NoPair.NO_AGENT
 
 
@@ -257,7 +261,7 @@ def _without(snapshot: Snapshot, exclude: frozenset[Incarnation]) -> Snapshot:
 
 
 def _after_trials(snapshot: Snapshot) -> Snapshot:
-    """As if every agent that is being tried had passed."""
+    """Return the snapshot as if the probe of every agent on trial had succeeded."""
     nodes = tuple(replace(node, state=NodeState.READY) if node.on_trial else node for node in snapshot.nodes)
     return Snapshot(nodes, snapshot.models)
 
@@ -267,7 +271,7 @@ def _skewed(count: int, prefills: int, decodes: int) -> int:
 
 
 def _turn(turns: dict[str, int], model: str, snapshot: Snapshot) -> int:
-    """Take a turn. Only models that agents serve get here, and those that are gone are forgotten."""
+    """Count a turn and return its number. Drops the counts of models that are not served any more."""
     for gone in [name for name in turns if name not in snapshot.models]:
         del turns[gone]
     count = turns.get(model, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routing may know of a request. There is no tokenizer here: lengths of text are estimates."""
+"""What routing knows of a request. There is no tokenizer here: lengths of text are estimates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRequest:
-    """The question that policies answer.
+    """What policies choose by.
 
-    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is looked at
-    only by those who ask for `tokens` or `chunks`. `n` is how many sequences it makes. `one_token`: no more
-    than one is wanted of each. `undivided`: one agent should serve all of it. `session`: whose request it is.
+    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is read only for
+    `tokens` and `chunks`. `n`: how many sequences it makes. `one_token`: one token of each is enough.
+    `undivided`: one agent should serve all of it. `session`: the client's session id.
     """
 
     model: str
@@ -39,7 +39,7 @@ class RoutingRequest:
 
     @cached_property
     def tokens(self) -> int:
-        """The prompt's length in tokens: exact for token ids, else about."""
+        """The prompt's length in tokens: exact for token ids, else an estimate."""
         material = self._material
         return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
 
@@ -78,7 +78,7 @@ class RoutingRequest:
 
 
 def routing_request(request: ClientRequest, session: str | None) -> RoutingRequest:
-    """The question that a client's request puts to the router."""
+    """Return what routing needs of a client's request."""
     return RoutingRequest(
         model=request.model,
         prompt=request.prompt,

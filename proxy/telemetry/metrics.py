@@ -24,7 +24,7 @@ _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 30
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has counted since it started, as far as charts are drawn of it.
+    """What one process has counted since it started, as far as the charts show it.
 
     `ttft` and `tpot` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`).
     """
@@ -150,7 +150,7 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.drops = Counter(
-            "kvferry_drops", "Transfers given up at the prefill agent, by outcome.", ["outcome"],
+            "kvferry_drops", "Transfers dropped at the prefill agent, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
         self.prompts_recomputed = Counter(

@@ -161,7 +161,7 @@ class Worker(OperatorViews):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop (returns 0) or until the supervisor has ended (returns 1)."""
+    """Serve until stopped (returns 0) or until the supervisor has ended (returns 1)."""
     # Ctrl-C and a service manager's SIGTERM are for the supervisor, which stops its workers.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)

@@ -53,7 +53,7 @@ def test_an_engine_without_a_control_channel_has_no_address_there() -> None:
 )
 def test_a_rule_that_is_none_is_named(rules: str) -> None:
     """A typing error must not leave a network out, nor let everything in."""
-    with pytest.raises(ValueError, match="is no network, address or host name"):
+    with pytest.raises(ValueError, match="is not a network, address or host name"):
         AddressRules(rules)
 
 

@@ -53,7 +53,9 @@ class Process:
 
     async def reserve(self) -> Reservation | NoPair:
         loop = asyncio.get_running_loop()
-        return await self.fleet.acquire(AcquireRequest(ask=RoutingRequest(model="m"), by=loop.time() + 5))
+        return await self.fleet.acquire(
+            AcquireRequest(routing_request=RoutingRequest(model="m"), by=loop.time() + 5)
+        )
 
 
 @dataclass(slots=True)
