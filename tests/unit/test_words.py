@@ -46,7 +46,9 @@ CLEAN = [
     *("proxy/errors.py", "proxy/sse.py", "proxy/request.py", "proxy/config.py"),
     "agent",
     *(
+        "transfer/backends",
         "transfer/checksum.py",
+        "transfer/engine.py",
         "transfer/ids.py",
         "transfer/layout.py",
         "transfer/memory.py",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several backends share; knows none of them."""
+"""Shared by several backends; imports none of them."""

@@ -22,7 +22,7 @@ class ProtocolError(Exception):
 
 
 class Connection(ABC):
-    """Queues what is to be sent, collects what has arrived, and reports its end once to `_ended`."""
+    """Buffers both directions and calls `_ended` once, when the connection is over."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self.closed = False

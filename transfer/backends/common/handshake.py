@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handshake of two ranks: a reader names the engine it means and proves that it was admitted.
+"""The handshake of two ranks: a reader names the engine that it means and proves that it was admitted.
 
 The reader connects and sends HELLO; the server answers WELCOME or closes. Little endian, in this order:
 
@@ -201,7 +201,7 @@ class HandshakePeer(Connection, Generic[Read]):
     """The reader's side: one producer rank; see `transfer.engine.Peer`.
 
     It ends with its connection, and its `transfers` fail with it. Raises `PeerUnreachable` for an address
-    that makes no sense.
+    that is invalid.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class HandshakePeer(Connection, Generic[Read]):
         return self.state is PeerState.READY
 
     def progress(self, now: float) -> None:
-        """Give up a handshake that has passed its deadline."""
+        """End a handshake that has passed its deadline."""
         if self.state is PeerState.GREETING and self._deadline <= now:
             self._end("no handshake within the deadline")
 

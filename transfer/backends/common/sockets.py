@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets between ranks. None of them blocks."""
+"""Non-blocking sockets between ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BACKLOG = 128
 def dial(host: str, port: int) -> socket.socket:
     """Begin to connect; the outcome shows when the socket turns writable.
 
-    Raises `PeerUnreachable` for an address that makes no sense.
+    Raises `PeerUnreachable` for an invalid address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
         connection = socket.socket(family, kind, protocol)
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+    except (OSError, ValueError) as error:  # ValueError: not a host name
         raise PeerUnreachable(f"{host}:{port}: {error}") from error
     _prepare(connection)
     connection.connect_ex(where)
@@ -32,7 +32,7 @@ def dial(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen at a port of the OS's choice. Raises `OSError`."""
+    """Listen on a port that the OS chooses. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     listener.setblocking(False)
@@ -44,7 +44,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
     try:
         connection, _ = listener.accept()
     except OSError:
-        return None  # it has left, or we are out of descriptors: it gives up by its own deadline
+        return None  # it has left, or no descriptor is free: its own deadline ends the attempt
     _prepare(connection)
     return connection
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a read ends: once, by its bytes or by what came first."""
+"""The outcome of a read: set once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from kvferry.transfer.engine import Status
 
 
 class BaseTransfer:
-    """What most backends' reads have in common; see `transfer.engine.Transfer`.
+    """Base of most backends' reads; see `transfer.engine.Transfer`.
 
-    When one is `quiescent` is for the backend to say, and `deadline` for it to keep.
+    The backend implements `quiescent` and enforces `deadline`.
     """
 
     def __init__(self, nbytes: int, descriptors: int, deadline: float) -> None:
@@ -26,12 +26,12 @@ class BaseTransfer:
         self.fail("cancelled")
 
     def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended."""
+        """Fail, unless it has ended."""
         if self._status is Status.PENDING:
             self._status = Status.FAILED
             self.reason = reason
 
     def succeed(self) -> None:
-        """End with every byte in the pool, unless it has ended."""
+        """Succeed, unless it has ended: every byte is in the pool."""
         if self._status is Status.PENDING:
             self._status = Status.DONE

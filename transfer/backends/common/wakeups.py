@@ -24,7 +24,7 @@ class Waker:
         return self._descriptor
 
     def wake(self) -> None:
-        with self._lock:  # or the number might be another file's by now
+        with self._lock:  # the number may belong to another file by now
             if not self._closed:
                 os.eventfd_write(self._descriptor, 1)
 
@@ -81,7 +81,7 @@ class Timer:
         self._library.timerfd_settime(self._descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
 
     def on_ready(self, events: int) -> None:
-        """Nothing to do: `progress`, which runs now, is what it was set for."""
+        """Nothing to do: it was set to have `progress` called."""
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reading GPU: it lends and borrows memory, and copies on streams of its own."""
+"""The reading GPU: exports and maps memory, and copies on streams of its own."""
 
 from __future__ import annotations
 
@@ -21,54 +21,51 @@ if TYPE_CHECKING:
     import torch
 
 MAX_LAUNCHES = 2
-"""Launches under way: one that copies, and the next, so that the link does not wait for us."""
+"""Launches in flight: one that copies, and the next, which keeps the link busy."""
 _TABLE_ENTRIES = 1 << 16
 
 
 class Launch(Protocol):
     """One launch.
 
-    `begun` is when the device was told (`time.monotonic`), `seconds` how long it took once it has landed, by
-    the device's own clock.
+    `begun` is the time of submission (`time.monotonic`), `seconds` the duration by the device's own clock,
+    set once it is done.
     """
 
     begun: float
     seconds: float
 
     def done(self) -> bool:
-        """Whether everything is in our pool. Never waits."""
+        """Whether every byte is in our pool. Never blocks."""
 
     def wait(self) -> None:
-        """Wait until it is."""
+        """Block until it is done."""
 
 
 class Device(Protocol):
     """What an engine needs of a GPU."""
 
     def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
-        """Make our memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
+        """Export memory to other processes. Raises `CudaError` for kinds that cannot be exported."""
 
     def map_memory(self, exported: ExportedMemory) -> MappedMemory:
-        """Map another process's memory. Raises `CudaError` with the reason if we cannot reach it."""
+        """Map another process's memory. Raises `CudaError` with the reason if it is out of reach."""
 
     def unmap_memory(self, mapped: MappedMemory) -> None:
-        """Unmap it. No launch may be reading from it."""
+        """Unmap. No launch may be reading from it."""
 
     def read_bytes(self, mapped: MappedMemory) -> bytes:
-        """Its bytes, for a few of them."""
+        """Copy a small mapping to the host."""
 
     def launch(self, work: Work) -> Launch:
-        """Begin to copy. At most `MAX_LAUNCHES` may be under way."""
+        """Begin to copy. At most `MAX_LAUNCHES` may be in flight."""
 
     def close(self) -> None:
-        """Let go of the GPU. No launch may be under way."""
+        """Release the GPU. No launch may be in flight."""
 
 
 class CudaDevice:
-    """An NVIDIA GPU; see `Device`.
-
-    `computing` is set while the model computes there.
-    """
+    """An NVIDIA GPU; see `Device`. `computing` is set while the model computes there."""
 
     def __init__(self, pool: torch.Tensor, settings: CudaIpcSettings, computing: threading.Event) -> None:
         """Raises `BackendUnavailable` if the driver or Triton does not work with this pool's device."""
@@ -86,8 +83,8 @@ class CudaDevice:
         self._multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._settings = settings
         self._computing = computing
-        # The lowest priority there is, which is also the default one: a model that runs on a stream of higher
-        # priority goes first wherever both could start.
+        # The lowest priority, which is also the default: a model on a stream of higher priority goes first
+        # wherever both could start.
         self._gathers = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
         self._slots = deque(_Slot(pool.device) for _ in range(MAX_LAUNCHES))
@@ -119,7 +116,7 @@ class CudaDevice:
         stretches = []
         self._driver.enter()
         try:
-            # The kernel first: it is told in one call, and copies while the engines are told.
+            # The kernel first: one call submits it, and it copies while the copies are submitted.
             if num_gathered:
                 stretches.append(slot.gathering)
                 slot.gathering.begin(self._gathers)
@@ -151,8 +148,8 @@ class CudaDevice:
         kernel(table, num_spans, shape.aligned, self._settings.block_words, stream=stream)
 
     def _compile(self, gather: Any, device: torch.device) -> None:
-        """Both forms of the kernel, now: later it would hold up a request, or fail it. A launch then goes to
-        the compiled kernel itself, as Triton's dispatcher costs more than all the rest.
+        """Compile both forms of the kernel now: later it would delay a request, or fail it. A launch calls
+        the compiled kernel itself, as Triton's dispatcher costs more than everything else.
         """
         from triton.errors import TritonError
 
@@ -178,7 +175,7 @@ class CudaDevice:
 
 
 class CudaLaunch:
-    """One launch on a GPU; see `Launch`. Its slot goes back to the free ones when it has landed."""
+    """One launch on a GPU; see `Launch`. Its slot is free again once it is done."""
 
     def __init__(self, slot: _Slot, free: deque[_Slot], begun: float, stretches: Sequence[_Stretch]) -> None:
         self._slot: _Slot | None = slot
@@ -188,8 +185,8 @@ class CudaLaunch:
         self.seconds = 0.0
 
     def done(self) -> bool:
-        # The host has seen the events, so whatever is launched from now on, an attention kernel above all,
-        # sees the bytes: nothing on the GPU needs to wait for these streams.
+        # The host has seen the events, so everything launched from now on, an attention kernel above all,
+        # sees the bytes: nothing on the GPU has to wait for these streams.
         if self._slot is not None and all(each.finished() for each in self._stretches):
             self._free_slot(self._slot)
         return self._slot is None
@@ -207,7 +204,7 @@ class CudaLaunch:
 
 
 class _Stretch:
-    """What lies between two events of one stream."""
+    """The time between two events of one stream."""
 
     def __init__(self) -> None:
         import torch
@@ -228,13 +225,13 @@ class _Stretch:
         self._end.synchronize()
 
     def seconds(self) -> float:
-        """How long it took. It must be over."""
+        """Its duration. It must be finished."""
         return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class _Slot:
-    """What one launch needs, and the next may use again: room for its table, pinned, so that the upload does
-    not wait, and on the device; and the events of its two parts.
+    """Resources of one launch, reused by later ones: its table, on the host (pinned, so that the upload does
+    not block) and on the device, and the events of its two parts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -243,7 +240,7 @@ class _Slot:
         self._grow(_TABLE_ENTRIES)
 
     def make_room(self, entries: int) -> None:
-        """For a table of so many."""
+        """Make room for a table of so many entries."""
         if entries > len(self.table):
             self._grow(1 << entries.bit_length())
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few calls of the CUDA driver that lend a device's memory to another process (CUDA Driver API, §6.14),
-and those that copy at a fraction of what a tensor's copy costs the CPU.
+"""Calls of the CUDA driver that share a device's memory between processes (docs/sources.md#cuda-ipc), and
+those that copy at a fraction of a tensor copy's CPU cost.
 
-They go to `libcuda` itself: torch shares tensors too, but counts their readers in files, and gives no say in
+They call `libcuda` itself: torch shares tensors too, but counts their readers in files, and does not control
 when a mapping ends.
 """
 
@@ -24,13 +24,13 @@ _PREFER_OVERLAP_WITH_COMPUTE = 1
 
 
 class CudaError(Exception):
-    """The driver refused a call; the message names the call and the error."""
+    """A driver call failed; the message names the call and the error."""
 
 
 class ExportedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of this process that another one may open.
+    """Memory of this process that another one may map.
 
-    `handle` stands for the whole allocation that holds it, `offset` bytes before it.
+    `handle` is of the whole allocation, which begins `offset` bytes before it.
     """
 
     handle: bytes
@@ -39,7 +39,7 @@ class ExportedMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MappedMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of another process: where it lies for our device, and where the mapping that holds it begins."""
+    """Memory of another process: its address for our device, and the start of the mapping that holds it."""
 
     address: int
     nbytes: int
@@ -84,7 +84,7 @@ class Driver:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
 
     def close(self) -> None:
-        """Let go of the context."""
+        """Release the context."""
         self._call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def enter(self) -> None:
@@ -92,11 +92,11 @@ class Driver:
         self._call("cuCtxPushCurrent_v2", self._context)
 
     def leave(self) -> None:
-        """What was the calling thread's context before `enter` is so again."""
+        """Restore the context that the calling thread had before `enter`."""
         self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def export_memory(self, address: int, nbytes: int) -> ExportedMemory:
-        """Make memory known to other processes. Raises `CudaError` for kinds that cannot be lent."""
+        """Export memory to other processes. Raises `CudaError` for kinds that cannot be exported."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
         with self._current():
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
@@ -106,10 +106,11 @@ class Driver:
     def map_memory(self, exported: ExportedMemory) -> MappedMemory:
         """Map another process's memory into our device's context, whichever device it lies on.
 
-        Raises `CudaError` if that process is gone or elsewhere, or the two devices cannot reach each other.
+        Raises `CudaError` if that process has ended or is on another host, or the devices cannot reach each
+        other.
         """
         if len(exported.handle) != HANDLE_BYTES or exported.offset < 0 or exported.nbytes < 0:
-            raise CudaError("not a handle of lent memory")
+            raise CudaError("not a handle of exported memory")
         mapping = ctypes.c_uint64()
         handle = _IpcHandle.from_buffer_copy(exported.handle)
         with self._current():
@@ -119,12 +120,12 @@ class Driver:
         )
 
     def unmap_memory(self, mapped: MappedMemory) -> None:
-        """Unmap. Memory whose owner is dead is free only once every borrower has done so."""
+        """Unmap. Memory whose owner is dead is free only once every mapping of it is gone."""
         with self._current():
             self._call("cuIpcCloseMemHandle", mapped.mapping)
 
     def read_bytes(self, mapped: MappedMemory) -> bytes:
-        """Copy borrowed memory to the host, and wait for it."""
+        """Copy mapped memory to the host, and wait for it."""
         host = (ctypes.c_char * mapped.nbytes)()
         with self._current():
             self._call("cuMemcpyDtoH_v2", host, mapped.address, mapped.nbytes)
@@ -136,13 +137,13 @@ class Driver:
 
     @property
     def has_batches(self) -> bool:
-        """Whether `copy_batch` is there: from CUDA 12.8 on."""
+        """Whether `copy_batch` is available: from CUDA 12.8 on."""
         return hasattr(self._library, "cuMemcpyBatchAsync")
 
     def copy_batch(self, destinations: Words, sources: Words, sizes: Words, stream: int) -> None:
-        """Have the copy engines begin to copy between devices, in the order of a stream. Needs `enter`.
+        """Begin to copy between devices by the copy engines, in the order of a stream. Needs `enter`.
 
-        The three are contiguous and of one length.
+        The three arrays are contiguous and of one length.
         """
         attributes = _CopyAttributes(_SOURCE_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
@@ -151,7 +152,7 @@ class Driver:
         self._call("cuMemcpyBatchAsync", *columns, len(sizes), *rest)
 
     def relax_capture(self) -> None:
-        """Let this thread ask for events while another one captures a CUDA graph, without spoiling that."""
+        """Let this thread query events while another captures a CUDA graph: the capture stays valid."""
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
@@ -172,7 +173,7 @@ class Driver:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types, without which ctypes would cut 64-bit numbers."""
+    """Declare argument types, without which ctypes truncates 64-bit numbers."""
     pointer, address = ctypes.c_void_p, ctypes.c_uint64
     signatures: dict[str, tuple[object, ...]] = {
         "cuInit": (ctypes.c_uint,),

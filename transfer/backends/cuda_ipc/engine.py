@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cuda_ipc backend: NVIDIA GPUs of one host, over NVLink or PCIe.
 
-The producer lends its pool by a CUDA IPC handle and is not needed any further: the reading GPU fetches all
-spans of all waiting reads by one kernel on a stream of its own, at the link's speed whatever the size of a
-block (measured beside NIXL in tests/bench/results). How much of the GPU it may occupy meanwhile is an option
-(`cuda_ipc_settings`); while the model computes, long spans are left to the copy engines, which occupy none.
+The producer exports its pool as a CUDA IPC handle and takes no further part: the reading GPU copies all spans
+of all waiting reads by one kernel on a stream of its own, at the link's speed whatever the size of a block
+(measured beside NIXL in tests/bench/results). The share of the GPU that it may occupy is an option
+(`CudaIpcSettings`); while the model computes, long spans are left to the copy engines, which occupy none.
 
-A reader's mapping keeps a dead producer's memory taken. So both keep a connection open, and its end, or the
-engine process giving the link up, makes the reader unmap as soon as no kernel reads from there.
+A reader's mapping keeps a dead producer's memory allocated. So both keep a connection open, and when that
+ends, or the engine process closes the link, the reader unmaps as soon as no kernel reads from there.
 
-A peer is greeted with a token before it is borrowed from, but that is courtesy: whoever has a handle, on this
-host, can read the pool and write to it. Handles travel in `hello_ok` only.
+The handshake checks a token, but does not protect the pool: every process of this host that has the handle
+can read and write it. Handles are sent in `hello_ok` only.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event], Device
 
 
 class CudaIpcRegion:
-    """A pool that peers may borrow."""
+    """A pool that peers may map."""
 
     def __init__(self, device: Device, pool: torch.Tensor) -> None:
-        """Raises `CudaError` if the pool's memory cannot be lent."""
+        """Raises `CudaError` if the pool's memory cannot be exported."""
         self.address = pool.data_ptr()
         self.nbytes = pool.numel() * pool.element_size()
         self._exported = device.export_memory(self.address, self.nbytes)
@@ -58,7 +58,7 @@ class CudaIpcRegion:
 
 
 class CudaIpcEngine:
-    """See `transfer.engine.TransferEngine`. A GPU is opened with the pool that lies on it."""
+    """See `transfer.engine.TransferEngine`. `register` opens the GPU on which the pool lies."""
 
     name = "cuda_ipc"
 
@@ -89,7 +89,7 @@ class CudaIpcEngine:
         try:
             self._region = CudaIpcRegion(device, pool)
         except CudaError as error:
-            raise BackendUnavailable(f"cuda_ipc: this memory cannot be lent: {error}") from error
+            raise BackendUnavailable(f"cuda_ipc: this memory cannot be exported: {error}") from error
         self._launches = Launches(device, self._region.address)
         return self._region
 
@@ -123,7 +123,7 @@ class CudaIpcEngine:
         return cast(CudaIpcPeer, peer).read(spans, timeout_s)
 
     def progress(self) -> None:
-        """The end of a peer counts before the landing of what was read from it."""
+        """Fail the reads of peers that have ended before completing launches: a lost peer counts first."""
         for key, events in self._selector.select(0):
             key.data.on_ready(events)
         now = time.monotonic()
@@ -162,7 +162,7 @@ class CudaIpcEngine:
 
 def open_backend(options: EngineOptions) -> CudaIpcEngine:
     """Listen for readers. Raises `BackendUnavailable` with the reason where there is no GPU or no Triton, and
-    ValueError for an option that makes no sense.
+    ValueError for an invalid option.
     """
     reason = probe()
     if reason is not None:
@@ -174,7 +174,7 @@ def open_backend(options: EngineOptions) -> CudaIpcEngine:
 
 
 def probe() -> str | None:
-    """Why nothing here can read by CUDA IPC, or None. Whether two GPUs reach each other, `connect` tells."""
+    """Why CUDA IPC does not work on this machine, or None. Two GPUs are tried by `connect`."""
     import torch
 
     if torch.version.cuda is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of the cuda_ipc backend: the reading GPU fetches spans from another GPU's memory.
+"""The kernel of the cuda_ipc backend: the reading GPU copies spans from another GPU's memory.
 
-One launch serves any number of spans of any number of reads; `cuda_ipc_work.Work` lays its table out. The
-addresses are absolute. Triton compiles two forms: 16 bytes a thread where everything is aligned, else bytes.
+One launch serves any number of spans of any number of reads; `Work` writes its table. The addresses are
+absolute. Triton compiles two forms: 16 bytes a thread where everything is aligned, else bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-# The count differs from launch to launch: compiled in, each would cost a compilation in the midst of a pull.
+# The count differs between launches: specialised, each would cost a compilation in the middle of a pull.
 @triton.jit(do_not_specialize=["num_spans"])
 def gather(table, num_spans, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Copy this program's run of the stream, span by span, BLOCK words at once. ALIGNED: words are 8 bytes,
@@ -49,7 +49,7 @@ def gather(table, num_spans, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
             if ALIGNED:
                 reads = tl.multiple_of(reads, 16)
                 writes = tl.multiple_of(writes, 16)
-            # Nobody reads a word twice: leave the caches to the model.
+            # No word is read twice: leave the caches to the model.
             tl.store(writes, tl.load(reads, eviction_policy="evict_first"), eviction_policy="evict_first")
             at += BLOCK
         if at < size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One producer rank as its reader sees it: greeted, its memory borrowed, and given back when either ends."""
+"""The reading side of the cuda_ipc backend: one producer rank, whose memory is mapped while both live."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.transfer.layout import SpanTable, check_bounds
 class CudaIpcAddress(
     msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_memory": "proof_memory"}
 ):
-    """Where a rank takes greetings, and memory of its device that holds the bytes of `canary`."""
+    """Where an engine's handshake is, and memory of its device that holds the bytes of `canary`."""
 
     greeting: HandshakeAddress
     canary: bytes
@@ -27,7 +27,7 @@ class CudaIpcAddress(
 
 
 class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. `pool` is its memory, `pool_bytes` the size of ours."""
+    """One producer rank; see `transfer.engine.Peer`. `pool` is its memory, `pool_bytes` our pool's size."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
 
     @property
     def finished(self) -> bool:
-        """Lost, and its memory given back."""
+        """Lost, and its memory unmapped."""
         return self.state is PeerState.LOST and self._mapped is None
 
     def read(self, spans: SpanTable, timeout_s: float) -> CudaIpcTransfer:
@@ -65,7 +65,7 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
         return transfer
 
     def release_memory(self) -> None:
-        """Give the memory of a lost peer back, once no launch reads from it: a dead owner's stays taken until
+        """Unmap the memory of a lost peer once no launch reads from it: a dead owner's stays allocated until
         then.
         """
         self.transfers = [each for each in self.transfers if not each.quiescent]
@@ -74,10 +74,10 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
             self._mapped = None
 
     def _accepted(self, welcome: bytes) -> None:
-        """Try it rather than trust that we share a host: a handle of another might mean something here."""
+        """Map the canary and compare it: on another host the handle might be valid for other memory."""
         theirs = self._address
         if theirs.canary_memory.nbytes != len(theirs.canary):
-            raise PeerUnreachable("its proof is not as long as it says")
+            raise PeerUnreachable("its canary is not as long as described")
         try:
             canary = self._device.map_memory(theirs.canary_memory)
             try:
@@ -85,7 +85,7 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
             finally:
                 self._device.unmap_memory(canary)
             if seen != theirs.canary:
-                raise PeerUnreachable("its handles lead to other memory")
+                raise PeerUnreachable("its handles are of other memory")
             self._mapped = self._device.map_memory(self._pool)
         except CudaError as error:
             raise PeerUnreachable(str(error)) from error

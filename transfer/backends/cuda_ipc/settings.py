@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the cuda_ipc backend is set up."""
+"""Options of the cuda_ipc backend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _MIXED_PART = 8
-"""Of a mixed launch the kernel takes one part of so many. Between two H200s, with spans of 2.4 MB: an eighth
-0.989 of a plain copy's speed, a quarter 0.985, half 0.965, everything 0.94, and nothing 0.92."""
+"""The kernel copies this fraction of a mixed launch: one in so many. Between two H200s, with spans of 2.4 MB:
+an eighth 0.989 of a plain copy's speed, a quarter 0.985, half 0.965, everything 0.94, and nothing 0.92."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class CudaIpcSettings:
     Args:
         sm_share: Share of the reading GPU's multiprocessors that a pull may occupy while the model rests.
             More is faster, up to the link's speed.
-        busy_sm_share: The same for a pull that begins while the model computes, which cannot have those then.
+        busy_sm_share: The same for a pull that begins while the model computes, which cannot use those then.
         copy_engine_bytes: From so many bytes a span, on average, a pull that begins while the model computes
             is left to the GPU's copy engines: they take no multiprocessor, but more of the CPU. 0 for never.
         mixed_bytes: From so many bytes a span, on average, a pull that begins while the model rests is left
@@ -48,12 +48,12 @@ class CudaIpcSettings:
                 raise ValueError(f"cuda_ipc.{name} must be a power of two, at most {most}, got {value}")
 
     def num_gathered(self, num_spans: int, nbytes: int, computing: bool) -> int:
-        """How many of a launch's spans are the kernel's; the others are the copy engines'."""
+        """Number of a launch's spans that the kernel copies; the copy engines copy the others."""
         least = self.copy_engine_bytes if computing else self.mixed_bytes
         if not least or nbytes < least * num_spans:
             return num_spans
         return 0 if computing else -(-num_spans // _MIXED_PART)
 
     def num_programs(self, multiprocessors: int, computing: bool) -> int:
-        """Programs of one launch. The GPU spreads them, at first one to a multiprocessor."""
+        """Programs of one launch. The GPU spreads them, at first one per multiprocessor."""
         return max(1, int(multiprocessors * (self.busy_sm_share if computing else self.sm_share)))

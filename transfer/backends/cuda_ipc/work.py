@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of several reads as one piece of work, for a kernel whose programs share it evenly, for the copy
-engines, or for both.
+"""The copies of one launch: spans of several reads, for a kernel whose programs share them evenly, for the
+copy engines, or for both.
 
 The kernel's spans laid end to end are one stream of words. Each program copies an equal run of that stream,
 whatever the spans' number and lengths, so one long span keeps every program as busy as a thousand short ones.
@@ -17,7 +17,7 @@ import numpy as np
 from kvferry.transfer.layout import SpanTable
 
 WIDE_BYTES = 16
-"""What a GPU thread moves at once where everything is aligned to it."""
+"""Bytes that a GPU thread moves at once where everything is aligned to it."""
 ALIGNED_WORD_BYTES = 8
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -25,14 +25,14 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a table is to be launched: so many programs, with wide accesses or byte by byte."""
+    """How to launch a table: the number of programs, and whether accesses are wide or byte by byte."""
 
     num_programs: int
     aligned: bool
 
 
 class Work:
-    """What one launch copies.
+    """The copies of one launch.
 
     Args:
         parts: Span tables, each with the addresses of the pool it is written to and the one it is read from.
@@ -44,7 +44,7 @@ class Work:
         self._parts = parts
 
     def table_size(self, num_gathered: int) -> int:
-        """Entries of a table whose first spans, so many, are the kernel's."""
+        """Entries of a table whose first `num_gathered` spans are the kernel's."""
         return 2 + num_gathered + 3 * self.num_spans
 
     def spans(self, table: Words, num_gathered: int) -> Words:
@@ -59,8 +59,8 @@ class Work:
         starts [num_gathered + 1]   each span's first byte in the stream, and the stream's length
         spans [num_spans, 3]        destination, source (addresses) and length in bytes
 
-        At most `most_programs`, and none has less than `words_each` words to copy unless it is the only one.
-        A launch waits for this, on a CPU whose caches a sleep has emptied, so it makes few calls.
+        At most `most_programs`, none of which has less than `words_each` words to copy unless it is the only
+        one. A launch waits for this, on a CPU whose caches a sleep has emptied, so it makes few calls.
         """
         n = num_gathered
         starts, spans = table[1 : n + 2], self.spans(table, n)

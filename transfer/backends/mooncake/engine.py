@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mooncake backend: one-sided reads through Mooncake's transfer engine (RDMA, or TCP without it).
 
-What its Python face leaves to us (version 0.3.13; read from its source, and tried):
+Traits of its Python API (version 0.3.13, docs/sources.md#mooncake), and what this backend does about them:
 
-- Asking for the status of a batch waits and spins, and after a timeout the batch is left behind, still
-  writing. The status of a batch of *one* read can be had without waiting, and tells when that read is over.
-  So every piece is a batch of its own, and a transfer is quiescent when each has ended, or when this backend
-  was closed: an engine of Mooncake's writes nothing once it is destroyed.
-- Opening a segment waits for the peer, up to a minute, and locks its engine meanwhile. So a thread does it,
-  and every producer has an engine of its own: one that hangs holds nobody up. Destroying an engine holds the
-  interpreter, so idle ones are used again.
-- It authenticates nobody and listens on every address of the host, whatever it is told. Whoever reaches it
-  can read, and write, the registered pool. So it opens only for somebody who names it, never under
-  `--transfer auto`.
-- It has no deadline that suits us. Ours are kept here.
+- Polling a batch spins, and after a timeout the batch is abandoned, still writing. A batch of *one* read can
+  be polled without blocking until it is over. So every piece is a batch of its own, and a transfer is
+  quiescent when each has ended, or when this backend is closed: a destroyed engine writes nothing.
+- Opening a segment blocks on the peer, up to a minute, and locks its engine. So a thread does it, and every
+  producer has an engine of its own: one that hangs delays no other. Destroying an engine holds the
+  interpreter, so idle ones are reused.
+- It does not authenticate and listens on every address of the host. Every process that reaches it can read
+  and write the registered pool. So it opens only when named, never under `--transfer auto`.
+- It has no usable deadline: deadlines are enforced here.
 
-The RDMA path has not been run by us.
+The RDMA path is untested.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class MooncakeRegion:
 
 
 class MooncakeEngine:
-    """See `transfer.engine.TransferEngine`. One library engine serves, one more reads from each producer."""
+    """See `transfer.engine.TransferEngine`. One library engine serves, and one per producer reads."""
 
     name = "mooncake"
 
@@ -75,7 +73,7 @@ class MooncakeEngine:
         self._serving.pin(self._canary.ctypes.data, CANARY_BYTES)
 
     def admit(self, secret: bytes) -> None:
-        """Mooncake has no way to check a token."""
+        """Do nothing: Mooncake checks no token."""
 
     def register(self, pool: torch.Tensor) -> Region:
         if pool.is_cuda and not self._serving.moves_cuda:
@@ -106,7 +104,7 @@ class MooncakeEngine:
         return client
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> MooncakeTransfer:
-        """Raises ValueError for a span outside the peer's pool or ours."""
+        """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
         client = cast(MooncakePeer, peer)
         ours = self._pool()
         check_bounds(spans, ours.nbytes, client.pool.nbytes)
@@ -132,7 +130,7 @@ class MooncakeEngine:
 
     def close(self) -> None:
         """Destroy every engine, up to 0.1 s each. One whose segment is still being opened is left to its
-        thread, which ends by itself; it has no read under way.
+        thread, which ends by itself; it has no read in flight.
         """
         for peer in self._peers:
             if peer.opening:
@@ -147,13 +145,13 @@ class MooncakeEngine:
         self._waker.close()
 
     def _recycle(self) -> None:
-        """Take back the engines of peers that are through."""
-        idle = [peer for peer in self._peers if peer.idle]
-        self._spare += [peer.library for peer in idle]
-        self._peers = [peer for peer in self._peers if peer not in idle]
+        """Collect the engines of finished peers for reuse."""
+        finished = [peer for peer in self._peers if peer.finished]
+        self._spare += [peer.library for peer in finished]
+        self._peers = [peer for peer in self._peers if peer not in finished]
 
     def _acquire_library(self, address: MooncakeAddress) -> MooncakeLibrary:
-        """A spare engine, but none that knows an earlier life of the same address; or a new one."""
+        """Reuse an engine that knows no earlier incarnation at this address, or start one."""
         for library in self._spare:
             if library.known_peers.get(address.segment, address.canary) == address.canary:
                 self._spare.remove(library)
@@ -182,10 +180,10 @@ def open_backend(options: EngineOptions) -> MooncakeEngine:
     """Start an engine. Raises `BackendUnavailable` with the reason if Mooncake does not run here."""
     if not options.explicit:
         raise BackendUnavailable(
-            "mooncake: whoever reaches it can write the pool, so it has to be asked for by name"
+            "mooncake: every process that reaches it can write the pool, so it must be chosen by name"
         )
     if ":" in options.advertise_host:
-        raise BackendUnavailable("mooncake: not used here with IPv6 addresses")
+        raise BackendUnavailable("mooncake: IPv6 addresses are not supported")
     engine = MooncakeEngine(options)
     if options.bind_host not in ("0.0.0.0", "::"):
         _log.warning("mooncake listens on every address of this host, not only on %s", options.bind_host)

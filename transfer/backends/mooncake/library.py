@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's own transfer engine: the few of its calls that are used, and how it is set up."""
+"""Mooncake's own transfer engine: its setup, and the calls that are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ACCEPT_TIMEOUT = struct.pack("@ll", 0, 100_000)
 class MooncakeAddress(
     msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_address": "proof_address"}
 ):
-    """What a reader needs: Mooncake's name for the engine, and where a copy of `canary` lies."""
+    """What a reader needs: Mooncake's name for the engine, and the address of a copy of `canary`."""
 
     segment: str
     canary: bytes
@@ -31,7 +31,7 @@ class MooncakeAddress(
 
 
 class MooncakePoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pool lies in its owner's address space."""
+    """A pool in its owner's address space."""
 
     address: MemoryAddress
     nbytes: NumBytes
@@ -66,16 +66,16 @@ class MooncakeLibrary:
         self.pin(self.bounce_buffer.ctypes.data, CANARY_BYTES)
 
     def segment(self) -> str:
-        """What peers open."""
+        """Name of the segment that peers open."""
         return f"{self._host}:{self._engine.get_rpc_port()}"
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Make memory known to the engine. Raises `BackendUnavailable` if it refuses."""
+        """Register memory. Raises `BackendUnavailable` if the engine refuses."""
         if self._engine.register_memory(address, nbytes) != 0:
             raise BackendUnavailable(f"mooncake: {nbytes} bytes of memory cannot be registered")
 
     def pin_pool(self, pool: MooncakePoolAddress) -> None:
-        """Make the pool that reads go to known to the engine. Raises `PeerUnreachable` if it refuses."""
+        """Register the pool that reads are written to. Raises `PeerUnreachable` if the engine refuses."""
         try:
             self.pin(pool.address, pool.nbytes)
         except BackendUnavailable as error:
@@ -83,27 +83,27 @@ class MooncakeLibrary:
         self._pool = pool
 
     def unpin_pool(self) -> None:
-        """Nobody reaches the pool through this engine any more."""
+        """Make the pool unreachable through this engine."""
         if self._pool is not None:
             self._engine.unregister_memory(self._pool.address)
             self._pool = None
 
     def start_read(self, segment: str, piece: Piece) -> int:
-        """Post one read; 0 if Mooncake does not take it. Waits for the peer if the segment is new."""
+        """Post one read; 0 if Mooncake refuses it. Blocks on the peer if the segment is new."""
         batch: int = self._engine.batch_transfer_async_read(
             segment, [piece.local], [piece.remote], [piece.length]
         )
         return batch
 
     def check(self, batch: int) -> Status:
-        """How far a read is. Mooncake forgets the read when it says DONE or FAILED."""
+        """Poll a read. Mooncake frees it when this is DONE or FAILED."""
         state = self._engine.transfer_check_status(batch)
         if state == 1:
             return Status.DONE
-        return Status.FAILED if state == -1 else Status.PENDING  # -2: late by its own clock, but not over
+        return Status.FAILED if state == -1 else Status.PENDING  # -2: past its own timeout, but not over
 
     def close(self) -> None:
-        """Destroy the engine: afterwards it neither serves nor writes. Holds the interpreter up to 0.1 s."""
+        """Destroy the engine: it neither serves nor writes any more. Holds the interpreter up to 0.1 s."""
         self._engine = None
 
 
@@ -117,9 +117,9 @@ def probe() -> str | None:
 
 
 def _load() -> Any:
-    """Mooncake's module. It takes its settings from the environment when an engine starts."""
+    """Import Mooncake. It reads its settings from the environment when an engine starts."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # without it every read connects, and waits
+    os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # or every read connects, and blocks
     if _protocol() == "tcp":
         os.environ.setdefault("MC_FORCE_TCP", "1")
     try:
@@ -130,10 +130,9 @@ def _load() -> Any:
 
 
 def _shorten_accept(port: int) -> None:
-    """Let the engine's listener look up every 0.1 s, not every second.
+    """Shorten the accept timeout of the engine's listener from a second to 0.1 s.
 
-    Destroying the engine waits for that, and holds the interpreter meanwhile. The accept that has begun keeps
-    its second.
+    Destroying the engine waits for it, holding the interpreter. An accept that has begun keeps its second.
     """
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -143,7 +142,7 @@ def _shorten_accept(port: int) -> None:
                 if ours.getsockname()[1:2] == (port,):
                     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ACCEPT_TIMEOUT)
         except OSError:
-            continue  # another thread has closed it by now
+            continue  # another thread has closed it meanwhile
 
 
 def _protocol() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One producer rank as a reader sees it through Mooncake, and the reads from it."""
+"""The reading side of the mooncake backend: one producer rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvferry.transfer.layout import SpanTable
 from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 PIECE_BYTES = 64 << 20
-"""Longest single read. Mooncake takes none back, so this is the most that a cancelled one still brings."""
+"""Longest single read. Mooncake cancels none, so this is the most that a cancelled one still writes."""
 WINDOW = 256
-"""Reads in flight per producer. Mooncake's own queue takes 1024 and fails what waits for it over a second."""
+"""Reads in flight per producer. Mooncake's own queue holds 1024 and fails what waits over a second."""
 _WINDOW_BYTES = 256 << 20
 
 
 class MooncakeTransfer:
-    """One read in pieces; see `transfer.engine.Transfer`. Pieces are `waiting`, then `flying` by batch."""
+    """One read in pieces; see `transfer.engine.Transfer`. Pieces are `waiting`, then `in_flight` by batch."""
 
     def __init__(self, pieces: list[Piece], descriptors: int, deadline: float) -> None:
         self.reason: str | None = None
@@ -36,61 +36,61 @@ class MooncakeTransfer:
         self.descriptors = descriptors
         self.deadline = deadline
         self.waiting = deque(pieces)
-        self.flying: dict[int, Piece] = {}
+        self.in_flight: dict[int, Piece] = {}
         self._failed = False
 
     @property
     def quiescent(self) -> bool:
-        return not self.flying and self.poll() is not Status.PENDING
+        return not self.in_flight and self.poll() is not Status.PENDING
 
     def poll(self) -> Status:
         if self._failed:
             return Status.FAILED
-        return Status.PENDING if self.waiting or self.flying else Status.DONE
+        return Status.PENDING if self.waiting or self.in_flight else Status.DONE
 
     def cancel(self) -> None:
         self.fail("cancelled")
 
     def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended. What flies goes on until Mooncake says it is over."""
+        """Fail, unless it has ended. Pieces in flight go on until Mooncake reports their end."""
         if self.poll() is Status.PENDING:
             self.reason = reason
             self._failed = True
             self.waiting.clear()
 
     def post(self, library: MooncakeLibrary, segment: str) -> int:
-        """Hand the next piece to Mooncake; returns its bytes. Waits for the peer if the segment is new."""
+        """Post the next piece; returns its bytes. Blocks on the peer if the segment is new."""
         piece = self.waiting[0]
         batch = library.start_read(segment, piece)
         if batch == 0:
             self.fail("refused")
             return 0
-        self.flying[batch] = piece
+        self.in_flight[batch] = piece
         self.waiting.popleft()
         return piece.length
 
     def collect(self, library: MooncakeLibrary) -> int:
-        """Take note of the pieces that are over; returns their bytes."""
+        """Remove the pieces that have ended; returns their bytes."""
         over = 0
-        for batch in list(self.flying):
+        for batch in list(self.in_flight):
             state = library.check(batch)
             if state is Status.FAILED:
                 self.fail("peer_lost")
             if state is not Status.PENDING:
-                over += self.flying.pop(batch).length
+                over += self.in_flight.pop(batch).length
         return over
 
     def abandon(self) -> None:
-        """The engine that carried it is destroyed; nothing is written after that."""
+        """End: its engine is destroyed, and nothing is written after that."""
         self.fail("peer_lost")
-        self.flying.clear()
+        self.in_flight.clear()
 
 
 class MooncakeState(enum.Enum):
     OPENING = "opening"
     """A thread opens the segment and posts the first read."""
     CHECKING = "checking"
-    """The first read, of the peer's proof, is under way."""
+    """The first read, of the peer's canary, is in flight."""
     READY = "ready"
     ENDED = "ended"
 
@@ -105,7 +105,7 @@ MOONCAKE_TRANSITIONS: Transitions[MooncakeState] = transitions(
 
 
 class MooncakePeer:
-    """See `transfer.engine.Peer`. The peer's proof is read first, so it is known to answer, and to be itself.
+    """See `transfer.engine.Peer`. Its canary is read first: the peer answers and is the one described.
 
     While the thread of OPENING runs, `library` and the first read are its own, whatever the state is.
     """
@@ -126,7 +126,7 @@ class MooncakePeer:
         self._deadline = time.monotonic() + timeout_s
         self._error = ""
         self._transfers: list[MooncakeTransfer] = []
-        self._bytes_flying = 0
+        self._bytes_in_flight = 0
         bounce_buffer = Piece(library.bounce_buffer.ctypes.data, address.canary_address, CANARY_BYTES)
         self._first = MooncakeTransfer([bounce_buffer], 1, self._deadline)
         self._waker = waker
@@ -138,13 +138,13 @@ class MooncakePeer:
 
     @property
     def opening(self) -> bool:
-        """The thread is still at it, maybe for longer than anybody cares."""
+        """The thread is running, maybe beyond the deadline."""
         return not self._opened.is_set()
 
     @property
-    def idle(self) -> bool:
+    def finished(self) -> bool:
         """It has ended, and nothing runs in its engine any more."""
-        return self.state is MooncakeState.ENDED and not self.opening and not self._under_way()
+        return self.state is MooncakeState.ENDED and not self.opening and not self._unfinished()
 
     def poll(self) -> bool:
         if self.state is MooncakeState.ENDED:
@@ -155,7 +155,7 @@ class MooncakePeer:
         self._end("closed")
 
     def read(self, transfer: MooncakeTransfer) -> None:
-        """Queue a transfer; it fails at once if the peer has gone."""
+        """Queue a transfer; it fails at once if the peer is not ready."""
         if self.state is not MooncakeState.READY:
             transfer.fail("peer_lost")
             return
@@ -163,25 +163,25 @@ class MooncakePeer:
         self._post()
 
     def progress(self, now: float) -> None:
-        """Everything that can be done without waiting."""
+        """Collect what has ended, and post what waits. Never blocks."""
         if not self.opening:
-            for transfer in self._under_way():
-                self._bytes_flying -= transfer.collect(self.library)
-            self._meet()
+            for transfer in self._unfinished():
+                self._bytes_in_flight -= transfer.collect(self.library)
+            self._check()
             self._post()
         self._expire(now)
         self._transfers = [each for each in self._transfers if not each.quiescent]
 
     def next_deadline(self, now: float) -> float | None:
-        """Now, while a read is in flight: Mooncake has nothing that could wake us."""
+        """Now, while a read is in flight: Mooncake has no descriptor."""
         if self.opening:
             return self._deadline if self.state is MooncakeState.OPENING else None
-        return now if self._under_way() else None
+        return now if self._unfinished() else None
 
     def abandon(self) -> None:
-        """Destroy the engine and with it whatever it still does. Not while the thread has it."""
+        """Destroy the engine, and end what is in flight. Not while the thread runs."""
         self._end("closed")
-        transfers = self._under_way()
+        transfers = self._unfinished()
         self.library.close()
         for transfer in transfers:
             transfer.abandon()
@@ -189,16 +189,16 @@ class MooncakePeer:
 
     def _open(self) -> None:
         """On the thread."""
-        self._bytes_flying += self._first.post(self.library, self.segment)
+        self._bytes_in_flight += self._first.post(self.library, self.segment)
         self._opened.set()
         self._waker.wake()
 
-    def _under_way(self) -> list[MooncakeTransfer]:
+    def _unfinished(self) -> list[MooncakeTransfer]:
         first = [] if self.opening or self._first.quiescent else [self._first]
         return first + self._transfers
 
-    def _meet(self) -> None:
-        """Move on from OPENING to READY, or find that this is not the peer that was described."""
+    def _check(self) -> None:
+        """Become READY if the canary is the one described, or end."""
         if self.state is MooncakeState.OPENING:
             self._transition(MooncakeState.CHECKING)
         if self.state is MooncakeState.ENDED:
@@ -223,18 +223,18 @@ class MooncakePeer:
     def _post(self) -> None:
         for transfer in self._transfers:
             while transfer.waiting and self._has_room():
-                self._bytes_flying += transfer.post(self.library, self.segment)
+                self._bytes_in_flight += transfer.post(self.library, self.segment)
 
     def _has_room(self) -> bool:
-        flying = sum(len(transfer.flying) for transfer in self._transfers)
-        return flying < WINDOW and self._bytes_flying < _WINDOW_BYTES
+        in_flight = sum(len(transfer.in_flight) for transfer in self._transfers)
+        return in_flight < WINDOW and self._bytes_in_flight < _WINDOW_BYTES
 
     def _end(self, error: str) -> None:
         if self.state is MooncakeState.ENDED:
             return
         self._transition(MooncakeState.ENDED)
         self._error = error
-        for transfer in self._under_way():
+        for transfer in self._unfinished():
             transfer.fail("peer_lost")
 
     def _transition(self, to: MooncakeState) -> None:
@@ -242,7 +242,7 @@ class MooncakePeer:
 
 
 def cut(spans: SpanTable, local_base: int, remote_base: int) -> list[Piece]:
-    """The spans as reads of at most `PIECE_BYTES`, by address."""
+    """Split spans into reads of at most `PIECE_BYTES`, by address."""
     return [
         Piece(local_base + local + done, remote_base + remote + done, min(PIECE_BYTES, length - done))
         for local, remote, length in spans.tolist()

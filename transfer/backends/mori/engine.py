@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mori backend: one-sided reads through AMD's MORI-IO (RDMA between hosts, XGMI between GPUs of one).
 
-It has run on a stand-in only, never on AMD hardware. What it takes care of, beyond what the library does:
+Tested with a stand-in only, never on AMD hardware. The library's traits (docs/sources.md#mori-io), and what
+this backend does about them:
 
-* The library ends its process on a failed topology or registration, so a child process tries first.
-* It connects with blocking calls that hold the interpreter, so a peer is greeted first (`greeting`).
-* It has no deadline, no cancel, and an error that is not the end of writing (`mori_transfer`).
-* Its queue pairs to an engine are made once and stay broken once they are; such a peer is refused from then
-  on, which makes the link fall back to another backend, and our engine be opened anew when it is idle.
-* A NIC takes no more than its send queue holds; what exceeds that waits here rather than in a blocking call.
+* It ends its process on a failed topology or registration: a child process tries first.
+* It connects with blocking calls that hold the interpreter: a handshake comes first (`HandshakePeer`).
+* It has no deadline, no cancel, and may write after it has reported an error: `MoriTransfer` posts a fence.
+* Its queue pairs to an engine are made once and stay broken: such a peer is refused from then on, so that the
+  link falls back to another backend and our engine is opened anew when it is idle.
+* Posting more than a NIC's send queue holds would block: the excess waits here.
 
-MORI authenticates nobody: whoever can reach its port may ask for the keys to the registered memory. It keeps
-a core busy polling for completions for as long as its engine lives.
+MORI does not authenticate: every process that reaches its port can ask for the keys to the registered memory.
+It keeps a core busy polling for completions for as long as its engine lives.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class MoriEngine:
         return self._selector.fileno()
 
     def next_deadline(self) -> float | None:
-        """MORI wakes nobody: while something is under way it is polled."""
+        """MORI has no descriptor: reads in flight are polled."""
         if any(peer.underway for peer in self._peers):
             return time.monotonic() + _POLL_S
         times = [self._server.next_deadline(), *(peer.next_deadline() for peer in self._peers)]
@@ -152,11 +153,11 @@ class MoriEngine:
 
 def open_backend(options: EngineOptions) -> MoriEngine:
     """Make an engine. Raises `BackendUnavailable` with the reason if MORI-IO does not run here, and
-    ValueError for an option that makes no sense.
+    ValueError for an invalid option.
     """
     settings = parse_settings("mori", MoriSettings, options.backend_options)
     try:
-        host = socket.gethostbyname(options.advertise_host)  # MORI takes numbers only, of version 4
+        host = socket.gethostbyname(options.advertise_host)  # MORI takes numeric IPv4 addresses only
     except OSError as error:
         raise BackendUnavailable(f"mori: {options.advertise_host}: {error}") from error
     reason = find_reason(host, options.backend_options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library with its one engine in this rank."""
+"""MORI-IO, and this rank's one engine in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.transfer.engine import BackendUnavailable
 
 
 class MoriLibrary:
-    """`mori.io` (`module`), our engine in it, and keys of engines to which its queue pairs are broken."""
+    """`mori.io` (`module`), our engine, and the keys of engines to which its queue pairs are broken."""
 
     def __init__(self, name: str, host: str, settings: MoriSettings) -> None:
         try:
@@ -29,22 +29,22 @@ class MoriLibrary:
         codes = module.StatusCode
         self.lanes = Lanes(
             count=settings.qp_per_transfer,
-            # Through self, as transfers that outlive the engine must not keep it.
+            # Through self: transfers that outlive the engine must not keep it alive.
             next_uid=lambda: int(self.engine.allocate_transfer_uid()),
             peer_error=codes.ERR_RDMA_OP,
             gpu_error=codes.ERR_GPU_OP,
         )
 
     def close(self) -> None:
-        """Destroy the engine, and with it everything that could still write."""
+        """Destroy the engine: nothing writes after that."""
         self.engine = None
 
 
 def create_engine(library: Any, name: str, host: str, settings: MoriSettings) -> Any:
     """Make the library's engine with every way to move memory that exists here: RDMA, and XGMI between GPUs.
 
-    Raises RuntimeError with the reason when there is none, but may as well end the process: call it in a
-    process that matters only after `mori_probe` got through.
+    Raises RuntimeError with the reason when there is none, or ends the process: call it in a rank only after
+    `find_reason` found none.
     """
     os.environ.update(settings.environment())
     # Only with a literal 0 does the library add XGMI to RDMA, or make do with it where there is no NIC.

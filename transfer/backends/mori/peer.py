@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One producer rank as its reader sees it: greeted, connected, and read from batch by batch."""
+"""The reading side of the mori backend: one producer rank, read from batch by batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.transfer.layout import SpanTable, check_bounds
 
 
 class MoriPeer(HandshakePeer[MoriTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. A session is made when its regions are first used."""
+    """One producer rank; see `transfer.engine.Peer`. A session is created when its regions are first used."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
 
     @property
     def underway(self) -> bool:
-        """There is something to be polled for."""
+        """Something is in flight and has to be polled."""
         return any(transfer.underway for transfer in self.transfers)
 
     @property
     def finished(self) -> bool:
-        """Lost, and no byte of its transfers can come any more."""
+        """Lost, and nothing of its transfers is in flight."""
         return self.state is PeerState.LOST and not self.transfers
 
     def read(self, spans: SpanTable, deadline: float) -> MoriTransfer:
-        """Begin. Raises ValueError for a span outside the peer's pool or ours."""
+        """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
         check_bounds(spans, self._local.nbytes, self.remote.pool.nbytes)
         transfer = MoriTransfer(self._batches(spans), int(spans[:, 2].sum()), deadline)
         if self.state is not PeerState.READY:
@@ -59,7 +59,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
         return transfer
 
     def progress(self, now: float) -> None:
-        """Take what has been greeted, posted, and ended a step further."""
+        """Complete batches that have ended, and post waiting ones."""
         super().progress(now)
         for transfer in self.transfers:
             transfer.progress(now)
@@ -70,20 +70,20 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
         self._post()
 
     def abandon(self) -> None:
-        """The engine has been destroyed."""
+        """End: the engine has been destroyed."""
         self._end("closed")
         for transfer in self.transfers:
             transfer.abandon()
 
     def forget_sessions(self) -> None:
-        """Sessions must be gone before their engine is."""
+        """Drop every session: they must be destroyed before their engine."""
         self._sessions.clear()
         for transfer in self.transfers:
             for batch in transfer.batches:
                 batch.forget_session()
 
     def _accepted(self, welcome: bytes) -> None:
-        """Make the queue pairs, with the first session."""
+        """Create the queue pairs, with the first session."""
         try:
             session = self._session(0, 0)
         except (RuntimeError, OSError) as error:
@@ -104,7 +104,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
         return MoriBatch(lambda: self._session(local, remote), rows, self._library.lanes)
 
     def _post(self) -> None:
-        """Post in order, but together never more than a single send queue holds, however they spread."""
+        """Post in order, in total never more than one send queue holds, however they spread."""
         self._posted = [batch for batch in self._posted if batch.underway]
         room = self._library.settings.send_depth - sum(len(batch) for batch in self._posted)
         while self._waiting and len(self._waiting[0]) <= room:

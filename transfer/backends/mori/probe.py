@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether MORI-IO works here, found out in a process that it may end.
+"""Whether MORI-IO works here, tried in a child process, which it may end.
 
     python -m kvferry.transfer.backends.mori.probe '{"host": "127.0.0.1", "options": {}}'
 
 The library ends its process when it finds no GPU topology or cannot register memory, so this process does
-what a rank will do: it makes two engines and has one read from the other. It prints a line of JSON, whose
-`reason` is null if that worked. What it registers is small; a pool beyond what the system lets a process lock
-(RLIMIT_MEMLOCK) still ends the rank.
+what a rank will do: one of two engines reads from the other. It prints a line of JSON, whose `reason` is null
+if that worked. It registers little memory; a pool beyond RLIMIT_MEMLOCK still ends the rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _GPU_DRIVER = Path("/dev/kfd")
 
 
 def find_reason(host: str, options: Mapping[str, str]) -> str | None:
-    """Why MORI-IO does not work on this machine, or None if it does. Tries in a child process."""
+    """Why MORI-IO does not work on this machine, or None if it does. Tried in a child process."""
     if importlib.util.find_spec("mori") is None:
         return "mori: not installed (distribution amd-mori)"
     question = json.dumps({"host": host, "options": dict(options)})
@@ -112,4 +111,4 @@ def _gpu_buffers(library: Any) -> list[tuple[Any, int, int, Any]]:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     print(json.dumps({"reason": _try(asked["host"], asked["options"])}), flush=True)
-    os._exit(0)  # the library's own way out may wait for ever for a peer
+    os._exit(0)  # the library's own shutdown may wait for a peer without limit

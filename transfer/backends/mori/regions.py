@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool in pieces that a NIC accepts, and which spans of a read belong to which pair of pieces."""
+"""A pool in regions that a NIC accepts, and the spans of a read by pairs of regions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class MoriPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MoriRegion:
-    """A pool that peers may read. `memory` holds the library's description of each piece.
+    """A pool that peers may read. `memory` holds the library's description of each region.
 
-    Raises `BackendUnavailable` for memory that the library does not take.
+    Raises `BackendUnavailable` for memory that the library refuses.
     """
 
     def __init__(self, pool: torch.Tensor, library: MoriLibrary) -> None:
@@ -54,11 +54,11 @@ class MoriRegion:
 
 
 class RemotePool:
-    """A peer's engine and pool in the library's own terms. Raises `PeerUnreachable` for what is neither."""
+    """A peer's engine and pool, unpacked. Raises `PeerUnreachable` for an invalid description."""
 
     def __init__(self, module: Any, engine: bytes, pool: MoriPoolAddress) -> None:
         if pool.region_bytes < 1 or len(pool.regions) != -(-pool.nbytes // pool.region_bytes):
-            raise PeerUnreachable("mori: a pool that does not add up")
+            raise PeerUnreachable("mori: the peer's pool is described inconsistently")
         try:
             self.engine = module.EngineDesc.unpack(engine)
             self.memory = [module.MemoryDesc.unpack(each) for each in pool.regions]
@@ -80,7 +80,7 @@ def by_regions(
 ) -> Iterator[tuple[int, int, SpanTable]]:
     """Cut spans where a region ends on either side, and group them by (local region, remote region).
 
-    Offsets in the tables that come out count from the start of those regions.
+    Offsets in the resulting tables count from the start of those regions.
     """
     rows = _cut(_cut(spans, 0, local_region), 1, remote_region)
     ours, theirs = rows[:, 0] // local_region, rows[:, 1] // remote_region

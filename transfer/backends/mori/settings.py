@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the mori backend, and what they are to the library."""
+"""Options of the mori backend, and their form for the library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class MoriSettings:
         max_send_wr: Work requests that one queue pair holds.
         max_cqe_num: Entries of a completion queue.
         max_msg_sge: Pieces of local memory that one work request may gather.
-        notification: Tell the producer of every batch. Nothing here reads it, and MORI never forgets one.
+        notification: Notify the producer of every batch. No kvferry process reads them, and MORI keeps each.
         devices: RDMA devices to use, joined by `+`; with a leading `^`, not to use.
-        nic_index: The one device that host memory goes through, by its place in the list.
+        nic_index: The one device used for host memory, by its place in the list.
         service_level: RDMA service level.
         traffic_class: RDMA traffic class.
         region_bytes: Largest piece of a pool registered at once. MORI joins neighbouring requests, none of
-            which may come out longer than the device's longest message: 1 GiB on common NICs.
+            which may become longer than the device's longest message: 1 GiB on common NICs.
         control_timeout_ms: Longest that the library may block while it connects.
     """
 
@@ -59,11 +59,11 @@ class MoriSettings:
 
     @property
     def send_depth(self) -> int:
-        """Work requests that one queue pair holds, the library's own choice included."""
+        """Work requests that one queue pair holds, the library's default included."""
         return self.max_send_wr or 8192
 
     def environment(self) -> dict[str, str]:
-        """What the library takes from its environment only, and what it would otherwise let that override."""
+        """Settings that the library reads from its environment only, or lets that override."""
         values = {
             "MORI_IO_QP_PER_TRANSFER": self.qp_per_transfer,
             "MORI_IO_CP_TIMEOUT_MS": self.control_timeout_ms,

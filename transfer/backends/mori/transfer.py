@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads over MORI-IO, in batches, and the proof that a failed one has stopped writing.
+"""Reads over MORI-IO, in batches, and fences that prove when a failed one has stopped writing.
 
-MORI cannot cancel, and its error is not an end. A batch is spread over several queue pairs; its status turns
-to an error at the first failure on any of them, or when a part of it could not be posted, while others are
-still being written, and never changes again. So behind a failed batch a fence is posted: one tiny read on
-every queue pair. Work on a queue pair ends in the order in which it was posted; hence a fence read that
-succeeds proves that everything before it has ended, and one that fails that its queue pair is in the error
-state, in which a NIC writes nothing any more. A fence fetches again the first bytes of the batch that failed,
-so all it can touch is a destination that is still held back.
+MORI cannot cancel, and goes on writing after an error. A batch is spread over several queue pairs; its status
+turns to an error at the first failure on any of them, or when a part of it could not be posted, while others
+are still being written, and never changes again. So a fence is posted behind a failed batch: one tiny read on
+every queue pair. Work on a queue pair completes in the order of posting; hence a fence read that succeeds
+proves that everything before it has ended, and one that fails proves that its queue pair is in the error
+state, in which a NIC writes nothing any more. A fence reads the first bytes of the failed batch again, so it
+writes only to a destination that is not quiescent yet.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _NEVER_POSTED = (
     "length out of range",
     "no endpoints",
 )
-"""How messages begin about a request that never reached a queue pair: as a fence it proves nothing."""
+"""Prefixes of messages about a request that never reached a queue pair: as a fence it proves nothing."""
 
 
 class BatchState(enum.Enum):
     WAITING = "waiting"
     POSTED = "posted"
     FENCED = "fenced"
-    """It failed; the fence behind it is out."""
+    """It failed; the fence behind it is posted."""
     DONE = "done"
     """Every byte has arrived."""
     SETTLED = "settled"
-    """It failed, or was never posted, and nothing of it is under way."""
+    """It failed, or was never posted, and nothing of it is in flight."""
     STUCK = "stuck"
-    """It failed, and only the end of the whole engine can prove that it has stopped."""
+    """It failed, and only destroying the engine proves that it has stopped."""
 
 
 BATCH_TRANSITIONS: Transitions[BatchState] = transitions(
@@ -58,9 +58,9 @@ BATCH_TRANSITIONS: Transitions[BatchState] = transitions(
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a batch needs to know of the library: ids of transfers, its error codes, and its queue pairs.
+    """The library as a batch needs it: transfer ids, error codes, and the number of queue pairs.
 
-    A single read with id `u` goes to queue pair `u % count`, and ids are handed out in sequence.
+    A single read with id `u` uses queue pair `u % count`, and ids are sequential.
     """
 
     count: int
@@ -76,12 +76,12 @@ class MoriBatch:
         self.state = BatchState.WAITING
         self.reason = ""
         self.broken = False
-        """A queue pair is in the error state, and MORI never makes it anew."""
+        """A queue pair is in the error state, and MORI never recreates it."""
         self._open_session = open_session
         self._rows = rows
         self._lanes = lanes
         self._session: Any = None
-        # MORI writes into a status through a bare pointer, so both are kept for as long as the batch.
+        # MORI writes into a status through a bare pointer, so both live as long as the batch.
         self._status: Any = None
         self._fence: list[Any] = []
 
@@ -94,7 +94,7 @@ class MoriBatch:
         return self.state in (BatchState.POSTED, BatchState.FENCED)
 
     def post(self) -> None:
-        """Begin. Connecting to a region for the first time blocks for a moment."""
+        """Post. Connecting to a region for the first time blocks for a moment."""
         try:
             self._session = self._open_session()
         except (RuntimeError, OSError):
@@ -112,16 +112,16 @@ class MoriBatch:
         self._transition(BatchState.POSTED)
 
     def forget_session(self) -> None:
-        """The engine is about to be destroyed."""
+        """Drop the session: the engine is about to be destroyed."""
         self._session = None
 
     def drop(self) -> None:
-        """It will not be posted."""
+        """Settle a batch that will not be posted."""
         if self.state is BatchState.WAITING:
             self._transition(BatchState.SETTLED)
 
     def progress(self) -> None:
-        """Look at the statuses."""
+        """Poll the statuses."""
         if self.state is BatchState.POSTED:
             self._progress_read()
         elif self.state is BatchState.FENCED:
@@ -129,10 +129,10 @@ class MoriBatch:
 
     def _progress_read(self) -> None:
         status = self._status
-        if status.Succeeded():  # a status still in INIT is neither this nor that
+        if status.Succeeded():  # a status still in INIT has neither succeeded nor failed
             self._transition(BatchState.DONE)
         elif status.Failed() and status.Code() == self._lanes.gpu_error:
-            # Copies between GPUs go over streams, which a fence does not order.
+            # Copies between GPUs run on streams, which a fence does not order.
             self.reason = "peer_lost"
             self._transition(BatchState.STUCK)
         elif status.Failed():
@@ -161,11 +161,11 @@ class MoriBatch:
     def _transition(self, to: BatchState) -> None:
         self.state = transition("mori batch", BATCH_TRANSITIONS, self.state, to)
         if not self.underway:
-            self._session = None  # sessions must be gone before their engine is
+            self._session = None  # sessions must be destroyed before their engine
 
 
 class MoriTransfer(BaseTransfer):
-    """One read; see `transfer.engine.Transfer`. Any batch that fails fails all of it."""
+    """One read; see `transfer.engine.Transfer`. It fails with any of its batches."""
 
     def __init__(self, batches: Sequence[MoriBatch], nbytes: int, deadline: float) -> None:
         super().__init__(nbytes, sum(len(batch) for batch in batches), deadline)
@@ -183,14 +183,14 @@ class MoriTransfer(BaseTransfer):
         return any(batch.broken for batch in self.batches)
 
     def fail(self, reason: str) -> None:
-        """End without the bytes, unless it has ended; what is not posted yet never will be."""
+        """Fail, unless it has ended; waiting batches are not posted any more."""
         super().fail(reason)
         for batch in self.batches:
             batch.drop()
         self._settle()
 
     def progress(self, now: float) -> None:
-        """Look at every batch; after a failure, until the bytes have stopped coming."""
+        """Poll every batch, after a failure until nothing is in flight."""
         for batch in self.batches:
             batch.progress()
             if batch.reason:
@@ -200,7 +200,7 @@ class MoriTransfer(BaseTransfer):
             self.fail("deadline")
 
     def abandon(self) -> None:
-        """The engine has been destroyed, and nothing is written after that."""
+        """End: the engine has been destroyed, and nothing is written after that."""
         self.fail("peer_lost")
         self.quiescent = True
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communicator of two ranks: torch.distributed's gloo for host memory, NCCL for GPUs.
 
-Each is made by hand, over a store of its own: torch.distributed's default group belongs to the model. Making
-one blocks, and so do gloo's operations (they never turn completed unless somebody waits), so all of this runs
-on the thread of the pair.
+Each is built by hand, over a store of its own: torch.distributed's default group belongs to the model.
+Building one blocks, and so do gloo's operations (they complete only while a thread waits), so all of this
+runs on the thread of the pair.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 _ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT = threading.Lock()
-"""Every pair is made on a thread of its own, and the environment is the whole process's."""
+"""Pairs are built on threads of their own, and the environment is the whole process's."""
 _POLL_S = 0.0001
 _NEVER = timedelta(days=365)
 
 
 class PairBroken(Exception):
-    """The communicator cannot be used any more: the peer died, stopped, or sent what was not asked for."""
+    """The communicator is unusable: the peer died, stopped, or sent an unexpected message."""
 
 
 class Communicator(Protocol):
-    """Messages between two ranks, in order. Everything raises `PairBroken`."""
+    """Messages between two ranks, in order. Every method raises `PairBroken`."""
 
     def send(self, message: torch.Tensor, tag: int) -> Any:
         """Begin to send; the message must stay as it is until `wait` has returned."""
 
     def receive(self, message: torch.Tensor, tag: int) -> Any:
-        """Begin to receive into the message, which must be as long as the one that comes."""
+        """Begin to receive into the message, which must be as long as the one that arrives."""
 
     def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
-        """Wait for the end of a send or receive: a received message may be read by anybody then. Once
-        `closing` is set, whoever can stop waiting does.
+        """Wait for the end of a send or receive: a received message may be read then. Stops waiting once
+        `closing` is set, where it can.
         """
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class GlooPair:
             return self._group.recv([message], self._other, tag)
 
     def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
-        """A wait that runs out of time closes the connection, so the peer learns of it too."""
+        """Wait. A wait that passes the deadline closes the connection, so the peer notices too."""
         with broken_pair():
             work.wait(time_left(deadline))
 
@@ -87,7 +87,7 @@ class NcclPair:
 
         self._other = 1 - rank
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NEVER  # deadlines are ours: its watchdog would end the process
+        options._timeout = _NEVER  # deadlines are enforced here: its watchdog would end the process
         with broken_pair(), _watchdog_off():
             self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
 
@@ -100,10 +100,10 @@ class NcclPair:
             return self._group.recv([message], self._other, 0)
 
     def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
-        """NCCL works on a stream of its own. Ours waits for that one first, then we for ours (L1).
+        """Wait: our stream for NCCL's own, then the host for ours (L1).
 
-        A kernel that waits for a dead peer holds up whatever CUDA or UCX does to the whole device, so it may
-        not outlive what it was for.
+        A kernel that waits for a dead peer delays everything that CUDA or UCX does to the whole device, so it
+        must not outlive its pair.
         """
         import torch
 
@@ -119,7 +119,7 @@ class NcclPair:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Abort what is in flight; kernels that wait for a dead peer end by this alone."""
+        """Abort what is in flight: the only end of kernels that wait for a dead peer."""
         with broken_pair():
             self._group.abort()
         self._group = None
@@ -127,7 +127,7 @@ class NcclPair:
 
 @contextmanager
 def broken_pair() -> Iterator[None]:
-    """torch.distributed raises RuntimeError, and subclasses of it, for all that can go wrong."""
+    """Translate the RuntimeErrors of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
@@ -136,7 +136,7 @@ def broken_pair() -> Iterator[None]:
 
 @contextmanager
 def _watchdog_off() -> Iterator[None]:
-    """A group made meanwhile does not end the process when its peer dies. Read when a group is made."""
+    """Build groups meanwhile that do not end the process when their peer dies."""
     with _ENVIRONMENT:
         before = os.environ.get(_ASYNC_ERRORS)
         os.environ[_ASYNC_ERRORS] = "0"
@@ -150,5 +150,5 @@ def _watchdog_off() -> Iterator[None]:
 
 
 def time_left(deadline: float) -> timedelta:
-    """Time until the deadline; gloo takes zero for no limit at all."""
+    """Time until the deadline, never zero: that is no limit to gloo."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nccl backend: KV over torch.distributed, for GPUs without RDMA libraries; gloo on CPU, for tests.
 
-NCCL and gloo know only send and receive, so this backend is two-sided inside: a reader asks over a socket,
+NCCL and gloo have only send and receive, so this backend is two-sided: a reader sends requests over a socket,
 and the server's thread gathers the spans into messages that the reader receives and copies out. Every pair of
-ranks has a communicator of its own, made when they meet, and every message carries the id of its read and its
-number: none is ever taken by the order in which it came alone (L10).
+ranks has a communicator of its own, and every message carries the id of its read and its number: none is
+matched by its order alone (L10).
 
 A peer must hold a token from the control channel to be served. What the two libraries send is neither
-encrypted nor authenticated. NCCL's kernels run beside the model's own; where both GPUs are one, NCCL refuses.
+encrypted nor authenticated. NCCL's kernels run beside the model's own; NCCL refuses a pair on one GPU.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class NcclEngine:
         return min((each for each in times if each is not None), default=None)
 
     def close(self) -> None:
-        """End every pair. A thread that waits for a stopped peer ends later, by its deadline; the pool is out
-        of its reach.
+        """End every pair. A thread that waits for a stopped peer ends later, by its deadline, without access
+        to the pool.
         """
         sessions = cast("list[NcclSession]", self._server.sessions)
         pairs: list[NcclPeer | NcclSession] = [*self._peers, *sessions]
@@ -127,7 +127,7 @@ class NcclEngine:
 
 
 def open_backend(options: EngineOptions) -> NcclEngine:
-    """Listen for readers. Raises `BackendUnavailable` without torch.distributed, or if it cannot."""
+    """Listen for readers. Raises `BackendUnavailable` with the reason."""
     reason = probe()
     if reason is not None:
         raise BackendUnavailable(reason)
@@ -138,7 +138,7 @@ def open_backend(options: EngineOptions) -> NcclEngine:
 
 
 def probe() -> str | None:
-    """Why neither gloo nor NCCL works in this process, or None. Which one it takes is the pool's matter."""
+    """Why neither gloo nor NCCL works in this process, or None. The pool decides which is needed."""
     try:
         import torch.distributed as dist
     except ImportError as error:
@@ -149,7 +149,7 @@ def probe() -> str | None:
 
 
 def _fabric(pool: torch.Tensor, explicit: bool) -> str:
-    """What moves the bytes of this pool. Raises `BackendUnavailable` if it is not there."""
+    """The library for this pool. Raises `BackendUnavailable` if it is missing."""
     import torch.distributed as dist
 
     if pool.is_cuda:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread of one pair of ranks, and the store where the two meet.
+"""The thread of one pair of ranks, and the store over which both ends build their communicator.
 
-Either end of a pair that fails is torn down at once, and closing its socket takes the other with it (L11). So
-no message of a broken pair is ever matched with one of a later pair.
+An end that fails is torn down at once, and closing its socket ends the other (L11). So no message of a broken
+pair is ever matched with one of a later pair.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_JOBS = 1024
 """Reads that may wait in one pair."""
 
 GRACE_S = 0.5
-"""How much longer a pair's thread waits than the transfer thread, which is to notice a deadline first."""
+"""The pair's thread waits for this longer than the transfer thread, which must notice a deadline first."""
 
 _SERVER, _READER = 0, 1
 
@@ -49,10 +49,10 @@ Job = Callable[["PairThread"], None]
 
 
 class PairThread:
-    """Builds a communicator and then does one job after another, until it is closed or the pair breaks.
+    """Builds a communicator, then runs jobs in order, until it is closed or the pair breaks.
 
-    `state` and `error` are the thread's to write and anybody's to read; each change wakes `waker`. A thread
-    that waits for a stopped peer ends by its deadline, and holds nothing but messages until then.
+    Only the thread writes `state` and `error`; each change wakes `waker`. A thread that waits for a stopped
+    peer ends by its deadline, and holds nothing but messages until then.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PairThread:
         self._jobs.put_nowait(job)
 
     def close(self) -> None:
-        """Ask the thread to end; gloo does after the message that it is at, NCCL at once."""
+        """Request the thread's end: gloo's comes after the current message, NCCL's at once."""
         self._closing.set()
         try:
             self._jobs.put_nowait(None)  # in case it waits for a job
@@ -98,7 +98,7 @@ class PairThread:
         return self._open().send(message, tag(read_id, number))
 
     def wait(self, work: Any, deadline: float) -> None:
-        """Wait for a message that was begun."""
+        """Wait for the end of a send or receive."""
         self._open().wait(work, deadline, self._closing)
 
     def receive(
@@ -146,7 +146,7 @@ class PairThread:
 
 
 class Rendezvous:
-    """Where a server's end of one pair waits for the reader's: a store on a port of its own."""
+    """The server's end of a pair's store, on a port of its own."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -159,7 +159,7 @@ class Rendezvous:
         return _store(self._host, self.port, deadline, is_master=True, listener=self._listener.detach())
 
     def close(self) -> None:
-        """Give the port back, unless the store has it."""
+        """Close the port, unless the store owns it."""
         self._listener.close()
 
 

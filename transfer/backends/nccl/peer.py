@@ -44,9 +44,10 @@ _MESSAGES = 2
 
 
 class NcclTransfer(BaseTransfer):
-    """One read; see `transfer.engine.Transfer`. `parts` are where the stream goes, message by message.
+    """One read; see `transfer.engine.Transfer`. `parts` are the destinations of the stream, message by
+    message.
 
-    Parts that still come after it has failed are thrown away.
+    Parts that arrive after it has failed are discarded.
     """
 
     def __init__(self, spans: SpanTable, deadline: float) -> None:
@@ -66,7 +67,7 @@ class NcclTransfer(BaseTransfer):
         self._copying += 1
 
     def end_copy(self) -> None:
-        """The pool holds one more part."""
+        """Succeed with the last part: the pool holds one more."""
         self._copying -= 1
         self._left -= 1
         if self._left == 0:
@@ -75,7 +76,7 @@ class NcclTransfer(BaseTransfer):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One part, received and not copied out."""
+    """One part, received and not copied out yet."""
 
     transfer: NcclTransfer
     part: Pieces
@@ -114,7 +115,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
 
     @property
     def finished(self) -> bool:
-        """It is lost, and nothing is being copied for it any more."""
+        """Lost, and no copy of its reads is in flight."""
         return self.state is PeerState.LOST and not self._copies
 
     @property
@@ -125,7 +126,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
         return super().poll() and self._built
 
     def end(self, timeout_s: float) -> None:
-        """Close, and wait for what could still write into the pool, then a while for the thread."""
+        """Close, wait for copies into the pool, then for the thread, at most `timeout_s`."""
         self.close()
         for copy, arrival in self._copies:
             copy.synchronize()
@@ -135,7 +136,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
             self._pair.join(timeout_s)
 
     def read(self, spans: SpanTable, timeout_s: float) -> NcclTransfer:
-        """Ask for a read. Raises ValueError for a span outside either pool, or for too many of them."""
+        """Queue a read. Raises ValueError for a span outside either pool, or for too many of them."""
         check_bounds(spans, self._own_bytes, self._pool_bytes)
         if len(spans) > MAX_PIECES:
             raise ValueError(f"{len(spans)} spans in one read; at most {MAX_PIECES}")
@@ -162,7 +163,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
             self._end(self._pair.error)
 
     def next_deadline(self) -> float | None:
-        """Now, while a GPU copies: it has nothing that could wake us."""
+        """Now, while a GPU copies: that has no descriptor."""
         if self._copies:
             return time.monotonic()
         times = [transfer.deadline for transfer in self.transfers]
@@ -186,7 +187,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
         return reader_end(self._address.host, port, self._address.fabric, self._own_host, self._deadline)
 
     def _receive_first(self, pair: PairThread) -> None:
-        """Prove that the communicator works, and that both ends mean this pair."""
+        """Check that the communicator works, and that both ends mean this pair."""
         for _ in range(_MESSAGES):
             self._free.put(self._staging.new_message())
         first = self._message(self._deadline)
@@ -234,7 +235,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
             self._free.put(arrival.message)
 
     def _ended(self, reason: str) -> None:
-        """The other end notices by the socket."""
+        """End the pair; the other end notices by the socket."""
         super()._ended(reason)
         if self._pair is not None:
             self._pair.close()

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     import torch
 
 _LONGEST_S = 3600.0
-"""Cap of the times that a reader asks for."""
+"""Cap of the durations that a reader requests."""
 
 
 class NcclSession(ServerSession):
-    """One reader, served over a pair's communicator. `hosts`: the host that we bind, and our own."""
+    """One reader, served over a pair's communicator. `hosts`: the one that we bind, and our own."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class NcclSession(ServerSession):
             self.close()
 
     def end(self, timeout_s: float) -> None:
-        """Close, and wait a while for the thread."""
+        """Close, and wait for the thread, at most `timeout_s`."""
         self.close()
         if self._pair is not None:
             self._pair.join(timeout_s)
@@ -83,7 +83,7 @@ class NcclSession(ServerSession):
             continue
 
     def _ended(self, reason: str) -> None:
-        """Its reader notices by the socket."""
+        """End the pair; its reader notices by the socket."""
         super()._ended(reason)
         if self._pair is not None:
             self._pair.close()
@@ -104,7 +104,7 @@ class NcclSession(ServerSession):
             raise ProtocolError("a piece lies outside the pool")
         deadline = time.monotonic() + min(ms / 1000, _LONGEST_S) + GRACE_S
         try:
-            pair.submit(functools.partial(self._answer, read_id, pieces, deadline))
+            pair.submit(functools.partial(self._send_read, read_id, pieces, deadline))
         except queue.Full:
             raise ProtocolError("too many reads at once") from None
         return True
@@ -122,8 +122,8 @@ class NcclSession(ServerSession):
         first = self._staging.fill(self._messages[0], pack_head(pair.pair_id, 0, 0), [])
         pair.wait(pair.send(first, pair.pair_id, 0), deadline)
 
-    def _answer(self, read_id: bytes, pieces: Pieces, deadline: float, pair: PairThread) -> None:
-        """Send the parts of a read; one is gathered while the one before it is under way."""
+    def _send_read(self, read_id: bytes, pieces: Pieces, deadline: float, pair: PairThread) -> None:
+        """Send the parts of a read; one is gathered while the previous one is sent."""
         before: Any = None
         for number, part in enumerate(split(pieces)):
             head = pack_head(read_id, number, sum(length for _, length in part))

@@ -25,13 +25,13 @@ class Copy(Protocol):
 
 
 class Staging(Protocol):
-    """One pair's way to the pool."""
+    """One pair's access to the pool."""
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """What the pair's thread does inside is ordered on a stream of its own."""
+        """Order the work of the pair's thread on a stream of its own."""
 
     def new_message(self) -> torch.Tensor:
-        """Room for the longest message, in the pool's kind of memory."""
+        """Allocate the longest message, in the pool's kind of memory."""
 
     def fill(self, message: torch.Tensor, head: bytes, pieces: Pieces) -> torch.Tensor:
         """Gather pieces of the pool behind a head; returns the part of the message that is to be sent."""
@@ -40,16 +40,16 @@ class Staging(Protocol):
         """The head of a message that has been received."""
 
     def scatter(self, message: torch.Tensor, pieces: Pieces) -> Copy:
-        """Copy a received message out into the pool. It may not be used again before that is over."""
+        """Begin to copy a received message into the pool. It must not be reused before that ends."""
 
 
 def staging(pool: torch.Tensor) -> Staging:
-    """The way to a contiguous pool."""
+    """Access to a contiguous pool."""
     return GpuStaging(pool) if pool.is_cuda else HostStaging(pool)
 
 
 class HostStaging:
-    """A pool in host memory. By numpy: torch would start a pool of threads for every thread that copies."""
+    """A pool in host memory. numpy copies: torch would start a thread pool for every copying thread."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         import torch
@@ -86,17 +86,17 @@ class HostStaging:
 
 
 class FinishedCopy:
-    """A copy in host memory is over when it was made."""
+    """A copy in host memory: it ends before `scatter` returns."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class GpuStaging:
-    """A pool on a GPU. Copies out of messages go by a second stream, on the transfer thread."""
+    """A pool on a GPU. Copies out of messages use a second stream, on the transfer thread."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         import torch

@@ -17,7 +17,7 @@ from kvferry.transfer.backends.common.handshake import HandshakeAddress, Protoco
 ID_BYTES = 16
 MAX_PIECES = 1 << 20
 PART_BYTES = 8 << 20
-"""Most bytes of a pool in one message."""
+"""Maximum of a pool's bytes in one message."""
 
 HELLO = struct.Struct(f"<{ID_BYTES}sI")
 """Id of the new pair, milliseconds to build it in."""
@@ -59,7 +59,7 @@ def tag(read_id: bytes, number: int) -> int:
 
 
 def split(pieces: Iterable[tuple[int, int]], limit: int = PART_BYTES) -> list[Pieces]:
-    """The stream of pieces in parts of at most `limit` bytes; both ends come to the same parts."""
+    """Split the stream of pieces into parts of at most `limit` bytes, the same at both ends."""
     parts: list[Pieces] = []
     room = 0
     for offset, length in pieces:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two pools as NIXL sees them: rows of equal units, described once per peer and named by number in a read.
 
-To make a read of numbers takes a sixth of the time or less that one of addresses takes, whose rows NIXL
-checks one by one each time: 40 instead of 280 µs of CPU for 512 scattered blocks (NIXL 1.5.1, UCX over shared
-memory). NIXL merges neighbouring units itself, so nothing is lost on spans that were merged before: a run of
-512 blocks took 15 instead of 220 µs. A row of units is one strided descriptor, so its length costs nothing.
+Preparing a read of numbers takes a sixth of the time or less of one of addresses, whose rows NIXL checks each
+time: 40 instead of 280 µs of CPU for 512 scattered blocks (NIXL 1.5.1, UCX over shared memory). NIXL merges
+neighbouring units itself, so nothing is lost on spans that were merged before: a run of 512 blocks took 15
+instead of 220 µs. A row of units is one strided descriptor, so its length costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Indices = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class NixlPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pool lies in its owner's address space. `kind` is NIXL's memory type."""
+    """A pool in its owner's address space. `kind` is NIXL's memory type."""
 
     address: MemoryAddress
     nbytes: NumBytes
@@ -32,8 +32,8 @@ class NixlPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
 class DescriptorLists:
     """Our pool and one peer's. `agent` is NIXL's, `name` the peer's there.
 
-    The unit is the longest that all reads so far are made of: of two given TP sizes always the same, found
-    by the first read or, if that was a lucky run of blocks, by one soon after.
+    The unit is the longest that divides all spans so far: for two given TP sizes always the same, found by
+    the first read or, if that was a run of adjacent blocks, by a later one.
     """
 
     def __init__(self, agent: Any, name: str, ours: NixlPoolAddress, theirs: NixlPoolAddress) -> None:
@@ -45,8 +45,8 @@ class DescriptorLists:
         self._prepared: list[tuple[Any, Any]] = []
 
     def make_read(self, spans: SpanTable) -> Any:
-        """A handle of a read of one span at least. Raises ValueError for a span outside the peer's pool or
-        ours, and what NIXL raises.
+        """Prepare a read of at least one span. Raises ValueError for a span outside the peer's pool or ours,
+        and NIXL's errors.
         """
         check_bounds(spans, self._ours.nbytes, self._theirs.nbytes)
         unit = int(np.gcd(self._unit, np.gcd.reduce(spans, axis=None)))
@@ -65,7 +65,7 @@ class DescriptorLists:
         )
 
     def release(self) -> None:
-        """Before the peer is removed or the agent destroyed. Raises what NIXL raises."""
+        """Release the handles, before the peer is removed or the agent destroyed. Raises NIXL's errors."""
         agent, self._agent = self._agent, None
         prepared, self._prepared = self._prepared, []
         for pair in prepared:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nixl backend: one-sided reads through NIXL's UCX plugin (shared memory, RDMA, or TCP).
 
-Its progress thread stays off, as it keeps a core busy; so both ends must be polled, the target too.
+Its progress thread stays off, as it keeps a core busy; so both ends must be polled, producers too.
 Releasing a handle does not stop a transfer (docs/sources.md#nixl), so a handle is kept until NIXL
 reports DONE or ERR: only then, or once the whole agent is gone, is the destination quiescent. NIXL has no
 deadline of its own.
 
-NIXL does not authenticate readers: whoever has an agent's metadata can read its registered memory.
+NIXL does not authenticate readers: an agent's metadata is enough to read its registered memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SETTLE_STEP_S = 0.001
 class NixlAddress(
     msgspec.Struct, frozen=True, kw_only=True, rename={"canary": "proof", "canary_address": "proof_address"}
 ):
-    """What a reader needs: NIXL's own metadata, and where a copy of `canary` can be read as a first test."""
+    """What a reader needs: NIXL's own metadata, and the address of a copy of `canary`."""
 
     metadata: bytes
     canary: bytes
@@ -74,10 +74,10 @@ class NixlTransfer(BaseTransfer):
         self._handle: Any = None
 
     def post(self, make: Callable[[], Any]) -> None:
-        """Begin what `make` returns a handle of. A failure to do so is a failed transfer like any other.
+        """Post the handle that `make` returns. An error is a failed transfer like any other.
 
-        What is asked for was checked by the time there is a handle. So one that cannot be posted, whatever
-        NIXL says of it, means that the peer or its memory is gone: UCX opens a GPU's memory only now.
+        `make` has checked the request. So a handle that cannot be posted, whatever error NIXL reports, means
+        that the peer or its memory is gone: UCX opens a GPU's memory only now.
         """
         try:
             self._handle = make()
@@ -88,10 +88,10 @@ class NixlTransfer(BaseTransfer):
             state = self._api.agent.transfer(self._handle)
         except self._api.errors:
             state = "ERR"
-        self._take(state)
+        self._update(state)
 
     def progress(self, now: float) -> None:
-        """Ask NIXL how far it is; after a failure of ours, until the bytes have stopped coming."""
+        """Poll NIXL; after a cancel or deadline, until nothing is in flight."""
         if self.quiescent:
             return
         try:
@@ -99,17 +99,17 @@ class NixlTransfer(BaseTransfer):
         except self._api.errors as error:
             self._failed(_reason(error))
             return
-        self._take(state)
+        self._update(state)
         if not self.quiescent and self.deadline <= now:
             self.fail("deadline")
 
     def abandon(self) -> None:
-        """The agent is about to be destroyed, and nothing is written after that."""
+        """End: the agent is about to be destroyed, and nothing is written after that."""
         self.fail("peer_lost")
         self.quiescent = True
         self._handle = None
 
-    def _take(self, state: str) -> None:
+    def _update(self, state: str) -> None:
         if state == "DONE":
             self.succeed()
             self._release()
@@ -117,13 +117,13 @@ class NixlTransfer(BaseTransfer):
             self._failed("peer_lost")
 
     def _failed(self, reason: str) -> None:
-        """NIXL says so; what we decided earlier stands."""
+        """End as NIXL reported, unless it has ended already."""
         self._api.failed = True
         self.fail(reason)
         self._release()
 
     def _release(self) -> None:
-        """NIXL is through with it."""
+        """Release the handle: nothing is in flight."""
         self.quiescent = True
         handle, self._handle = self._handle, None
         if handle is None:
@@ -136,7 +136,7 @@ class NixlTransfer(BaseTransfer):
 
 
 class NixlPeer:
-    """One producer rank; see `transfer.engine.Peer`. Its proof is read first, so it is known to answer."""
+    """One producer rank; see `transfer.engine.Peer`. Its canary is read first, so it is known to answer."""
 
     def __init__(
         self, engine: NixlEngine, name: str, lists: DescriptorLists, address: NixlAddress, timeout_s: float
@@ -179,7 +179,7 @@ class NixlEngine:
         self._registrations = [self.register_host(self._canary)]
 
     def admit(self, secret: bytes) -> None:
-        """NIXL has no way to check a token."""
+        """Do nothing: NIXL checks no token."""
 
     def register(self, pool: torch.Tensor) -> Region:
         region = NixlRegion(pool)
@@ -215,11 +215,11 @@ class NixlEngine:
         return self._post(client, transfer, lambda: client.lists.make_read(spans))
 
     def register_host(self, buffer: _Bytes) -> Any:
-        """Make a buffer in host memory known to NIXL; returns what takes it back."""
+        """Register a buffer in host memory; returns the handle to deregister it."""
         return self._api.agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
 
     def read_canary(self, peer: NixlPeer, address: int, timeout_s: float) -> NixlTransfer:
-        """Begin to read a peer's proof into its landing."""
+        """Begin to read a peer's canary into its bounce buffer."""
         agent = self._api.agent
         ours = agent.get_xfer_descs([(peer.bounce_buffer.ctypes.data, _CANARY_BYTES, 0)], "DRAM")
         theirs = agent.get_xfer_descs([(address, _CANARY_BYTES, 0)], "DRAM")
@@ -227,7 +227,7 @@ class NixlEngine:
         return self._post(peer, transfer, lambda: agent.initialize_xfer("READ", ours, theirs, peer.name))
 
     def progress(self) -> None:
-        self._api.agent.get_new_notifs()  # what drives the worker, for the peers that read from us too
+        self._api.agent.get_new_notifs()  # drives the worker, for the peers that read from us too
         now = time.monotonic()
         for peer in self._peers:
             for transfer in peer.transfers:
@@ -239,7 +239,7 @@ class NixlEngine:
         return None
 
     def next_deadline(self) -> float | None:
-        """It is polled anyhow while it has work."""
+        """None: it is polled while it has work."""
         return None
 
     def close(self) -> None:
@@ -249,8 +249,9 @@ class NixlEngine:
         for peer in self._peers:
             self._api.release(peer.lists)
         if self._api.failed and not transfers:
-            # Nothing can write into the pool any more, so the agent need not go; what peers could read goes.
-            self._api.keep([*self._registrations, *(peer.registration for peer in self._peers)])
+            # Nothing can write into the pool any more, so the agent may stay; what peers could read is
+            # deregistered.
+            self._api.leak([*self._registrations, *(peer.registration for peer in self._peers)])
         else:
             self._api.close()
         self._peers.clear()
@@ -258,7 +259,7 @@ class NixlEngine:
             transfer.abandon()
 
     def _settle(self) -> list[NixlTransfer]:
-        """Give UCX a moment to end what a dead peer left in flight; returns the reads that did not end."""
+        """Let UCX end what a dead peer left in flight; returns the reads that did not end."""
         until = time.monotonic() + _SETTLE_S
         while True:
             self._api.drive()
@@ -302,8 +303,9 @@ class _Api:
     def __init__(self, name: str) -> None:
         self.failed = False  # NIXL has reported a failed transfer, so an endpoint may be broken
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        # To learn of memory that goes, UCX would rewrite libc's mmap and its like while other threads may be
-        # in them: a pause of 50 ms for each, and a race (openucx/ucx#11112). We deregister before we free.
+        # To notice freed memory, UCX would patch libc's mmap and the like while other threads may be in them:
+        # a pause of 50 ms for each, and a race (openucx/ucx#11112). Memory is deregistered before it is
+        # freed.
         os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
         try:
             import nixl._bindings as bindings
@@ -329,25 +331,25 @@ class _Api:
             return
 
     def release(self, lists: DescriptorLists) -> None:
-        """Let go of prepared lists; NIXL may have dropped those of a peer that died."""
+        """Release prepared lists; NIXL may have dropped those of a peer that died."""
         try:
             lists.release()
         except self.errors:
             return
 
     def drive(self) -> None:
-        """Advance the worker on the way out, when an error has nobody left to act on it."""
+        """Advance the worker at shutdown, where errors no longer matter."""
         try:
             self.agent.get_new_notifs()
         except self.errors:
             return
 
-    def keep(self, registrations: Sequence[Any]) -> None:
-        """Let go of the agent without destroying it, which leaks it for the life of the process on purpose.
+    def leak(self, registrations: Sequence[Any]) -> None:
+        """Drop the agent without destroying it: it leaks for the life of the process, on purpose.
 
         Where a peer died with reads in flight, destroying UCX's worker can abort the whole process
         (`arbiter.c:36 Assertion ucs_arbiter_group_is_empty`). The agent has no thread of its own, so nothing
-        drives the one that is left; its memory is deregistered.
+        drives it any more; its memory is deregistered.
         """
         for registration in registrations:
             try:

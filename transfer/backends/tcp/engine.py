@@ -106,5 +106,5 @@ def open_backend(options: EngineOptions) -> TcpEngine:
 
 
 def probe() -> str | None:
-    """Sockets work everywhere."""
+    """None: sockets work everywhere."""
     return None

@@ -2,7 +2,7 @@
 """The reading side of the tcp backend: one connection to one producer rank, kept open.
 
 Only `progress` on the transfer thread ever writes into the pool, so a transfer that has failed is
-quiescent at once: what is still in flight for it is read into a scratch buffer, or dies with the socket.
+quiescent at once: what is still in flight for it is read into a scratch buffer, or lost with the socket.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class TcpTransfer(BaseTransfer):
         self.unfilled.clear()
 
     def finish(self) -> None:
-        """Every byte is in the buffers."""
+        """Succeed, unless it has ended: every byte is in the buffers."""
         if self._status is Status.PENDING:
             self._memory.commit(self._spans, self._buffers)
             self.succeed()
 
     def advance(self, nbytes: int) -> None:
-        """The next `nbytes` bytes are in the buffers."""
+        """Mark the next `nbytes` bytes as filled."""
         while nbytes:
             view = self.unfilled.popleft()
             if nbytes < len(view):
@@ -91,7 +91,7 @@ class TcpPeer(HandshakePeer[TcpTransfer]):
         return transfer
 
     def progress(self, now: float) -> None:
-        """End what has passed its deadline. A transfer that did takes the connection with it."""
+        """Fail what has passed its deadline. A transfer that has ends the connection."""
         super().progress(now)
         for transfer in list(self.transfers):
             if transfer.deadline <= now:
@@ -103,7 +103,7 @@ class TcpPeer(HandshakePeer[TcpTransfer]):
         return min((each for each in times if each is not None), default=None)
 
     def _accepted(self, welcome: bytes) -> None:
-        """Reads need nothing but the connection."""
+        """Do nothing: reads need only the connection."""
 
     def _receive(self) -> None:
         budget = TURN_BYTES

@@ -73,7 +73,7 @@ class ScriptedLibrary:
         self.bounce_buffer[:] = np.frombuffer(canary, dtype=np.uint8)
         self.ended[max(self.posted)] = Status.DONE
 
-    def flying(self) -> list[int]:
+    def in_flight(self) -> list[int]:
         return [batch for batch in self.posted if batch not in self.ended]
 
 
@@ -105,7 +105,7 @@ class Rig:
         """A peer that has proven itself."""
         peer = self.connect(**where)
         library = self.libraries[-1]
-        self.until(lambda: bool(library.flying()))
+        self.until(lambda: bool(library.in_flight()))
         library.prove()
         self.until(peer.poll)
         return peer, library
@@ -141,8 +141,8 @@ def test_no_more_reads_fly_than_mooncake_queues(rig: Rig) -> None:
     transfer = rig.engine.read(peer, spans(3 * WINDOW), 10.0)
     most = 0
     while transfer.poll() is Status.PENDING:
-        most = max(most, len(library.flying()))
-        library.ended[library.flying()[0]] = Status.DONE
+        most = max(most, len(library.in_flight()))
+        library.ended[library.in_flight()[0]] = Status.DONE
         rig.engine.progress()
     assert most == WINDOW
     assert len(library.posted) == 3 * WINDOW + 1
@@ -152,7 +152,7 @@ def test_a_failed_piece_fails_the_transfer_which_is_quiescent_when_the_others_ha
     """X11: one status is not the status of all."""
     peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(4), 10.0)
-    first, second, third, last = library.flying()
+    first, second, third, last = library.in_flight()
     library.ended.update({last: Status.DONE, second: Status.FAILED})
     rig.engine.progress()
     assert (transfer.poll(), transfer.reason, transfer.quiescent) == (Status.FAILED, "peer_lost", False)
@@ -168,8 +168,8 @@ def test_what_passes_its_deadline_stays_unquiescent_for_as_long_as_mooncake_read
     transfer = rig.engine.read(peer, spans(2 * WINDOW), 0.0)
     rig.until(lambda: transfer.poll() is Status.FAILED)
     assert (transfer.reason, transfer.quiescent) == ("deadline", False)
-    assert len(library.flying()) == WINDOW  # and nothing more is posted for it
-    library.ended.update(dict.fromkeys(library.flying(), Status.DONE))
+    assert len(library.in_flight()) == WINDOW  # and nothing more is posted for it
+    library.ended.update(dict.fromkeys(library.in_flight(), Status.DONE))
     rig.engine.progress()
     assert transfer.quiescent
     assert transfer.poll() is Status.FAILED
@@ -192,7 +192,7 @@ def test_a_producer_that_hangs_while_it_is_opened_holds_nobody_up(rig: Rig) -> N
     rig.hang = False
     peer, library = rig.connected(segment="127.0.0.1:3")
     transfer = rig.engine.read(peer, spans(1), 10.0)
-    library.ended.update(dict.fromkeys(library.flying(), Status.DONE))
+    library.ended.update(dict.fromkeys(library.in_flight(), Status.DONE))
     rig.until(lambda: transfer.poll() is Status.DONE)
     with pytest.raises(PeerUnreachable, match="deadline"):
         rig.until(stuck.poll)
@@ -201,7 +201,7 @@ def test_a_producer_that_hangs_while_it_is_opened_holds_nobody_up(rig: Rig) -> N
     hanging.may_open.set()
     rig.until(lambda: bool(hanging.posted))
     hanging.prove()
-    rig.until(lambda: not stuck.opening and stuck.idle)  # type: ignore[attr-defined]
+    rig.until(lambda: not stuck.opening and stuck.finished)  # type: ignore[attr-defined]
     again = rig.connect()
     rig.until(lambda: len(hanging.posted) == 2)  # its engine is used again
     hanging.prove()
@@ -220,7 +220,7 @@ def test_an_engine_closed_while_a_producer_hangs_gives_the_pool_back(rig: Rig) -
 def test_a_peer_that_is_not_the_one_described_is_refused(rig: Rig) -> None:
     peer = rig.connect()
     library = rig.libraries[-1]
-    rig.until(lambda: bool(library.flying()))
+    rig.until(lambda: bool(library.in_flight()))
     library.prove(b"\1" * CANARY_BYTES)
     with pytest.raises(PeerUnreachable, match="not the one"):
         rig.until(peer.poll)
@@ -245,7 +245,7 @@ def test_a_closed_peer_is_kept_until_its_reads_have_ended(rig: Rig) -> None:
     assert (transfer.poll(), transfer.quiescent) == (Status.FAILED, False)
     rig.connect(segment="127.0.0.1:5")
     assert rig.libraries[-1] is not library
-    library.ended.update(dict.fromkeys(library.flying(), Status.DONE))
+    library.ended.update(dict.fromkeys(library.in_flight(), Status.DONE))
     rig.engine.progress()
     assert transfer.quiescent
 
