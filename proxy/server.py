@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as a running process: its sockets, its tasks, and the order in which they end."""
+"""The composition root: wires the proxy's parts, and owns its sockets, tasks, and their order at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CLIENT_KEEPALIVE_S = 75
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What opens which door; read once, before any socket is bound."""
+    """Keys and certificates; read once, before any socket is bound."""
 
     cluster: ClusterKey | None
     clients: ApiKeys | None
@@ -209,7 +209,7 @@ async def serving(
 
 @contextmanager
 def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[socket.socket]:
-    """A listening TCP socket; IPv6 where the host is an IPv6 address.
+    """Open a listening TCP socket; IPv6 where the host is an IPv6 address.
 
     With `shared`, other processes of this user may listen on the same port, and the kernel spreads
     connections over them.
@@ -220,13 +220,13 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[
 
 
 def base_url(config: ProxyConfig, port: int) -> str:
-    """The URL of the proxy that listens on `port`."""
+    """Return the URL of the proxy that listens on `port`."""
     scheme = "http" if config.tls_cert is None else "https"
     return f"{scheme}://{host_port(config.host, port)}"
 
 
 def fleet_settings(config: ProxyConfig) -> FleetSettings:
-    """Return the part of the settings that is the fleet's."""
+    """Return the fleet's settings."""
     return FleetSettings(
         rules=AddressRules(config.allow_address, tls_only=config.agent_ca is not None),
         breakers=BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s),
@@ -241,7 +241,7 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
 
 
 def discovery_settings(config: ProxyConfig, keys: Keys) -> DiscoverySettings:
-    """Return the part of the settings that is discovery's. Raises `OSError` and `BadEngineServer`."""
+    """Return discovery's settings. Raises `OSError` and `BadEngineServer`."""
     return DiscoverySettings(
         host=config.host,
         port=config.discovery_port,

@@ -93,9 +93,9 @@ class RejectReason(enum.StrEnum):
 
     ADDRESS = "its address or control address is outside --allow-address"
     PLAINTEXT = "its address is not https, which --agent-ca asks for"
-    STALE = "a later ping of this incarnation was heard before"
-    RETIRED = "this incarnation said bye, or another one took its address"
-    FULL = "this proxy knows as many agents as it can"
+    STALE = "a later ping of this incarnation has arrived before"
+    RETIRED = "this incarnation has left, or was replaced at its address"
+    FULL = "this proxy has registered as many agents as it can"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class IncompatiblePair(NamedTuple):
 
 
 def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
-    """The first reason why the two cannot serve a request together, or None. One agent pairs with itself."""
+    """Return the first reason why the two cannot serve a request together. An agent pairs with itself."""
     if prefill.dialect != decode.dialect or prefill.dialect not in SUPPORTED:
         return Mismatch.DIALECT
     if prefill.model != decode.model:
@@ -92,13 +92,13 @@ def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
 
 
 def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
-    """The transfer backends that both list and that work between their hosts."""
+    """Return the transfer backends that both list and that work between their hosts."""
     both = frozenset(prefill.transfers) & frozenset(decode.transfers)
     return both if prefill.host_id == decode.host_id else both - ONE_HOST_TRANSFERS
 
 
 def incompatible_pairs(snapshot: Snapshot) -> Iterator[IncompatiblePair]:
-    """Every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
+    """Yield every two agents of one model that are up but cannot be paired. Quadratic: not for routing.
 
     Agents of different models are no pair that anybody would miss.
     """

@@ -88,7 +88,7 @@ class Fleet:
         self.registry.leg_succeeded(agent)
 
     def leg_failed(self, agent: Incarnation) -> None:
-        """Report to the agent's circuit breaker that it was lost, timed out, or answered nonsense."""
+        """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
         self.registry.leg_failed(agent, self.clock())
 
     def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:

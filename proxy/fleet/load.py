@@ -72,7 +72,7 @@ class Loads:
         return (limit is None or now + count <= limit) and self._has_blocks(node)
 
     def _has_blocks(self, node: Node) -> bool:
-        """Whether blocks are left for one more, if what it was given since its ping takes the usual share."""
+        """Return whether blocks are left for one more, if those sent since its ping take the usual share."""
         load = node.info.load
         if not load.kv_blocks_total:
             return True  # not reported

@@ -181,7 +181,7 @@ def dashboard_page(
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
-    """OpenAI's list of the models that a ready agent serves, with the longest context among its agents."""
+    """Return OpenAI's list of the models that ready agents serve, with the longest context among these."""
     lengths: dict[str, int] = {}
     for node in snapshot.nodes:
         if node.state is NodeState.READY and node.info.dialect in SUPPORTED:
@@ -195,7 +195,7 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def readiness(snapshot: Snapshot) -> dict[str, Any]:
-    """Whether a pair can serve any model, and for each model that cannot be served, why."""
+    """Return whether a pair can serve any model, and for each model that cannot be served, why."""
     named = {node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED}
     models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons = {model: can_serve(snapshot, model) for model in models}
@@ -204,8 +204,7 @@ def readiness(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def nodes_page(view: FleetView) -> dict[str, Any]:
-    """Every known agent, every pair of them that is incompatible and every agent that was rejected, with the
-    reason."""
+    """Return every known agent, and every incompatible pair and rejected agent with the reason."""
     refused = [
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
         for pair in incompatible_pairs(view.snapshot)
@@ -216,7 +215,7 @@ def nodes_page(view: FleetView) -> dict[str, Any]:
 
 
 def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """The agents as Prometheus' HTTP service discovery wants them, labelled with their role and model."""
+    """Return the agents for Prometheus' HTTP service discovery, labelled with their role and model."""
     return [
         {
             "targets": [urlsplit(node.info.address).netloc],
@@ -274,11 +273,11 @@ def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
 
 
 def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
-    """Why no request goes to this agent, or None if one could."""
+    """Return why no request is routed to this agent, or None if one could be."""
     if node.info.dialect not in SUPPORTED:
         return Mismatch.DIALECT.value
     if node.state is not NodeState.READY:
-        return f"it is {node.state.value}"
+        return f"its state is {node.state.value}"
     reasons = [
         why for leg in ("prefill", "decode") if node.serves(leg) for why in _apart(node, leg, snapshot)
     ]
@@ -288,7 +287,7 @@ def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
 
 
 def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[str | None]:
-    """For each ready agent of the other leg, what keeps it from serving with this one, if anything."""
+    """Yield, for each ready agent of the other leg, why it cannot serve with this one, or None."""
     for other in snapshot.nodes:
         if leg == "prefill" and other.serves("decode"):
             yield _keeps_apart(node.info, other.info)

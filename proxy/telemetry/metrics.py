@@ -201,11 +201,11 @@ class Metrics:
         )
 
     def requests_in_flight(self) -> dict[str, int]:
-        """Requests now in each phase that any request has been in."""
+        """Return the requests now in each phase that any request has been in."""
         return self.in_flight.counts()
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

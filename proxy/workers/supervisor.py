@@ -285,7 +285,7 @@ class Supervisor:
         return totals
 
     def _view(self) -> FleetView:
-        """The fleet as all workers see it."""
+        """Return the fleet as all workers together see it."""
         now = self._clock()
         snapshot = self._registry.snapshot(now)
         reports = list(self._reports())
@@ -422,7 +422,7 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 
 
 def _merged(node: Node, statuses: Sequence[AgentStatus]) -> Node:
-    """The agent as pings show it, and what the worst off of the workers found."""
+    """Combine what pings show of an agent with the worst that any worker found."""
     breaker = max((each.breaker for each in statuses), key=_BREAKERS.index, default=BreakerState.CLOSED)
     state = node.state
     if state is NodeState.READY:

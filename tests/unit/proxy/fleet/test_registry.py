@@ -99,7 +99,7 @@ def test_a_new_incarnation_takes_the_address_and_the_old_one_stays_out() -> None
     registry.register(old, 0.0)
     assert registry.register(new, 1.0) is None
     assert states(registry, 1.0) == {new.incarnation: NodeState.READY}
-    assert "another one took its address" in (registry.register(old, 1.1) or "")
+    assert "was replaced at its address" in (registry.register(old, 1.1) or "")
     assert states(registry, 1.1) == {new.incarnation: NodeState.READY}
 
 

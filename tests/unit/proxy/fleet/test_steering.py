@@ -229,7 +229,7 @@ async def test_a_drained_agent_finishes_and_gets_nothing_new(stage: Stage) -> No
     await drained.until(lambda: drained.running)
     told = await command(stage, drained, "drain")
     assert (told["state"], told["drained"], told["in_flight"]) == ("draining", True, 1)
-    assert told["not_paired"] == "it is draining"
+    assert told["not_paired"] == "its state is draining"
     acks = drained.acks
     await drained.until(lambda: drained.acks > acks + 1)  # its pings say ready all the while
     for _ in range(4):
