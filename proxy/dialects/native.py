@@ -260,14 +260,14 @@ def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator
     if prefill.params is None:
         for choice in prefill.whole.choices:
             text = (choice.message.content or "") if request.chat else choice.text
-            made = _choice(request, choice.index, text, choice.logprobs, choice.finish_reason)
+            made = _chunk_choice(request, choice.index, text, choice.logprobs, choice.finish_reason)
             if request.return_token_ids:
                 made["token_ids"] = choice.token_ids
                 if choice.margins:
                     made["margins"] = choice.margins
             yield made
     for index, token in enumerate(prefill.first_tokens):
-        made = _choice(request, index, token.text, token.logprobs, token.finish_reason)
+        made = _chunk_choice(request, index, token.text, token.logprobs, token.finish_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]
             if token.logprobs is not None:
@@ -275,7 +275,7 @@ def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator
         yield made
 
 
-def _choice(
+def _chunk_choice(
     request: ClientRequest,
     index: int,
     text: str,

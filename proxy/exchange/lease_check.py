@@ -22,6 +22,7 @@ from types import TracebackType
 
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.telemetry import prometheus_text
 from kvferry.proxy.wire.messages import Register
 
 logger = logging.getLogger(__name__)
@@ -105,18 +106,4 @@ class LeaseCheck:
         except ProxyError as error:
             logger.info("expired leases cannot be counted: %s", error)
             return None
-        return count_in(exposition, self._counter or "")
-
-
-def count_in(exposition: bytes, counter: str) -> float | None:
-    """The sum of a counter's samples in Prometheus' text format; None when there is none."""
-    name = counter.encode()
-    values = [
-        line.rsplit(b" ", 1)[1]
-        for line in exposition.splitlines()
-        if line.startswith((name + b" ", name + b"{"))
-    ]
-    try:
-        return sum(map(float, values)) if values else None
-    except ValueError:
-        return None
+        return prometheus_text.total(exposition, self._counter or "")

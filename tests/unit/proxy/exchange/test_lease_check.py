@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict, count_in
+from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
@@ -82,10 +82,3 @@ async def test_a_lease_began_no_later_than_a_sixth_before_the_answer_and_not_bef
     quick = watch(upstream, server, 0.0, sent_at=at - 1, answered_at=at)
     assert slow.sure_until - at == pytest.approx(LEASE_S * 4 / 6)
     assert quick.sure_until - at == pytest.approx(LEASE_S * 5 / 6 - 1)
-
-
-def test_a_counters_samples_are_added_up() -> None:
-    text = b'# HELP a_total x\na_total{rank="0"} 2.0\na_total{rank="1"} 1.0\na_total_more 9.0\n'
-    assert count_in(text, "a_total") == 3.0
-    assert count_in(text, "b_total") is None
-    assert count_in(b"a_total what\n", "a_total") is None

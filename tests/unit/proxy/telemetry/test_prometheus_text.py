@@ -30,6 +30,8 @@ def test_only_samples_of_the_names_asked_for_are_returned() -> None:
 
 def test_a_counters_samples_are_added_up() -> None:
     assert total(PAGE, "a_total") == 3.0
+    text = b'# HELP a_total x\na_total{rank="0"} 2.0\na_total{rank="1"} 1.0\na_total_more 9.0\n'
+    assert total(text, "a_total") == 3.0 and total(text, "b_total") is None
     assert total(PAGE, "a") is None
 
 
