@@ -84,9 +84,12 @@ class NativeAttempt(Attempt):
             await self._receive(self._open_last(native.alone_body(self._request, self._ids)), sink)
             return
         async with self._early_leg() as early:
+            # 2. Prefill leg.
             prefill = await (self._prefill() if early is None else early.run_beside(self._prefill()))
+            # 3. First token.
             if self._request.stream and (news := self._progress.begin(prefill)):
                 sink.write(native.first_events(self._request, self._ids, prefill, news))
+            # 4. Decode leg, unless every choice has ended with token 1.
             if prefill.params is None:
                 self._complete(prefill, sink)
             elif early is None:
@@ -144,7 +147,7 @@ class NativeAttempt(Attempt):
         return prefill
 
     def _complete(self, prefill: NativePrefill, sink: ResponseSink) -> None:
-        """End the response with the prefill leg's: every choice has ended with token 1."""
+        """End the response with that of the prefill leg."""
         if self._request.stream:
             sink.write(native.closing_events(self._request, self._ids, prefill))
         else:

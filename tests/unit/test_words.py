@@ -39,6 +39,7 @@ CLEAN = [
         "proxy/cli.py",
         "proxy/state_machine.py",
         "proxy/dialects",
+        "proxy/exchange",
         "proxy/http",
         "proxy/wire",
         "proxy/ids.py",
