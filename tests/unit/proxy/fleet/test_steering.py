@@ -144,7 +144,7 @@ async def test_an_agent_that_keeps_failing_is_left_alone_until_a_probe_succeeds(
     while failing.faults:
         assert (await stage.ask(BODY))[0] == 200, "retried elsewhere, unseen"
     told = await node(stage, failing)
-    assert (told["state"], told["breaker"], told["not_paired"]) == ("tripped", "open", "it is tripped")
+    assert (told["state"], told["breaker"], told["not_paired"]) == ("tripped", "open", "its state is tripped")
     for _ in range(4):
         assert (await stage.ask(BODY))[0] == 200
     assert len(failing.asked) == 3 and len(sound.asked) >= 7
