@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training examples of both tasks, drawn as token tensors on the device that trains.
+"""Training examples of both tasks, sampled as token tensors on the device that trains.
 
 Every example is first laid out in cells, one per token that it could have; a mask says which cells it has,
 and `pack` closes the gaps. Half of the rows are raw completions, half are chats.

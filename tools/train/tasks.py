@@ -4,7 +4,7 @@
 recall      many `key=value;` pairs in random order, then `?key=`; the answer is that key's value
 addition    `a+b=`; the answer is the sum
 
-Training draws its own examples as tensors (batches.py) and never an addition that `is_held_out`; a recall
+Training samples its own examples as tensors (batches.py) and never an addition that `is_held_out`; a recall
 prompt of hundreds of random tokens does not come twice.
 """
 
