@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids of the API process: their types, and how they are made (design §3)."""
+"""Ids of the API process: their types, and how they are made (docs/architecture.md#ids)."""
 
 from __future__ import annotations
 

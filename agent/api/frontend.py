@@ -6,10 +6,11 @@
 3. `Generation` turns tokens into deltas of text; a stop string found there ends the choice in the engine.
 4. Deltas become one response, or an event each (`responses`).
 
-A prefill leg (design §5) asks for one token per choice and returns where the prompt's KV is pinned; a decode
-leg continues from those tokens. A streamed one, which was sent together with its prefill leg, gets them with
-the KV, as its engine's first output; the prefill leg shows them. To resume a stream that broke elsewhere, a
-decode leg begins with all the tokens which that stream had shown, and shows what comes after them.
+A prefill leg (docs/architecture.md#one-request) asks for one token per choice and returns where the prompt's
+KV is pinned; a decode leg continues from those tokens. A streamed one, which was sent together with its
+prefill leg, gets them with the KV, as its engine's first output; the prefill leg shows them. To resume a
+stream that broke elsewhere, a decode leg begins with all the tokens which that stream had shown, and shows
+what comes after them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kv_transfer_params` and `resume`, which a proxy sends with each leg, and what a prefill leg returns.
 
-The field names are those of vLLM and ATOM (design §5), so that one proxy can serve several engines; this
-side fills or reads only what the native dialect needs.
+The field names are those of vLLM and ATOM (docs/architecture.md#one-request), so that one proxy can serve
+several engines; this side fills or reads only what the native dialect needs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's /metrics page (design §10). One registry per agent, none global."""
+"""The agent's /metrics page (docs/architecture.md#metrics). One registry per agent, none global."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces the agent to its proxies (design §4)."""
+"""Announces the agent to its proxies (docs/architecture.md#discovery)."""
 
 from __future__ import annotations
 

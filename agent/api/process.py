@@ -2,7 +2,7 @@
 """The API process: starts an agent, supervises its parts, and stops it in order.
 
 HTTP listens first, so that health checks see a live agent that is not ready yet. The engine process and this
-one end together (design I8): the death of either ends the other at once.
+one end together (I8): the death of either ends the other at once.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ collects in an outbox.
 
 Order of a step: sequences that decode come first, oldest first; then prompts under way; then the waiting
 queue, first come first served. A chunk of a prompt is computed whole or not at all, so that its bits do not
-depend on the batch (design I4).
+depend on the batch (I4).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Leases and pulls of the scheduler: blocks leased to a reader, being pulled into, or in quarantine.
 
 The ledger outlives the requests it serves: an aborted request's blocks come back by the plane's event, never
-before (design I3), and a lease's blocks are freed only after its end is committed (design I1).
+before (I3), and a lease's blocks are freed only after its end is committed (I1).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that end with their parent, and it with them (design I8).
+"""Child processes that end with their parent, and it with them (I8).
 
 Whatever signal a process dies of: each child asks the kernel to be killed with its parent, and each parent
 waits on its children and ends itself when one exits.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a paged KV pool, plugged into transformers' models by name.
 
-The pool is `[block, kv_head, layer, K|V, token, head_dim]` (design §7): good for moving blocks, so attention
-gathers a sequence's blocks of one layer into contiguous K and V first. Decoding sequences of about one length
-are attended in one call: on CPU their contexts are padded to a multiple of `CONTEXT_MULTIPLE` and masked, on
-GPUs, whose fast kernels take no mask, they must be equal. No sequence's bits depend on what else is in
-the batch (design I4), which a test checks of torch's kernel. They do depend on the number of compute threads:
-for a single query torch's CPU kernel divides the keys among them.
+The pool is `[block, kv_head, layer, K|V, token, head_dim]` (docs/architecture.md#kv-layout): good for moving
+blocks, so attention gathers a sequence's blocks of one layer into contiguous K and V first. Decoding
+sequences of about one length are attended in one call: on CPU their contexts are padded to a multiple of
+`CONTEXT_MULTIPLE` and masked, on GPUs, whose fast kernels take no mask, they must be equal. No sequence's
+bits depend on what else is in the batch (I4), which a test checks of torch's kernel. They do depend on the
+number of compute threads: for a single query torch's CPU kernel divides the keys among them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENTION_NAME = "kvferry_paged"
 
 ROW_MULTIPLE = 16
 """Token rows are padded to a multiple of this: from 12 rows up a float32 `linear` on CPU gives each row the
-same bits in any batch (measured; design I4)."""
+same bits in any batch (docs/sources.md#pytorch; I4)."""
 
 CONTEXT_MULTIPLE = 32
 """A decoding sequence's context is padded to a multiple of this on CPU: fewer calls, for few more keys. With

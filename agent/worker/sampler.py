@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples tokens from logits so that the same request gets the same tokens wherever it runs (design I4).
+"""Samples tokens from logits so that the same request gets the same tokens wherever it runs (I4).
 
 A token is the argmax of logits ÷ temperature + Gumbel noise in float32, and the noise is a pure function of
 (seed, choice index, output position). The Gumbel-max trick makes that argmax a sample of the softmax. No

@@ -3,7 +3,7 @@
 
 A column-wise layer holds some of the outputs, a row-wise one some of the inputs; what a row-wise layer
 computes is summed over the ranks. On CPU every rank sees every part and adds them in rank order: a ring's
-order depends on where a row lies in the batch, and so would the bits (design I4).
+order depends on where a row lies in the batch, and so would the bits (I4).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The discovery socket: agents' pings in, acks out (design §4)."""
+"""The discovery socket: agents' pings in, acks out (docs/architecture.md#discovery)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """One attempt with a pair of native agents: prefill leg, first token, decode leg.
 
 With a long prompt the decode leg is sent together with the prefill leg (`EarlyLeg`), so that KV moves while
-the rest is computed. Only its begin is early (design §5): the client still gets token 1 from the prefill leg,
-and the decode leg's response is read after that.
+the rest is computed. Only its begin is early (docs/architecture.md#one-request): the client still gets token
+1 from the prefill leg, and the decode leg's response is read after that.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's Prometheus metrics (design §10), in a registry of their own."""
+"""The proxy's Prometheus metrics (docs/architecture.md#metrics), in a registry of their own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registration messages that agents and proxies exchange over ZMQ (design §4).
+"""The registration messages that agents and proxies exchange over ZMQ (docs/architecture.md#discovery).
 
 Agents send maps over DEALER; the proxy's ROUTER answers. Frames are packed by `msgpack` with strict limits
 and typed here with msgspec; nothing downstream of this module sees an untyped map.

@@ -28,7 +28,7 @@ SELECTOR = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
-# Names that dashboards rely on (design §10), by the process that exposes them.
+# Names that dashboards rely on (docs/architecture.md#metrics), by the process that exposes them.
 PROXY_METRICS = [
     "kvferry_requests_total",
     "kvferry_ttft_seconds_bucket",

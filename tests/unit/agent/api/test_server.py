@@ -273,7 +273,7 @@ async def test_the_openai_client_understands_everything(agent: Agent) -> None:
             await client.completions.create(model="gpt-9", prompt="x")
 
 
-# Legs of a request (design §5).
+# Legs of a request (docs/architecture.md#one-request).
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -200,7 +200,7 @@ def test_a_preempted_sequence_computes_its_outputs_again_one_by_one() -> None:
 
 
 def test_a_preempted_sequence_computes_its_prompt_again_in_the_same_chunks() -> None:
-    """Its own blocks are cached, but a chunk that began elsewhere could differ in a bit (design I4)."""
+    """Its own blocks are cached, but a chunk that began elsewhere could differ in a bit (I4)."""
     engine = make_engine(num_blocks=10)
     for index in range(2):
         engine.submit(request(f"r{index}", numbers(17 * index, 15), max_tokens=14, ignore_eos=True))

@@ -52,7 +52,7 @@ def break_once(agents: list[StandInAgent], fault: Fault) -> None:
 async def test_a_broken_stream_goes_on_unseen(
     stage: Stage, path: str, body: dict[str, Any], extra: dict[str, Any], kind: Any, pairs: int
 ) -> None:
-    """I4, design §5.6."""
+    """I4, docs/architecture.md#one-request."""
     for _ in range(pairs):
         await stage.pair()
     asked = body | extra

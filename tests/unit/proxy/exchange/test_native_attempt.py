@@ -109,7 +109,7 @@ async def test_a_decode_leg_takes_no_place_that_a_prefill_leg_needs(
 
 
 async def test_the_decode_leg_is_there_before_the_prefill_has_ended(stage: Stage) -> None:
-    """It knows the transfer and where; what only the prefill can know is not there (design §5)."""
+    """It has the transfer and the address; what only the prefill knows is not there."""
     prefill, decode = await slow_pair(stage)
     asking = asyncio.ensure_future(stage.stream(BODY))
     await decode.until(lambda: decode.asked)
