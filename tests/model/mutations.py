@@ -60,7 +60,7 @@ MUTATIONS = (
         world="one reader, renewals",
     ),
     Mutation(
-        sentence="Whoever asks may release the lease of another reader.",
+        sentence="Any consumer may release the lease of another reader.",
         module="lease",
         old="        if lease.reader != consumer:\n            return False, effects\n",
         new="",
@@ -74,14 +74,14 @@ MUTATIONS = (
         world="two readers of one request",
     ),
     Mutation(
-        sentence="Whoever asks may renew the lease of another reader.",
+        sentence="Any consumer may renew the lease of another reader.",
         module="lease",
         old="if lease is not None and lease.reader in (None, consumer):",
         new="if lease is not None:",
         world="two readers of one request",
     ),
     Mutation(
-        sentence="A reader that gave up is told that it read right.",
+        sentence="A reader whose read failed gets valid.",
         module="lease",
         old="return valid, effects + self._end",
         new="return True, effects + self._end",
@@ -123,7 +123,7 @@ MUTATIONS = (
         new="upto = min(len(self.block_ids), have + max_blocks)",
     ),
     Mutation(
-        sentence="An expired lease never tells the scheduler.",
+        sentence="An expired lease is never reported to the scheduler.",
         module="lease",
         old="if registered and to in _CAUSES:",
         new="if registered and to in _CAUSES and to is not LeaseState.EXPIRED:",

@@ -7,7 +7,7 @@ The checks, by invariant (docs/architecture.md):
     I1  `_granted`: only blocks that are computed and still the prompt's are named to a reader;
         `_released`: `valid` only to the one reader of a lease that was alive from `ready` until then;
         `_begin_read`: every block goes to its place in the prompt;
-        `_decoding`: whoever may decode holds the right bytes of every block, on every rank.
+        `_decoding`: a reader that may decode holds the right bytes of every block, on every rank.
     I2  `_freed`: nothing is freed twice, nor while its reader was promised it; `expire`: nothing outlives its
         promise once the timer has fired; `_released`, `_drop`, `register`: freed when nobody wants it;
         `check`: the table pins what the truth pins, and in every state time alone would free all of it.
@@ -253,11 +253,11 @@ class Protocol:
             return
         if read.state is Bytes.FAILED:
             yield self._step(f"quiesce read {name}", self.quiesce, world, index, place)
-        if read.told is None:
+        if read.outcome is None:
             yield self._step(f"report read {name}", self.report, world, index, place)
-        elif read.state is Bytes.QUIET and not read.hushed:
+        elif read.state is Bytes.QUIET and not read.quiescence_reported:
             yield self._step(f"report-quiescent read {name}", self.report_quiescent, world, index, place)
-        if read.told is not None and world.faults:
+        if read.outcome is not None and world.faults:
             yield self._step(f"report-again read {name}", self.report_again, world, index, place)
 
     def open(self, world: World, index: int) -> World:
@@ -313,17 +313,17 @@ class Protocol:
         state = world.pulls[index].reads[place].state
         ok = state in (Bytes.RIGHT, Bytes.WRONG)
         quiescent = state is not Bytes.FAILED
-        told = self._machines.aggregate.Outcome(
+        outcome = self._machines.aggregate.Outcome(
             ok=ok, reason="" if ok else "peer_lost", quiescent=quiescent, nbytes=1, descriptors=1
         )
-        world = self._rank(world, index, place, told=told, hushed=quiescent)
+        world = self._rank(world, index, place, outcome=outcome, quiescence_reported=quiescent)
         return self._reported(world, index, place)
 
     def report_again(self, world: World, index: int, place: int) -> World:
         return self._fault(self._reported(world, index, place))
 
     def report_quiescent(self, world: World, index: int, place: int) -> World:
-        world = self._rank(world, index, place, hushed=True)
+        world = self._rank(world, index, place, quiescence_reported=True)
         pull = world.pulls[index]
         read = pull.reads[place]
         world, quiescent = self._ranks(world, pull, "quiescent", _key(pull, read.seq), read.rank)
@@ -332,11 +332,11 @@ class Protocol:
     def _reported(self, world: World, index: int, place: int) -> World:
         pull = world.pulls[index]
         read = pull.reads[place]
-        world, outcome = self._ranks(world, pull, "report", _key(pull, read.seq), read.rank, read.told)
+        world, outcome = self._ranks(world, pull, "report", _key(pull, read.seq), read.rank, read.outcome)
         if outcome is not None:
             return self._pull(world, index, "read_ended", read.seq, outcome)
-        assert read.told is not None
-        return world if read.told.ok else self._cancel_read(world, index, read.seq)
+        assert read.outcome is not None
+        return world if read.outcome.ok else self._cancel_read(world, index, read.seq)
 
     # The network.
 
@@ -408,7 +408,7 @@ class Protocol:
         if valid and before.proven != pull.reader:
             must(proof, "I1: valid only if the lease was alive from ready until now, and this reader's")
         if (proof or before.proven == pull.reader) and self._remembers_all:
-            must(valid, "a reader that did all right is told so, however often it asks")
+            must(valid, "a reader that did all right gets valid, however often it asks")
         if valid:
             world = self._prompt(world, pull.request, proven=pull.reader)
         return self._answer(world, message, "released", valid)
@@ -532,7 +532,7 @@ class Protocol:
                 case names.CancelRead(seq=seq):
                     world = self._cancel_read(world, index, seq)
                 case names.Emit(event):
-                    world = self._told(world, index, event)
+                    world = self._emitted(world, index, event)
         return world
 
     def _begin_read(self, world: World, index: int, read: Any) -> World:
@@ -548,7 +548,7 @@ class Protocol:
     def _begin_verify(self, world: World, index: int, verify: Any) -> World:
         pull = world.pulls[index]
         must(
-            all(read.told is not None and read.told.ok for read in pull.reads),
+            all(read.outcome is not None and read.outcome.ok for read in pull.reads),
             "I1: what is summed has landed",
         )
         must(verify.local_blocks == _destination(index), "I1: every block is summed")
@@ -562,7 +562,7 @@ class Protocol:
         )
         return self._reading(world, index, reads=reads)
 
-    def _told(self, world: World, index: int, event: Any) -> World:
+    def _emitted(self, world: World, index: int, event: Any) -> World:
         pull = world.pulls[index]
         match type(event).__name__:
             case "PullDone":
@@ -587,7 +587,9 @@ class Protocol:
 
     def _decoding(self, world: World, index: int) -> World:
         pull = world.pulls[index]
-        must(all(read.told is not None and read.told.ok for read in pull.reads), "I6: every rank is done")
+        must(
+            all(read.outcome is not None and read.outcome.ok for read in pull.reads), "I6: every rank is done"
+        )
         ranks = {read.rank for read in pull.reads if read.blocks == BLOCKS}
         must(len(ranks) == self._bounds.ranks, "I1: every block was read, on every rank")
         must(all(read.state is Bytes.RIGHT for read in pull.reads), "I1: every byte is this prompt's")
@@ -598,13 +600,13 @@ class Protocol:
         live = self._machines[pull.machine].live
         must(live == (pull.end is End.NONE), "a pull that is over has said so")
         if pull.end is End.QUARANTINED:
-            quiet = all(read.told is not None and read.hushed for read in pull.reads)
+            quiet = all(read.outcome is not None and read.quiescence_reported for read in pull.reads)
             must(not quiet, "I3: a quarantine ends when the last rank is quiescent")
         if live:
             for seq in {read.seq for read in pull.reads}:
-                told = [read.told for read in pull.reads if read.seq == seq]
-                complete = all(each is not None for each in told)
-                must(not complete or all(each.ok for each in told), "I6: one failed rank fails the pull")
+                outcomes = [read.outcome for read in pull.reads if read.seq == seq]
+                complete = all(each is not None for each in outcomes)
+                must(not complete or all(each.ok for each in outcomes), "I6: one failed rank fails the pull")
 
     def _check_no_second(self, table: Handle, request: int) -> None:
         if (table, request) in self._no_second:

@@ -94,9 +94,9 @@ class RankRead(NamedTuple):
     blocks: int
     state: Bytes = Bytes.FLYING
     cancelled: bool = False
-    told: Outcome | None = None
+    outcome: Outcome | None = None
     """How its end was reported."""
-    hushed: bool = False
+    quiescence_reported: bool = False
     """That it is quiescent was reported, with its end or later."""
 
     @property
@@ -105,7 +105,7 @@ class RankRead(NamedTuple):
 
 
 class End(Enum):
-    """What the scheduler was told about a pull."""
+    """The event that the scheduler has had about a pull."""
 
     NONE = "none"
     DONE = "done"

@@ -86,7 +86,7 @@ def test_chunks_are_read_as_they_come_and_the_proof_is_asked_for_after_the_last(
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
 
 
-def test_what_was_here_before_the_prefill_ended_is_told_apart() -> None:
+def test_blocks_that_were_here_before_the_prefill_ended_are_counted() -> None:
     """Only what is left then is waited for by anybody."""
     pull = opening()
     pull.opened(2.0, grant((3,), ready=False))
@@ -217,21 +217,21 @@ INPUTS = st.sampled_from(
 def test_in_any_order_of_events_there_is_one_end_and_it_is_honest(history: list[tuple[Any, int]]) -> None:
     """X15, X20: late, repeated and unknown events change nothing."""
     pull = opening()
-    told: list[Any] = []
+    emitted: list[Any] = []
     asked_for_proof = False
     for step, seq in history:
         was = pull.state
         effects = step(pull, seq)
-        told += events(effects)
+        emitted += events(effects)
         if effects and SendRelease(read_ok=True) in effects:
             asked_for_proof = True
         if pull.state is PullState.DONE and was is not PullState.DONE:
             assert asked_for_proof
             assert was is PullState.RELEASING
-    ends = [event for event in told if not isinstance(event, PullQuiescent)]
+    ends = [event for event in emitted if not isinstance(event, PullQuiescent)]
     assert len(ends) <= 1
     assert bool(ends) == (not pull.live)
-    quiescent = [event for event in told if isinstance(event, PullQuiescent)]
+    quiescent = [event for event in emitted if isinstance(event, PullQuiescent)]
     assert len(quiescent) <= 1
     if quiescent:
         assert isinstance(ends[0], PullFailed)

@@ -54,7 +54,7 @@ async def serving(key: CurveKey | None) -> AsyncIterator[Server]:
         context.term()
 
 
-async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.Response | None, bool]:
+async def send(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.Response | None, bool]:
     """One request by a client with this key: its answer, and whether the connection was reported broken."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     broken = asyncio.Event()
@@ -73,18 +73,18 @@ async def ask(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.R
 async def test_holders_of_the_key_are_heard() -> None:
     key = new_key()
     async with serving(key) as server:
-        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
+        assert (await send(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
 
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster"])
 async def test_without_the_key_nobody_is_heard(peer: str) -> None:
-    """And whoever dials in vain is told at once, so that a pull fails without waiting for its deadline."""
+    """A client without it gets an error at once, so that a pull fails without waiting for its deadline."""
     key = new_key()
     async with serving(key) as server:
         theirs = None if peer == "plain" else new_key()
-        assert await ask(server.port, theirs, REFUSAL_S) == (None, True)
+        assert await send(server.port, theirs, REFUSAL_S) == (None, True)
         assert not server.requests
-        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None, "and the gate still stands"
+        assert (await send(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None, "and the gate still stands"
 
 
 async def test_the_public_key_alone_opens_nothing() -> None:
@@ -97,7 +97,7 @@ async def test_the_public_key_alone_opens_nothing() -> None:
         dealer.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         dealer.connect(f"tcp://127.0.0.1:{server.port}")
         dealer.send(wire.encode(wire.Drop(seq=1, incarnation="i", transfer_id=MARK)))
-        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
+        assert (await send(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         await asyncio.sleep(REFUSAL_S)
         dealer.close()
         context.term()
@@ -106,7 +106,7 @@ async def test_the_public_key_alone_opens_nothing() -> None:
 
 async def test_a_holder_of_the_key_does_not_speak_to_a_server_without_it() -> None:
     async with serving(None) as server:
-        assert await ask(server.port, new_key(), REFUSAL_S) == (None, True)
+        assert await send(server.port, new_key(), REFUSAL_S) == (None, True)
         assert not server.requests
 
 
@@ -134,18 +134,18 @@ async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.
     monkeypatch.setattr(AsyncioAuthenticator, "stop", lambda self: None)
     key = new_key()
     async with serving(key) as server:
-        assert (await ask(server.port, key, REFUSAL_S))[0] is None
+        assert (await send(server.port, key, REFUSAL_S))[0] is None
         assert not server.requests
 
 
 async def test_what_goes_over_the_wire_cannot_be_read_or_repeated() -> None:
     key = new_key()
     async with serving(key) as server, Wiretap(server.port) as tap:
-        assert (await ask(tap.port, key, RESPONSE_TIMEOUT_S))[0] is not None
+        assert (await send(tap.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         assert len(server.requests) == 1
         assert MARK.encode() not in tap.heard and MARK.encode() not in tap.said
         assert MARK.encode() not in await tap.replay()
-        assert (await ask(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
+        assert (await send(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
         assert len(server.requests) == 2, "the repetition reached nobody"
 
 

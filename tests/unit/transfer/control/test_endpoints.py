@@ -16,7 +16,7 @@ HEAD = {"seq": 1, "incarnation": "i"}
 
 
 class Server:
-    """A control server that answers every drop, unless it is told to be silent."""
+    """A control server that responds to every drop, unless `silent`."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,7 +59,7 @@ async def connect() -> AsyncIterator[Connect]:
     context.term()
 
 
-async def ask(client: ControlClient, timeout_s: float = 5.0) -> wire.Response | None:
+async def send(client: ControlClient, timeout_s: float = 5.0) -> wire.Response | None:
     response: asyncio.Future[wire.Response | None] = asyncio.get_running_loop().create_future()
     request = wire.Drop(seq=client.next_seq(), incarnation="i", transfer_id="t")
     client.request(request, timeout_s, response.set_result)
@@ -68,14 +68,14 @@ async def ask(client: ControlClient, timeout_s: float = 5.0) -> wire.Response | 
 
 async def test_every_request_gets_the_answer_with_its_number(server: Server, connect: Connect) -> None:
     client = connect(server.port)
-    answers = await asyncio.gather(*(ask(client) for _ in range(200)))
+    answers = await asyncio.gather(*(send(client) for _ in range(200)))
     assert sorted(response.seq for response in answers if response is not None) == list(range(1, 201))
 
 
 async def test_no_answer_is_reported_by_the_deadline(server: Server, connect: Connect) -> None:
     """R11, X13: a wait always ends."""
     server.silent = True
-    assert await ask(connect(server.port), timeout_s=0.1) is None
+    assert await send(connect(server.port), timeout_s=0.1) is None
 
 
 async def test_garbage_is_counted_and_the_listener_goes_on(server: Server, connect: Connect) -> None:
@@ -88,10 +88,10 @@ async def test_garbage_is_counted_and_the_listener_goes_on(server: Server, conne
         for frame in (b"", b"\xc1", os.urandom(500), wire.encode(wire.Pending(**HEAD, transfer_id="t"))):
             stranger.send(frame)
         stranger.send_multipart([b"two", b"parts"])
-    for said in (b"GET / HTTP/1.1\r\nHost: kvferry\r\n\r\n", b"\xff" * 200, b"\x01\x00\x09\x00garbage!"):
+    for junk in (b"GET / HTTP/1.1\r\nHost: kvferry\r\n\r\n", b"\xff" * 200, b"\x01\x00\x09\x00garbage!"):
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
-            raw.sendall(said)
-    assert await ask(connect(server.port)) is not None
+            raw.sendall(junk)
+    assert await send(connect(server.port)) is not None
     async with asyncio.timeout(5.0):
         while server.server.bad_frames < 6:
             await asyncio.sleep(0.01)
@@ -105,14 +105,14 @@ async def test_a_frame_over_the_limit_costs_its_sender_the_connection(
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(f"tcp://127.0.0.1:{server.port}")
         stranger.send(bytes(wire.MAX_FRAME_BYTES + 1))
-        assert await ask(connect(server.port)) is not None
+        assert await send(connect(server.port)) is not None
     assert server.requests and server.server.bad_frames == 0
 
 
 async def test_an_answer_to_someone_who_left_is_passed_over(server: Server, connect: Connect) -> None:
     """X25: nothing queues up for a peer that is gone."""
     server.server.respond(Caller(b"nobody", 1), wire.Dropped(**HEAD, transfer_id="t"))
-    assert await ask(connect(server.port)) is not None
+    assert await send(connect(server.port)) is not None
 
 
 async def test_a_lost_connection_is_reported_once_and_at_once(connect: Connect) -> None:
@@ -127,7 +127,7 @@ async def test_a_lost_connection_is_reported_once_and_at_once(connect: Connect) 
         broken.set()
 
     client = connect(port, report)
-    assert await ask(client, timeout_s=0.2) is None
+    assert await send(client, timeout_s=0.2) is None
     server.close()
     context.term()
     async with asyncio.timeout(2.0):
@@ -148,18 +148,18 @@ async def test_a_refused_connection_is_reported_at_once(connect: Connect) -> Non
 async def test_closing_tells_those_who_wait(server: Server, connect: Connect) -> None:
     server.silent = True
     client = connect(server.port)
-    waiting = asyncio.ensure_future(ask(client, timeout_s=30.0))
+    waiting = asyncio.ensure_future(send(client, timeout_s=30.0))
     await asyncio.sleep(0)
     client.close()
     async with asyncio.timeout(1.0):
         assert await waiting is None
-    assert await ask(client) is None
+    assert await send(client) is None
 
 
 async def test_what_is_asked_before_there_is_a_connection_is_sent_with_it(server: Server) -> None:
     with zmq.Context() as context:
         client = ControlClient(lambda: None)
-        early = asyncio.ensure_future(ask(client))
+        early = asyncio.ensure_future(send(client))
         await asyncio.sleep(0)
         client.start(context, "127.0.0.1", server.port)
         assert await early is not None
@@ -170,7 +170,7 @@ async def test_closing_while_connecting_leaves_the_next_alone(server: Server, co
     """ZMQ's I/O thread, which all clients share, must not be left telling a monitor that is gone."""
     for _ in range(100):
         connect(server.port).close()
-    assert await ask(connect(server.port)) is not None
+    assert await send(connect(server.port)) is not None
 
 
 async def test_a_client_takes_a_descriptor_whose_name_is_still_in_use() -> None:

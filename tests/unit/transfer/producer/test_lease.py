@@ -39,13 +39,13 @@ def ready() -> LeaseTable:
     return table
 
 
-def only_answer(effects: list[Effect]) -> Grant | NotYet | Denied:
+def only_result(effects: list[Effect]) -> Grant | NotYet | Denied:
     (effect,) = effects
     assert isinstance(effect, CompleteOpen)
     return effect.result
 
 
-def ask(
+def open_lease(
     table: LeaseTable, now: float, have: int = 0, wait_s: float = 5.0, reader: Incarnation = READER
 ) -> Any:
     return table.open(now, T, reader, have, wait_s, "waiter")
@@ -53,7 +53,7 @@ def ask(
 
 def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     table = ready()
-    assert only_answer(ask(table, 1.0)) == Grant(True, 0, (5, 6, 7), 40, "hash")
+    assert only_result(open_lease(table, 1.0)) == Grant(True, 0, (5, 6, 7), 40, "hash")
     assert table.release(2.0, T, READER, True) == (True, [Freed(T, "released")])
     assert table.leased == 0
 
@@ -62,24 +62,24 @@ def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
     table, first = filling(max_blocks=1), SampledTokens(choices=(SampledToken(id=3),))
     table.advance(0.0, T, 1)
     table.set_first_tokens(T, first)
-    assert only_answer(ask(table, 1.0)).first_tokens is None
+    assert only_result(open_lease(table, 1.0)).first_tokens is None
     table.ready(2.0, T)
-    assert only_answer(ask(table, 2.0, have=1)).first_tokens is None
-    assert only_answer(ask(table, 2.0, have=2)).first_tokens == first
+    assert only_result(open_lease(table, 2.0, have=1)).first_tokens is None
+    assert only_result(open_lease(table, 2.0, have=2)).first_tokens == first
 
 
-def test_more_blocks_than_fit_an_answer_are_told_in_turn() -> None:
-    """Ready is said with the last of them; each comes with its own checksum."""
+def test_more_blocks_than_fit_a_response_are_granted_in_turn() -> None:
+    """Ready comes with the last of them; each comes with its own checksum."""
     table = filling(max_blocks=2)
     table.advance(0.0, T, 1, (b"5",))
     table.ready(0.0, T, (b"6", b"7"))
-    assert only_answer(ask(table, 1.0)) == Grant(False, 0, (5, 6), 40, "hash", (b"5", b"6"))
-    assert only_answer(ask(table, 1.0, have=2)) == Grant(True, 2, (7,), 40, "hash", (b"7",))
+    assert only_result(open_lease(table, 1.0)) == Grant(False, 0, (5, 6), 40, "hash", (b"5", b"6"))
+    assert only_result(open_lease(table, 1.0, have=2)) == Grant(True, 2, (7,), 40, "hash", (b"7",))
 
 
 def test_a_repeated_release_gets_the_same_answer_and_frees_once() -> None:
     table = ready()
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     table.release(2.0, T, READER, True)
     assert table.release(3.0, T, READER, True) == (True, [])
     assert table.release(3.0, T, STRANGER, True) == (False, [])
@@ -87,7 +87,7 @@ def test_a_repeated_release_gets_the_same_answer_and_frees_once() -> None:
 
 def test_a_reader_whose_reads_failed_gets_no_proof() -> None:
     table = ready()
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     assert table.release(2.0, T, READER, False) == (False, [Freed(T, "released")])
     assert table.release(3.0, T, READER, True) == (False, [])
 
@@ -95,14 +95,14 @@ def test_a_reader_whose_reads_failed_gets_no_proof() -> None:
 def test_a_release_after_the_deadline_is_invalid_even_if_no_timer_fired() -> None:
     """I1: what the timer would have done is done first."""
     table = ready()
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     assert table.release(11.0, T, READER, True) == (False, [Freed(T, "expired")])
 
 
 def test_a_release_before_ready_is_never_valid() -> None:
     table = filling()
     table.advance(0.0, T, 3)
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     assert table.release(2.0, T, READER, True) == (False, [Freed(T, "released")])
 
 
@@ -113,9 +113,9 @@ def test_an_unknown_release_is_invalid() -> None:
 def test_a_stranger_neither_releases_nor_reads_a_lease() -> None:
     """X22: an id alone frees nobody's blocks."""
     table = ready()
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     assert table.release(2.0, T, STRANGER, True) == (False, [])
-    assert only_answer(ask(table, 2.0, reader=STRANGER)) == Denied("finished")
+    assert only_result(open_lease(table, 2.0, reader=STRANGER)) == Denied("finished")
     assert table.renew(2.0, STRANGER, [T]) == ([], [T], [])
     assert table.leased == 1
 
@@ -144,36 +144,36 @@ def test_a_prefill_that_never_ends_is_given_up_with_its_request() -> None:
 def test_an_open_waits_for_more_blocks_than_the_reader_has() -> None:
     table = filling()
     table.advance(0.0, T, 1)
-    assert only_answer(ask(table, 0.0)) == Grant(False, 0, (5,), 40, "hash")
-    assert ask(table, 0.0, have=1) == []
-    assert only_answer(table.advance(1.0, T, 2)) == Grant(False, 1, (6,), 40, "hash")
-    assert ask(table, 1.0, have=2) == []
-    assert only_answer(table.ready(2.0, T)) == Grant(True, 2, (7,), 40, "hash")
+    assert only_result(open_lease(table, 0.0)) == Grant(False, 0, (5,), 40, "hash")
+    assert open_lease(table, 0.0, have=1) == []
+    assert only_result(table.advance(1.0, T, 2)) == Grant(False, 1, (6,), 40, "hash")
+    assert open_lease(table, 1.0, have=2) == []
+    assert only_result(table.ready(2.0, T)) == Grant(True, 2, (7,), 40, "hash")
 
 
 def test_an_open_is_answered_when_its_wait_is_over() -> None:
     table = filling()
-    assert ask(table, 0.0, wait_s=5.0) == []
+    assert open_lease(table, 0.0, wait_s=5.0) == []
     assert table.next_deadline() == 5.0
-    assert only_answer(table.expire(5.0)) == NotYet()
-    assert only_answer(ask(table, 6.0, wait_s=0.0)) == NotYet()
+    assert only_result(table.expire(5.0)) == NotYet()
+    assert only_result(open_lease(table, 6.0, wait_s=0.0)) == NotYet()
 
 
 def test_a_repeated_open_supersedes_the_one_that_waits() -> None:
     """A duplicate on the wire costs nothing, and no request goes without an answer."""
     table = filling()
-    assert ask(table, 0.0) == []
-    assert only_answer(ask(table, 1.0)) == NotYet()
+    assert open_lease(table, 0.0) == []
+    assert only_result(open_lease(table, 1.0)) == NotYet()
 
 
 def test_an_open_before_registration_is_staged_and_settled_by_it() -> None:
     """A3."""
     table = LeaseTable(LEASE_S)
-    assert ask(table, 0.0) == []
+    assert open_lease(table, 0.0) == []
     assert table.leased == 0
     table.register(1.0, T, [5], 4, "hash", 100.0)
     assert table.renew(1.0, STRANGER, [T])[1] == [T]
-    assert only_answer(table.ready(2.0, T)) == Grant(True, 0, (5,), 4, "hash")
+    assert only_result(table.ready(2.0, T)) == Grant(True, 0, (5,), 4, "hash")
 
 
 def test_staged_opens_are_bounded_and_erased() -> None:
@@ -181,7 +181,7 @@ def test_staged_opens_are_bounded_and_erased() -> None:
     table = LeaseTable(LEASE_S, max_staged=2)
     for each in ("a", "b"):
         assert table.open(0.0, TransferId(each), READER, 0, 5.0, each) == []
-    assert only_answer(table.open(0.0, TransferId("c"), READER, 0, 5.0, "c")) == NotYet()
+    assert only_result(table.open(0.0, TransferId("c"), READER, 0, 5.0, "c")) == NotYet()
     table.drop(1.0, TransferId("a"))
     table.register(1.0, TransferId("b"), [1], 4, "", 100.0)
     for each in ("d", "e"):
@@ -193,8 +193,8 @@ def test_staged_opens_are_bounded_and_erased() -> None:
 
 def test_a_staged_open_that_nobody_registers_ends() -> None:
     table = LeaseTable(LEASE_S)
-    assert ask(table, 0.0, wait_s=60.0) == []
-    assert only_answer(table.expire(10.0)) == Denied("unknown")
+    assert open_lease(table, 0.0, wait_s=60.0) == []
+    assert only_result(table.expire(10.0)) == Denied("unknown")
     assert table.open_count == 0
 
 
@@ -204,13 +204,13 @@ def test_a_staged_open_that_nobody_registers_ends() -> None:
         (lambda table: table.drop(1.0, T), "dropped"),
         (lambda table: table.fail(T), "failed"),
         (lambda table: table.expire(100.0), "expired"),
-        (lambda table: (ask(table, 1.0), table.release(1.0, T, READER, True)), "finished"),
+        (lambda table: (open_lease(table, 1.0), table.release(1.0, T, READER, True)), "finished"),
     ],
 )
 def test_an_ended_lease_is_gone_for_its_reason(end: Any, reason: str) -> None:
     table = ready()
     end(table)
-    assert only_answer(ask(table, 100.0)) == Denied(reason)
+    assert only_result(open_lease(table, 100.0)) == Denied(reason)
     assert table.renew(100.0, READER, [T])[1] == [T]
     assert table.ready(100.0, T) == table.advance(100.0, T, 1) == table.fail(T) == []
 
@@ -218,8 +218,8 @@ def test_an_ended_lease_is_gone_for_its_reason(end: Any, reason: str) -> None:
 def test_a_failed_prefill_answers_the_waiting_reader_and_frees_nothing_itself() -> None:
     """The scheduler that calls `fail` has the blocks back already."""
     table = filling()
-    ask(table, 0.0)
-    assert only_answer(table.fail(T)) == Denied("failed")
+    open_lease(table, 0.0)
+    assert only_result(table.fail(T)) == Denied("failed")
 
 
 def test_a_drop_is_idempotent_and_remembered_for_a_late_prefill() -> None:
@@ -232,10 +232,10 @@ def test_a_drop_is_idempotent_and_remembered_for_a_late_prefill() -> None:
 
 def test_a_drop_of_a_staged_open_is_remembered_too() -> None:
     table = LeaseTable(LEASE_S)
-    ask(table, 0.0)
+    open_lease(table, 0.0)
     dropped, effects = table.drop(1.0, T)
     assert dropped
-    assert only_answer(effects) == Denied("dropped")
+    assert only_result(effects) == Denied("dropped")
     assert table.register(2.0, T, [5], 4, "hash", 100.0) == [Freed(T, "dropped")]
 
 
@@ -292,7 +292,7 @@ def test_a_request_costs_the_same_however_many_leases_there_are() -> None:
     table._live = live = Counted(table._live)
     table.register(1.0, T, [5, 6, 7], 40, "hash", 100.0)
     table.ready(1.0, T)
-    ask(table, 1.0)
+    open_lease(table, 1.0)
     table.renew(2.0, READER, [T, *others])
     table.release(3.0, T, READER, True)
     assert live.scans == 0
@@ -324,7 +324,7 @@ class Leases(RuleBasedStateMachine):
     def apply(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Freed):
-                self.give_back(effect.transfer_id)
+                self.free_blocks(effect.transfer_id)
             else:
                 assert effect.waiter not in self.answered, "answered twice"
                 self.answered.add(effect.waiter)
@@ -334,7 +334,7 @@ class Leases(RuleBasedStateMachine):
                     assert known <= (len(truth.blocks) if truth.ready else truth.readable)
                     assert truth.ready or not effect.result.ready
 
-    def give_back(self, transfer_id: TransferId) -> None:
+    def free_blocks(self, transfer_id: TransferId) -> None:
         truth = self.truth.pop(transfer_id)  # KeyError: freed twice, or never pinned
         assert not self.free & set(truth.blocks)
         self.free |= set(truth.blocks)
@@ -381,7 +381,7 @@ class Leases(RuleBasedStateMachine):
     @rule(transfer_id=ids)
     def fail(self, transfer_id: TransferId) -> None:
         if transfer_id in self.truth:
-            self.give_back(transfer_id)
+            self.free_blocks(transfer_id)
             self.apply(self.table.fail(transfer_id))
 
     @rule(transfer_id=ids)
@@ -424,13 +424,13 @@ class Leases(RuleBasedStateMachine):
         good = self.known_good(transfer_id)
         valid, effects = self.table.release(self.now, transfer_id, reader, read_ok)
         self.apply(effects)
-        told = self.proofs.get((transfer_id, reader))
-        if valid and not told:
+        proof = self.proofs.get((transfer_id, reader))
+        if valid and not proof:
             assert read_ok and good and truth is not None and truth.ready, "proof without a live lease (I1)"
             assert reader in self.admitted[transfer_id]
             assert not any(self.proofs.get((transfer_id, other)) for other in (READER, STRANGER))
-        if told is not None and truth is None:
-            assert valid == told, "a repeated release was answered differently"
+        if proof is not None and truth is None:
+            assert valid == proof, "a repeated release had another result"
         if truth is not None and transfer_id not in self.truth:
             self.proofs[transfer_id, reader] = valid
 
