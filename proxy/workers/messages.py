@@ -120,7 +120,7 @@ class ChannelClosed(ConnectionError):
     """The other process has ended, does not keep up, or has sent what is no message."""
 
 
-class Channel(Generic[Out, In]):
+class ProcessChannel(Generic[Out, In]):
     """One end. `send` from anywhere in the loop; `receive` from one task."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: Any) -> None:
@@ -131,7 +131,7 @@ class Channel(Generic[Out, In]):
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=lambda kind, value: kind(value))
 
     @classmethod
-    async def open(cls, end: socket.socket, incoming: Any) -> Channel[Out, In]:
+    async def open(cls, end: socket.socket, incoming: Any) -> ProcessChannel[Out, In]:
         """Take over one end of a connected pair. `incoming`: the union of the messages to be received."""
         reader, writer = await asyncio.open_unix_connection(sock=end)
         return cls(reader, writer, incoming)

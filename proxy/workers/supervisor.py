@@ -53,7 +53,6 @@ from kvferry.proxy.telemetry.metrics import (
 from kvferry.proxy.wire.messages import Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     AgentStatus,
-    Channel,
     ChannelClosed,
     Collect,
     Departure,
@@ -61,6 +60,7 @@ from kvferry.proxy.workers.messages import (
     Listening,
     PageRequest,
     PageResponse,
+    ProcessChannel,
     Registration,
     Report,
     SetDrained,
@@ -88,7 +88,7 @@ MAX_MISSED = 4
 _STATES = (NodeState.READY, NodeState.TRIPPED, NodeState.REFUSING)
 _BREAKERS = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
-WorkerChannel = Channel[ToWorker, ToSupervisor]
+WorkerChannel = ProcessChannel[ToWorker, ToSupervisor]
 
 
 class WorkersFailed(RuntimeError):
@@ -234,7 +234,7 @@ class Supervisor:
                 start_new_session=True,
             )
         try:
-            worker = WorkerSession(await Channel.open(ours, ToSupervisor), self, child.pid)
+            worker = WorkerSession(await ProcessChannel.open(ours, ToSupervisor), self, child.pid)
             worker.channel.send(self._start_message())
             self._workers.add(worker)
             if self._is_stopping:

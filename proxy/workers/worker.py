@@ -28,7 +28,6 @@ from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.workers.messages import (
     AgentStatus,
-    Channel,
     ChannelClosed,
     Collect,
     Departure,
@@ -36,6 +35,7 @@ from kvferry.proxy.workers.messages import (
     Listening,
     PageRequest,
     PageResponse,
+    ProcessChannel,
     Registration,
     Report,
     SetDrained,
@@ -53,7 +53,7 @@ MAX_PENDING = 64
 """Operators' requests that wait for the supervisor at once; more are rejected."""
 OF_ALL_WORKERS: frozenset[PageName] = frozenset({"nodes", "metrics", "dashboard"})
 
-SupervisorChannel = Channel[ToSupervisor, ToWorker]
+SupervisorChannel = ProcessChannel[ToSupervisor, ToWorker]
 
 
 class SupervisorUnavailable(ProxyError):
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(end: socket.socket) -> int:
-    channel: SupervisorChannel = await Channel.open(end, ToWorker)
+    channel: SupervisorChannel = await ProcessChannel.open(end, ToWorker)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             start = await channel.receive()

@@ -13,9 +13,9 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.workers import messages
 from kvferry.proxy.workers.messages import (
-    Channel,
     ChannelClosed,
     Collect,
+    ProcessChannel,
     Registration,
     Start,
     ToSupervisor,
@@ -24,9 +24,9 @@ from kvferry.proxy.workers.messages import (
 from tests.unit.proxy.builders import registration
 
 
-async def open_ends() -> tuple[Channel[Any, Any], Channel[Any, Any]]:
+async def open_ends() -> tuple[ProcessChannel[Any, Any], ProcessChannel[Any, Any]]:
     ours, theirs = socket.socketpair()
-    return await Channel.open(ours, ToSupervisor), await Channel.open(theirs, ToWorker)
+    return await ProcessChannel.open(ours, ToSupervisor), await ProcessChannel.open(theirs, ToWorker)
 
 
 async def test_settings_and_registrations_arrive_as_they_were_sent() -> None:
@@ -53,7 +53,7 @@ async def test_the_end_of_the_other_process_is_seen() -> None:
 @pytest.mark.parametrize("sent", [b"\x00\x00\x00\x01\xc1", b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01"])
 async def test_what_is_no_message_ends_a_channel(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
-    channel: Channel[Any, Any] = await Channel.open(ours, ToSupervisor)
+    channel: ProcessChannel[Any, Any] = await ProcessChannel.open(ours, ToSupervisor)
     with theirs:
         theirs.send(sent)
         with pytest.raises(ChannelClosed, match=r"not a message|a frame of"):
@@ -64,7 +64,7 @@ async def test_what_is_no_message_ends_a_channel(sent: bytes) -> None:
 async def test_a_peer_that_does_not_keep_up_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_UNSENT_BYTES", 100_000)
     ours, theirs = socket.socketpair()
-    channel: Channel[Any, Any] = await Channel.open(ours, ToSupervisor)
+    channel: ProcessChannel[Any, Any] = await ProcessChannel.open(ours, ToSupervisor)
     with theirs:
         for _ in range(1000):
             channel.send(Registration(info=registration("decode", 1, model="m" * 10_000), heard_at=0.0))

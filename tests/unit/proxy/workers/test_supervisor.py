@@ -25,7 +25,7 @@ from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.workers import supervisor as supervisor_module
 from kvferry.proxy.workers import worker as worker_module
-from kvferry.proxy.workers.messages import Channel, Collect, Listening, Start, ToSupervisor, ToWorker
+from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, Start, ToSupervisor, ToWorker
 from kvferry.proxy.workers.supervisor import Supervisor, WorkerSession
 from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
 from tests.unit.proxy.builders import load, registration
@@ -46,7 +46,7 @@ class Process:
     metrics: Metrics
     failures: FailureLog
     session: WorkerSession
-    channel: Channel[Any, Any]
+    channel: ProcessChannel[Any, Any]
 
     def die(self) -> None:
         self.channel.close()
@@ -76,8 +76,8 @@ class Office:
     async def _process(self) -> AsyncIterator[Process]:
         supervisor = self.supervisor
         ours, theirs = socket.socketpair()
-        session = WorkerSession(await Channel.open(ours, ToSupervisor), supervisor, 1)
-        channel: Channel[Any, Any] = await Channel.open(theirs, ToWorker)
+        session = WorkerSession(await ProcessChannel.open(ours, ToSupervisor), supervisor, 1)
+        channel: ProcessChannel[Any, Any] = await ProcessChannel.open(theirs, ToWorker)
         session.channel.send(supervisor._start_message())
         start = await channel.receive()
         assert isinstance(start, Start)
