@@ -40,7 +40,7 @@ class Machines:
         self._memo: dict[tuple[Hashable, ...], tuple[Handle, Any]] = {}
 
     def keep(self, machine: Any) -> Handle:
-        """The handle of a machine that nobody changes from now on."""
+        """Return the handle of a machine that is not changed from now on."""
         frozen = freeze(machine)
         handle = self._handles.get(frozen)
         if handle is None:

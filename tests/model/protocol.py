@@ -9,10 +9,10 @@ The checks, by invariant (docs/architecture.md):
         `_begin_read`: every block goes to its place in the prompt;
         `_decoding`: a reader that may decode holds the right bytes of every block, on every rank.
     I2  `_freed`: nothing is freed twice, nor while its reader was promised it; `expire`: nothing outlives its
-        promise once the timer has fired; `_released`, `_drop`, `register`: freed when nobody wants it;
+        promise once the timer has fired; `_released`, `_drop`, `register`: freed when no reader needs it;
         `check`: the table pins what the truth pins, and in every state time alone would free all of it.
-    I3  `_handed_over`: no rank writes any more when a destination is given back or decoded from;
-        `_check_reading`: and it is given back once no rank does.
+    I3  `_handed_over`: no rank writes any more when a destination is released or decoded from;
+        `_check_reading`: and it is released once no rank does.
     I6  `_decoding`: every rank of every read reported done; `_check_reading`: one failed rank fails the pull.
     I7  `check`: a sibling can register no second lease; `_granted`: one reader; `_decoding`: one transfer.
 
@@ -426,7 +426,7 @@ class Protocol:
         if message.kind == "renewed":
             return self._pull(world, index, "gone", "gone")
         if world.pulls[index].awaited != message.seq:
-            return world  # nobody waits for it any more
+            return world  # its request is over
         world = self._reading(world, index, awaited=None)
         match message.kind:
             case "grant":
@@ -583,7 +583,7 @@ class Protocol:
         return self._reading(world, index, end=end)
 
     def _handed_over(self, pull: Reading) -> None:
-        must(not any(read.writing for read in pull.reads), "I3: no byte lands in a block that was given back")
+        must(not any(read.writing for read in pull.reads), "I3: no byte lands in a block that was released")
 
     def _decoding(self, world: World, index: int) -> World:
         pull = world.pulls[index]

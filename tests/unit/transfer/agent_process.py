@@ -26,7 +26,7 @@ def produce(connection: Connection, backend: str) -> None:
 
 
 def consume(connection: Connection, lease_s: float) -> None:
-    """Pull what we are told."""
+    """Pull what stdin names."""
 
     async def run() -> None:
         async with Agent(seed=2, lease_s=lease_s) as agent:

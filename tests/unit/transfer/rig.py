@@ -100,7 +100,7 @@ class Agent:
         self.directory.cleanup()
 
     def remote(self, num_tokens: int, **changes: Any) -> RemotePrompt:
-        """How another agent is told about a prompt of ours."""
+        """A prompt of ours as another agent addresses it."""
         values = {
             "engine_id": self.config.incarnation,
             "host": "127.0.0.1",
@@ -143,7 +143,7 @@ class Agent:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for what nobody reports. Raises TimeoutError."""
+    """Poll for what has no event. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.001)

@@ -133,7 +133,7 @@ async def test_a_pull_that_has_every_block_waits_for_the_word_that_the_prompt_is
 
 
 @pytest.mark.parametrize("verify", [False, True])
-async def test_a_reader_that_came_first_is_told_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
+async def test_a_reader_that_came_first_gets_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
     """Design §5, streamed mode; also where blocks become readable only once they are summed."""
     first = SampledTokens(choices=(SampledToken(id=7, logprob=-0.5), SampledToken(id=8, finish="stop")))
     async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
@@ -242,7 +242,7 @@ async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pa
 
 
 async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
-    """R30, X15: whoever comes first shakes hands; nobody waits for a handshake of his own."""
+    """R30, X15: the first transfer makes the link; the others share its handshake."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         ids = [prefill.lend([block], 4) for block in range(12)]
         for place, transfer_id in enumerate(ids):
@@ -264,7 +264,7 @@ async def test_a_held_transfer_does_not_inherit_the_connection_that_another_brok
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
-async def test_a_lease_that_nobody_renews_expires_by_itself() -> None:
+async def test_a_lease_that_is_not_renewed_expires_by_itself() -> None:
     """X7: no reader, no request, and the blocks come back all the same."""
     async with Agent(lease_s=0.3) as prefill:
         transfer_id = prefill.lend(THEIRS, TOKENS)
@@ -343,7 +343,7 @@ async def test_a_failed_prefill_fails_the_waiting_reader_and_says_nothing_to_its
         assert not prefill.plane.take_events()
 
 
-async def test_no_end_of_a_lease_is_told_after_the_scheduler_took_the_blocks_back() -> None:
+async def test_no_end_of_a_lease_is_reported_after_the_scheduler_withdrew_it() -> None:
     """I2: an event that was already queued would free the blocks a second time."""
     async with Agent() as prefill:
         transfer_id = prefill.lend(THEIRS, TOKENS)
@@ -416,7 +416,7 @@ async def test_a_restarted_producer_is_met_anew() -> None:
             assert_same_kv(reborn, THEIRS, decode, OURS)
 
 
-async def test_nobody_at_the_address_fails_at_once() -> None:
+async def test_an_address_without_a_listener_fails_at_once() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
@@ -432,7 +432,7 @@ async def test_an_address_that_makes_no_sense_fails_the_pull_and_nothing_else() 
         assert (await decode.event(PullFailed)).reason in ("unreachable", "deadline")
 
 
-async def test_a_name_that_is_not_resolved_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_is_not_resolved_delays_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZMQ would resolve it on the I/O thread that renewals and releases of every other pull go through."""
     answered, getaddrinfo = threading.Event(), socket.getaddrinfo
     names: list[object] = []
@@ -554,7 +554,7 @@ class Forwarder:
         await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)
 
     def forget(self) -> None:
-        """Like a firewall: nothing passes any more, and nobody is told."""
+        """Like a firewall: nothing passes any more, and no error is reported."""
         for pump in self._pumps:
             pump.cancel()
 
@@ -604,7 +604,7 @@ async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_on
             forwarder.forget()
             decode.plane.pull(prefill.lend([11], 4), prefill.remote(4, port=port), [12], 0, 10.0)
             await decode.event(PullFailed)
-            with pytest.raises(TimeoutError):  # but a lease that nobody renews ends
+            with pytest.raises(TimeoutError):  # but a lease that is not renewed ends
                 while (await prefill.event(LeaseEnded, timeout_s=5.0)).transfer_id != held:
                     pass
             decode.plane.pull(held, remote, OURS, 0, 10.0)

@@ -112,7 +112,7 @@ class StandInRanks:
 
 
 def test_a_reader_hears_of_blocks_only_after_every_rank_has_summed_them() -> None:
-    """And in the order in which the scheduler told, whatever it said meanwhile."""
+    """And in the order of the scheduler's calls, also of those that came meanwhile."""
     said: list[tuple[object, ...]] = []
     ranks = StandInRanks()
     sealer = ChecksumPublisher(

@@ -50,7 +50,7 @@ def test_a_quarter_of_the_pool_is_the_most_that_may_stay() -> None:
     assert quarantine.delay(1.0 + GRACE_S) is None
 
 
-def test_what_is_quiescent_within_the_grace_costs_nobody_an_engine() -> None:
+def test_what_is_quiescent_within_the_grace_costs_no_engine() -> None:
     quarantine = Quarantine(30.0, 100)
     quarantine.add(0.0, A, "tcp", 50)
     quarantine.add(0.1, B, "nixl", 50)
@@ -124,7 +124,7 @@ async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(
 
 
 class Stopped:
-    """A decode agent whose producer was stopped as it began to read into `OURS`, and gave up."""
+    """A decode agent whose producer was stopped as it began to read into `OURS`, and that cancelled."""
 
     def __init__(self, decode: Agent, producer: Forked, failed: PullFailed) -> None:
         self.decode = decode

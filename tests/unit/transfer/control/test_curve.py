@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The locked control channel: who does not hold the cluster key is heard by nobody (X22)."""
+"""The control channel with a key: without the cluster key no request arrives (X22)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.transfer.rig import Agent, assert_same_kv
 RESPONSE_TIMEOUT_S = 5.0
 REFUSAL_S = 0.5
 """How long a peer that is not admitted is watched; one that is admitted is answered in a few ms."""
-MARK = "a-transfer-id-that-nobody-else-may-read"
+MARK = "a-transfer-id-that-must-stay-secret"
 
 Secure = Callable[[zmq.Socket[bytes]], None]
 
@@ -77,7 +77,7 @@ async def test_holders_of_the_key_are_heard() -> None:
 
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster"])
-async def test_without_the_key_nobody_is_heard(peer: str) -> None:
+async def test_without_the_key_no_request_arrives(peer: str) -> None:
     """A client without it gets an error at once, so that a pull fails without waiting for its deadline."""
     key = new_key()
     async with serving(key) as server:
@@ -128,7 +128,7 @@ async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.
     context.term()
 
 
-async def test_while_nobody_judges_everybody_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_an_authenticator_every_client_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails closed: libzmq alone would admit any CURVE client when no authenticator answers."""
     monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
     monkeypatch.setattr(AsyncioAuthenticator, "stop", lambda self: None)
@@ -146,7 +146,7 @@ async def test_what_goes_over_the_wire_cannot_be_read_or_repeated() -> None:
         assert MARK.encode() not in tap.heard and MARK.encode() not in tap.said
         assert MARK.encode() not in await tap.replay()
         assert (await send(server.port, key, RESPONSE_TIMEOUT_S))[0] is not None
-        assert len(server.requests) == 2, "the repetition reached nobody"
+        assert len(server.requests) == 2, "the replay reached no server"
 
 
 async def test_planes_with_the_key_pull_and_others_are_kept_out() -> None:

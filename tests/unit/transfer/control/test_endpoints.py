@@ -111,7 +111,7 @@ async def test_a_frame_over_the_limit_costs_its_sender_the_connection(
 
 async def test_an_answer_to_someone_who_left_is_passed_over(server: Server, connect: Connect) -> None:
     """X25: nothing queues up for a peer that is gone."""
-    server.server.respond(Caller(b"nobody", 1), wire.Dropped(**HEAD, transfer_id="t"))
+    server.server.respond(Caller(b"unknown", 1), wire.Dropped(**HEAD, transfer_id="t"))
     assert await send(connect(server.port)) is not None
 
 
@@ -145,7 +145,7 @@ async def test_a_refused_connection_is_reported_at_once(connect: Connect) -> Non
         await broken.wait()
 
 
-async def test_closing_tells_those_who_wait(server: Server, connect: Connect) -> None:
+async def test_closing_ends_pending_requests(server: Server, connect: Connect) -> None:
     server.silent = True
     client = connect(server.port)
     waiting = asyncio.ensure_future(send(client, timeout_s=30.0))

@@ -41,7 +41,7 @@ def test_only_the_named_message_is_touched() -> None:
 
 @pytest.mark.parametrize("message", ["open", "opened", "release", "released", "hello", "hello_ok"])
 async def test_a_pull_stands_every_message_twice(message: str) -> None:
-    """X20: a repeated message is answered again, and the second answer finds nobody waiting."""
+    """X20: a repeated message gets a second response, which is ignored."""
     fault = f"dup=1,only={message}"
     async with (
         Agent(seed=1, control_fault=fault) as prefill,
@@ -55,7 +55,7 @@ async def test_a_pull_stands_every_message_twice(message: str) -> None:
         assert prefill.plane.stats().bad_frames == decode.plane.stats().bad_frames == 0
 
 
-async def test_a_lease_that_nobody_can_renew_ends_under_the_reader() -> None:
+async def test_a_lease_that_cannot_be_renewed_ends_under_the_reader() -> None:
     """I1: the read itself succeeds, and what it brought is thrown away all the same."""
     async with (
         Agent(seed=1, lease_s=0.3, tcp_fault="delay:seconds=0.8") as prefill,

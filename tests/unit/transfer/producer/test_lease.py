@@ -111,7 +111,7 @@ def test_an_unknown_release_is_invalid() -> None:
 
 
 def test_a_stranger_neither_releases_nor_reads_a_lease() -> None:
-    """X22: an id alone frees nobody's blocks."""
+    """X22: an id alone frees no blocks."""
     table = ready()
     open_lease(table, 1.0)
     assert table.release(2.0, T, STRANGER, True) == (False, [])
@@ -191,7 +191,7 @@ def test_staged_opens_are_bounded_and_erased() -> None:
     assert (table.open_count, table.leased) == (1, 1)
 
 
-def test_a_staged_open_that_nobody_registers_ends() -> None:
+def test_a_staged_open_without_a_registration_ends() -> None:
     table = LeaseTable(LEASE_S)
     assert open_lease(table, 0.0, wait_s=60.0) == []
     assert only_result(table.expire(10.0)) == Denied("unknown")
@@ -273,7 +273,7 @@ def test_leases_that_end_at_the_same_moment_all_end() -> None:
 
 
 class Counted(dict[Any, Any]):
-    """Tells whether somebody has looked at everything in it."""
+    """Notes whether everything in it was looked at."""
 
     scans = 0
 

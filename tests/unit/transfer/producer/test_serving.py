@@ -33,7 +33,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
 
 
 def serves(commands: list[Command]) -> list[Serve]:
-    """What the producer's rank was told; a consumer's is told nothing of the kind."""
+    """The `Serve` commands of the producer's rank; a consumer's rank gets none."""
     return [command for command in commands if isinstance(command, Serve)]
 
 

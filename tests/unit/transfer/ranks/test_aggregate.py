@@ -65,7 +65,7 @@ def test_a_rank_that_contradicts_itself_has_failed() -> None:
     assert not outcome.ok
 
 
-def test_what_nobody_waits_for_any_more_is_not_kept() -> None:
+def test_a_discarded_key_is_not_kept() -> None:
     aggregator = expecting(2)
     aggregator.report("t", 0, OK)
     aggregator.discard("t")

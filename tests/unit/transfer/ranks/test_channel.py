@@ -111,22 +111,22 @@ async def test_a_rank_may_be_up_before_the_engine_process_listens(
     engine.listener.close()
 
 
-async def test_a_rank_that_is_told_to_stop_does_not_wait_for_an_engine_process(
+async def test_a_rank_that_stops_does_not_wait_for_an_engine_process(
     tmp_path: Path, stop: tuple[socket.socket, socket.socket]
 ) -> None:
     """R7"""
-    connecting = asyncio.create_task(asyncio.to_thread(connect, tmp_path / "nobody", stop[1]))
+    connecting = asyncio.create_task(asyncio.to_thread(connect, tmp_path / "absent", stop[1]))
     stop[0].close()
     assert await asyncio.wait_for(connecting, WAIT_S) is None
 
 
-def test_nobody_waits_for_ever_for_an_engine_process(
+def test_waiting_for_an_engine_process_has_a_limit(
     tmp_path: Path, stop: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I5"""
     monkeypatch.setattr(rank_channel, "_CONNECT_S", 0.05)
-    with pytest.raises(TimeoutError, match="nobody"):
-        connect(tmp_path / "nobody", stop[1])
+    with pytest.raises(TimeoutError, match="absent"):
+        connect(tmp_path / "absent", stop[1])
 
 
 async def test_a_rank_that_has_left_or_does_not_read_is_gone(
@@ -150,7 +150,7 @@ async def test_a_rank_that_has_left_or_does_not_read_is_gone(
 
 
 async def test_a_rank_whose_engine_process_has_gone_is_silent(engine: Engine) -> None:
-    """I8: something else ends it, so it must not break, nor report to nobody for ever."""
+    """I8: something else ends it, so it must neither break nor keep reporting."""
     _, end = await engine.meet()
     engine.listener.close()
     assert await asyncio.to_thread(select.select, [end], [], [], WAIT_S)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def worker(**changes: Any) -> WorkerConnector:
     settings = {
-        "address": Path("/tmp/nobody-listens-here"),
+        "address": Path("/tmp/no-listener-here"),
         "rank": 0,
         "tp_size": 1,
         "geometry": GEOMETRY,
