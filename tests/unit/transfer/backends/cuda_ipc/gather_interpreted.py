@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gather kernel in Triton's interpreter, over host memory; TRITON_INTERPRET=1 has to be set for it.
 
-python -m tests.unit.transfer.backends.gather_interpreted      prints `same` for each case that came out right
+    python -m tests.unit.transfer.backends.cuda_ipc.gather_interpreted
+
+prints `same` for each case that came out right.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from kvferry.transfer.backends.cuda_ipc.work import Work
 from kvferry.transfer.layout import SpanTable
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 POOL_BYTES = 1 << 16
 _BLOCK = 32
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gather kernel as Triton and NVIDIA's assembler make it for a Hopper GPU; it takes none to do so.
 
-python -m tests.unit.transfer.backends.gather_compiled      prints how wide the accesses of its two forms
-came out
+    python -m tests.unit.transfer.backends.cuda_ipc.gather_compiled
+
+prints how wide the accesses of its two forms came out.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from kvferry.transfer.engine import PeerUnreachable, Status
 from kvferry.transfer.tokens import mint, new_secret
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori_rig import BLOCK, BLOCKS, Pair, fault, scattered
+from tests.unit.transfer.backends.mori.rig import BLOCK, BLOCKS, Pair, fault, scattered
 
 MakePair = Callable[..., Pair]
 

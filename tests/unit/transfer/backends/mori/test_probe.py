@@ -12,7 +12,7 @@ import pytest
 from kvferry.transfer.backends.mori import probe as mori_probe
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, open_engine, usable
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori_rig import fault
+from tests.unit.transfer.backends.mori.rig import fault
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.backends.cuda_ipc.work import ALIGNED_WORD_BYTES, Shape, Work
-from tests.unit.transfer.backends.gather_interpreted import ROOT, case
+from tests.unit.transfer.backends.cuda_ipc.gather_interpreted import ROOT, case
 
 
 def copies(work: Work, most_programs: int, num_copied: int = 0) -> list[tuple[int, int, int]]:
@@ -100,7 +100,7 @@ def test_little_work_takes_few_programs() -> None:
 
 def run_module(name: str, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.transfer.backends.{name}"],
+        [sys.executable, "-m", f"tests.unit.transfer.backends.cuda_ipc.{name}"],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori_rig import fault
+from tests.unit.transfer.backends.mori.rig import fault
 
 NBYTES = 1 << 16
 

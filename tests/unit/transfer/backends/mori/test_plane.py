@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori_rig import fault
+from tests.unit.transfer.backends.mori.rig import fault
 from tests.unit.transfer.rig import Agent, assert_same_kv, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import OURS, THEIRS, TOKENS
 
