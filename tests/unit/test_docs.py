@@ -6,7 +6,10 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
+from kvferry.proxy.wire.messages import Ack, Bye, Load, Register, Rejected
+from kvferry.transfer.control.messages import Request, Response
 from tools import lifecycles
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +158,22 @@ def test_the_tree_is_that_of_the_disk() -> None:
         if path.name != "__init__.py"
     ]
     assert sorted(listed) == sorted(on_disk)
+
+
+def test_messages_on_the_page_have_the_fields_of_the_code() -> None:
+    pings = section("Discovery")
+    for struct in (Register, Load, Bye, Ack, Rejected):
+        for field in struct.__struct_fields__:
+            assert f'"{field}"' in pings, (struct, field)
+    frames = section("Control channel")
+    for struct in get_args(Request) + get_args(Response):
+        assert re.search(rf"\b{struct.__struct_config__.tag}\b", frames), struct
+        for field in struct.__struct_fields__:
+            assert re.search(rf"\b{field}\b", frames), (struct, field)
+
+
+def test_metrics_named_on_pages_are_in_the_code() -> None:
+    code = "\n".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(?:kvferry_)([a-z_]+[a-z])\b", page.read_text()):
+            assert re.search(rf"\b(kvferry_)?{name.removesuffix('_total')}\b", code), (page, name)
