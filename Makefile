@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer mutants \
 	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table lifecycles train clean
 
 help: ## list the targets
@@ -44,7 +44,11 @@ test: $(STAMP) ## every check and every test, in the form that CI runs
 
 test-parts: $(STAMP) ## the tests that need no cluster
 	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
-	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract
+	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract tests/mutants
+
+# make mutants FORM=--core is the short form, about a minute on two cores.
+mutants: $(STAMP) ## seed defects into a copy of the tree, one by one, and see that tests notice each
+	$(BIN)/python -m tests.mutants $(FORM)
 
 coverage: $(STAMP) ## a table of what the unit tests cover, module by module; not a gate
 	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal --cov agent --cov deploy --cov proxy --cov transfer \

@@ -33,6 +33,8 @@ class StandInConnector:
     first_tokens: dict[str, SampledTokens | None] = field(default_factory=dict)
     """What was told with each lease that became ready."""
     holds: set[str] = field(default_factory=set)
+    hold_timeouts: dict[str, float] = field(default_factory=dict)
+    """For how many seconds each hold was asked for."""
     pulls: dict[str, StandInPull] = field(default_factory=dict)
     unquiet: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
@@ -85,6 +87,7 @@ class StandInConnector:
             raise DuplicateTransfer(transfer_id)
         assert timeout_s > 0
         self.holds.add(transfer_id)
+        self.hold_timeouts[transfer_id] = timeout_s
 
     def pull(
         self,

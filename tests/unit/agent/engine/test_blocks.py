@@ -86,6 +86,30 @@ def test_equal_blocks_after_different_beginnings_are_different() -> None:
     assert hash_prompt([1, 2]) != hash_prompt([2, 1])
 
 
+def test_a_block_s_hash_covers_every_block_before_it() -> None:
+    """D8: a hash of the block alone would find KV that was computed after another beginning."""
+    allocator = BlockAllocator(6)
+    blocks = remembered(allocator, [1, 2, 3, 4])
+    remembered(allocator, [5, 6, 7, 8])
+    assert allocator.find_prefix(hash_blocks([1, 2, 7, 8], 2)) == blocks[:1]
+    same_end = [hash_blocks([*start, 3, 4, 9, 9], 2) for start in ([1, 2], [2, 1])]
+    assert not set(same_end[0]) & set(same_end[1])
+    assert hash_blocks([1, 2, 3, 4], 2, hash_blocks([1, 2], 2)) == hash_blocks([1, 2, 3, 4], 2)
+
+
+def test_a_block_that_others_can_find_or_read_cannot_be_quarantined() -> None:
+    """A write may still come into a quarantined block: the prefix cache must not name it, nor a reader."""
+    allocator = BlockAllocator(3)
+    cached, shared, leased = allocator.allocate(3)
+    allocator.remember(cached, hash_blocks([1, 2], 2)[0])
+    allocator.share([shared])
+    allocator.lease([leased])
+    for block in (cached, shared, leased):
+        with pytest.raises(IntegrityError, match="not the caller's alone"):
+            allocator.quarantine([block])
+    assert allocator.counts().quarantined == 0
+
+
 def test_blank_blocks_go_first_then_the_oldest_prefix_from_its_end() -> None:
     allocator = BlockAllocator(5)
     old, new = remembered(allocator, [1, 2, 3, 4]), remembered(allocator, [5, 6, 7, 8])

@@ -123,6 +123,23 @@ def test_a_known_prefix_is_not_computed_again_and_the_last_token_always_is() -> 
     assert same.cached_tokens == 12
 
 
+def test_a_block_is_not_found_behind_another_beginning() -> None:
+    """D8: the second block of each prompt is known, but not after the first block of this one."""
+    engine = make_engine()
+    first, second = numbers(0, 9), numbers(20, 9)
+    for name, prompt in (("first", first), ("second", second)):
+        engine.submit(request(name, prompt, max_tokens=1))
+        engine.run()
+    mixed = [*first[:4], *second[4:]]
+    engine.submit(request("mixed", mixed, ignore_eos=True))
+    engine.run()
+    answer = engine.last("mixed")
+    assert isinstance(answer, Output)
+    assert answer.cached_tokens == 4
+    assert engine.tokens("mixed") == expected_answer(mixed, 0, request("x", mixed, ignore_eos=True).sampling)
+    engine.assert_all_free()
+
+
 def test_without_a_prefix_cache_everything_is_computed() -> None:
     engine = make_engine(prefix_cache=False)
     for name in ("first", "same"):
@@ -208,6 +225,41 @@ def test_a_preempted_sequence_computes_its_prompt_again_in_the_same_chunks() -> 
     assert engine.scheduler.counters.preemptions > 0
     assert len(chunks_run(engine)) > len(set(chunks_run(engine))), "something was computed twice"
     assert {(start, end) for start, end in chunks_run(engine) if start < 15} == {(0, 8), (8, 15)}
+
+
+def test_a_produced_prompt_is_never_preempted() -> None:
+    """Its lease is open: computed again under the same transfer id, it would be refused as a duplicate."""
+    engine = make_engine(num_blocks=19)
+    old = request("old", numbers(0, 11), max_tokens=20, ignore_eos=True)
+    engine.submit(old)
+    engine.step()
+    engine.submit(request("p", numbers(15, 60), max_tokens=4, produce="t", ignore_eos=True))
+    engine.run()
+    assert engine.scheduler.counters.preemptions, "the older request outgrew the pool meanwhile"
+    answer = engine.last("p")
+    assert isinstance(answer, Output)
+    assert (answer.done, answer.leased) == (True, True)
+    engine.connector.end_lease("t", "released")
+    engine.run()
+    assert engine.tokens("old") == expected_answer(old.prompt_ids, 0, old.sampling)
+    engine.assert_all_free()
+
+
+def test_nothing_is_admitted_in_the_step_of_a_preemption() -> None:
+    """The victim finds its prompt cached by another: at once it would take back what it was preempted for."""
+    engine = make_engine(num_blocks=9)
+    for name in ("r0", "r1"):
+        engine.submit(request(name, numbers(0, 16), max_tokens=6, ignore_eos=True))
+    while not engine.scheduler.counters.preemptions:
+        assert engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+    engine.step()
+    assert engine.scheduler.num_running == 2
+    engine.run()
+    sampling = request("x", numbers(0, 16), max_tokens=6, ignore_eos=True).sampling
+    for name in ("r0", "r1"):
+        assert engine.tokens(name) == expected_answer(numbers(0, 16), 0, sampling)
+    engine.assert_all_free()
 
 
 # Producing.
@@ -511,6 +563,7 @@ def test_a_transfer_waits_for_room_with_its_lease_held_and_then_is_refused() -> 
     engine.submit(request("d", prompt, remote=remote("t", prompt), resumed=resumed_choices(1)))
     engine.step()
     assert engine.connector.holds == {"t"}
+    assert engine.connector.hold_timeouts == {"t": 20.0}, "as long as it may wait, not as long as it may run"
     assert engine.scheduler.next_deadline() == pytest.approx(engine.now + 20, abs=0.1)
     engine.now += 20
     engine.step()

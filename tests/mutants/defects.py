@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded defects: one line each that a named test must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defect:
+    """`old`, which occurs once in `file`, becomes `new`; then some of `tests` must fail.
+
+    `core`: part of the short form, which CI runs. Its tests take a second or two and start no processes.
+    """
+
+    sentence: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    core: bool = True
+
+
+AGENT = "tests/unit/agent/engine"
+SAMPLER = "tests/unit/agent/worker/test_sampler.py"
+REFERENCE = "tests/unit/agent/worker/test_sampler_reference.py"
+SCHEDULER = f"{AGENT}/test_scheduler.py"
+BLOCKS = f"{AGENT}/test_blocks.py"
+LEASE = "tests/unit/transfer/producer/test_lease.py"
+PULL = "tests/unit/transfer/consumer/test_pull.py"
+QUARANTINE = "tests/unit/transfer/consumer/test_quarantine.py"
+AGGREGATE = "tests/unit/transfer/ranks/test_aggregate.py"
+BREAKER = "tests/unit/proxy/fleet/test_circuit_breaker.py"
+ADMISSION = "tests/unit/proxy/fleet/test_admission.py"
+REGISTRY = "tests/unit/proxy/fleet/test_registry.py"
+
+DEFECTS = (
+    # The agent.
+    Defect(
+        sentence="A block's hash does not cover the blocks before it.",
+        file="agent/engine/blocks.py",
+        old='parent = hashes[-1] if hashes else b""',
+        new='parent = b""',
+        tests=(BLOCKS, SCHEDULER),
+    ),
+    Defect(
+        sentence="A block that the prefix cache names may be quarantined.",
+        file="agent/engine/blocks.py",
+        old="self._references[block] != 1 or block in self._hash_of or",
+        new="self._references[block] != 1 or",
+        tests=(BLOCKS,),
+    ),
+    Defect(
+        sentence="A leased block is freed with its sequence.",
+        file="agent/engine/blocks.py",
+        old="        blocks = list(blocks)\n        self.share(blocks)\n        self._leases",
+        new="        blocks = list(blocks)\n        self._leases",
+        tests=(BLOCKS,),
+    ),
+    Defect(
+        sentence="Probabilities are not normalised again between top_k and top_p.",
+        file="agent/worker/sampler.py",
+        old="probability = probability / probability[: sampling.top_k].sum()",
+        new="pass",
+        tests=(REFERENCE,),
+    ),
+    Defect(
+        sentence="top_p keeps one token more where the others reach it exactly.",
+        file="agent/worker/sampler.py",
+        old="- probability < sampling.top_p",
+        new="- probability <= sampling.top_p",
+        tests=(REFERENCE,),
+    ),
+    Defect(
+        sentence="The noise does not depend on the choice.",
+        file="agent/worker/sampler.py",
+        old="(sample.choice << 32) | sample.position",
+        new="sample.position",
+        tests=(SAMPLER,),
+    ),
+    Defect(
+        sentence="The repetition penalty makes unlikely tokens likelier.",
+        file="agent/worker/sampler.py",
+        old="torch.where(values > 0, values / penalty, values * penalty)",
+        new="values / penalty",
+        tests=(SAMPLER, REFERENCE),
+    ),
+    Defect(
+        sentence="A produced prompt may be preempted.",
+        file="agent/engine/scheduler.py",
+        old="next(seq for seq in reversed(self._running) if not seq.request.produces)",
+        new="self._running[-1]",
+        tests=(SCHEDULER,),
+    ),
+    Defect(
+        sentence="Sequences are admitted in the step of a preemption.",
+        file="agent/engine/scheduler.py",
+        old="while self._waiting and not plan.preempted and",
+        new="while self._waiting and",
+        tests=(SCHEDULER,),
+    ),
+    Defect(
+        sentence="Blocks are freed at an abort while a pull may still write into them.",
+        file="agent/engine/transfers.py",
+        old="        sequence.blocks = []\n        ids_hash",
+        new="        ids_hash",
+        tests=(SCHEDULER,),
+    ),
+    Defect(
+        sentence="A transfer is held for as long as its request may run.",
+        file="agent/engine/transfers.py",
+        old="timeout_s = min(request.submit.timeout_s, self._limits.pull_timeout_s)",
+        new="timeout_s = request.submit.timeout_s",
+        tests=(SCHEDULER,),
+    ),
+    Defect(
+        sentence="After a preemption the prompt's chunks begin elsewhere.",
+        file="agent/engine/kv_cache.py",
+        old="found = found[: len(found) // per_chunk * per_chunk]",
+        new="pass",
+        tests=(SCHEDULER,),
+    ),
+    Defect(
+        sentence="A shared block is written in place.",
+        file="agent/engine/kv_cache.py",
+        old="self._allocator.num_references(block) - copied > 1",
+        new="self._allocator.num_references(block) - copied > 9",
+        tests=(SCHEDULER,),
+    ),
+    # The transfer plane.
+    Defect(
+        sentence="A link to an old incarnation at an address is kept.",
+        file="transfer/consumer/links.py",
+        old='other.lose("incarnation", f"{link.source} is there now")',
+        new="pass",
+        tests=("tests/unit/transfer/consumer/test_links.py",),
+    ),
+    Defect(
+        sentence="A second reader may open a lease that has one.",
+        file="transfer/producer/lease.py",
+        old="if lease.reader not in (None, consumer):",
+        new="if lease.reader is Ellipsis:",
+        tests=(LEASE,),
+    ),
+    Defect(
+        sentence="A renewal may keep a lease beyond its request.",
+        file="transfer/producer/lease.py",
+        old="min(now + self._lease_s, lease.limit)",
+        new="now + self._lease_s",
+        tests=(LEASE,),
+    ),
+    Defect(
+        sentence="A pull takes what the producer calls invalid.",
+        file="transfer/consumer/pull.py",
+        old='        if not valid:\n            return self._failed("invalid")\n',
+        new="",
+        tests=(PULL,),
+    ),
+    Defect(
+        sentence="A pull takes the blocks of another prompt.",
+        file="transfer/consumer/pull.py",
+        old="self._ids_hash is not None and grant.ids_hash != self._ids_hash",
+        new="False",
+        tests=("tests/unit/transfer/test_plane.py::test_other_token_ids_fail_the_pull",),
+    ),
+    Defect(
+        sentence="A read that failed counts as quiescent at once.",
+        file="transfer/consumer/pull.py",
+        old="quiescent=not self._reading,",
+        new="quiescent=True,",
+        tests=(PULL,),
+    ),
+    Defect(
+        sentence="A whole is complete without its last rank.",
+        file="transfer/ranks/aggregate.py",
+        old="if len(group.reports) < self._num_ranks:",
+        new="if len(group.reports) < self._num_ranks - 1:",
+        tests=(AGGREGATE,),
+    ),
+    Defect(
+        sentence="A rebuild is ordered again and again for one quarantined transfer.",
+        file="transfer/consumer/quarantine.py",
+        old="entry.ordered = entry.backend in due",
+        new="pass",
+        tests=(QUARANTINE,),
+    ),
+    # The proxy.
+    Defect(
+        sentence="The pings of an incarnation that was replaced count again.",
+        file="proxy/fleet/registry.py",
+        old="if incarnation in self._retired:",
+        new="if False:",
+        tests=(REGISTRY,),
+    ),
+    Defect(
+        sentence="An older ping overwrites a newer one.",
+        file="proxy/fleet/registry.py",
+        old="record is not None and info.index < record.info.index",
+        new="False",
+        tests=(REGISTRY,),
+    ),
+    Defect(
+        sentence="A waiter that is cancelled as it gets its slots keeps them.",
+        file="proxy/fleet/admission.py",
+        old="                    answer.release()\n",
+        new="                    pass\n",
+        tests=(ADMISSION,),
+    ),
+    Defect(
+        sentence="A breaker that tries an agent again lets all requests through.",
+        file="proxy/fleet/circuit_breaker.py",
+        old="self._due_at = now + PROBE_INTERVAL_S",
+        new="pass",
+        tests=(BREAKER,),
+    ),
+    Defect(
+        sentence="The pause of a breaker grows for ever.",
+        file="proxy/fleet/circuit_breaker.py",
+        old="min(2 * self._pause_s, MAX_PAUSE_S)",
+        new="2 * self._pause_s",
+        tests=(BREAKER,),
+    ),
+    Defect(
+        sentence="An attempt's slots are not given back at its end.",
+        file="proxy/exchange/legs.py",
+        old="        self._reservation.release()\n",
+        new="        pass\n",
+        tests=("tests/unit/proxy/exchange/test_exchange.py",),
+        core=False,
+    ),
+    Defect(
+        sentence="A retry goes to the agent that was lost.",
+        file="proxy/exchange/exchange.py",
+        old="self._exclude |= {lost.agent}",
+        new="pass",
+        tests=("tests/unit/proxy/exchange/test_exchange.py",),
+        core=False,
+    ),
+    Defect(
+        sentence="A stream that broke goes on with another response's tokens.",
+        file="proxy/exchange/resume.py",
+        old="if index not in news and not choice.begins_with(token):",
+        new="if False:",
+        tests=("tests/unit/proxy/exchange/test_resume.py", "tests/unit/proxy/exchange/test_migration.py"),
+        core=False,
+    ),
+    Defect(
+        sentence="Retries are not bounded by the budget.",
+        file="proxy/exchange/retry_budget.py",
+        old="        self._tokens -= 1\n",
+        new="",
+        tests=("tests/unit/proxy/exchange/test_retry_budget.py",),
+    ),
+)
