@@ -63,7 +63,7 @@ def test_scattered_spans_arrive_byte_for_byte_and_nothing_else_is_touched(
 def test_many_reads_over_one_connection_do_not_mix(
     reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
 ) -> None:
-    """L10: answers belong to requests by number, not by whoever waits first."""
+    """L10: answers belong to requests by number, not by the order of waiting."""
     peer = reader.connect(start_peer())
     spans = scattered(4096, 1024)
     transfers = [reader.read(peer, spans[first : first + 16]) for first in range(0, 1024, 16)]
@@ -129,7 +129,7 @@ def test_a_stopped_peer_runs_into_the_deadline_or_is_not_needed(
 
 
 def test_a_cancelled_read_writes_nothing_after_it_is_quiescent(reader: Reader, start_peer: StartPeer) -> None:
-    """L15: the destination is given back only when nothing can land in it any more (I3)."""
+    """L15: the destination is quiescent only when nothing can be written to it any more (I3)."""
     other = start_peer()
     peer = reader.connect(other)
     other.stop()
@@ -154,7 +154,7 @@ def test_a_peer_that_died_before_we_connect_is_unreachable(reader: Reader, start
 
 
 def test_a_stopped_peer_is_unreachable_within_the_deadline(reader: Reader, start_peer: StartPeer) -> None:
-    """X13: connecting has a deadline and holds nobody else up."""
+    """X13: connecting has a deadline and delays no other peer."""
     other = start_peer()
     other.stop()
     begun = time.monotonic()
@@ -211,7 +211,7 @@ def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: st
 
 @pytest.mark.parametrize("cell", ["nccl", "tcp", ON_GPUS[0]], indirect=True)
 def test_a_reader_without_a_token_of_this_agent_is_refused(reader: Reader, start_peer: StartPeer) -> None:
-    """X22: nobody reads who was not admitted on the control channel."""
+    """X22: only readers admitted on the control channel are served."""
     other = start_peer()
     with pytest.raises(PeerUnreachable):
         reader.connect(other, token=mint(new_secret()))

@@ -20,7 +20,7 @@ _ADDRESS = struct.Struct("<Q")
 
 
 class HostLaunch:
-    """A launch that copies when it is told to."""
+    """A launch that copies when `end` is called."""
 
     def __init__(self, work: Work, device: HostDevice) -> None:
         self._device = device

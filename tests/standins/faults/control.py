@@ -54,10 +54,10 @@ class ControlFaults:
             return 1  # no control message
         if fault.only not in (None, kind):
             return 1
-        drawn = self._random.random()
-        if drawn < fault.drop:
+        chance = self._random.random()
+        if chance < fault.drop:
             return 0
-        return 2 if drawn < fault.drop + fault.dup else 1
+        return 2 if chance < fault.drop + fault.dup else 1
 
 
 @contextmanager

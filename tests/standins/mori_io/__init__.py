@@ -17,7 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 FAULT = "MORI_STANDIN_FAULT"
-"""Environment variable that tells the stand-in what to do wrong; see `mori.io.faults`."""
+"""Environment variable with the stand-in's faults; see `mori.io.faults`."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def _ending(status: int) -> str:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _try(host: str, options: Mapping[str, str]) -> str | None:

@@ -86,7 +86,7 @@ class ControlServer:
         return []
 
 
-def ask(engine: EngineDesc, message: list[object]) -> list[int]:
+def query(engine: EngineDesc, message: list[object]) -> list[int]:
     """Send one message and wait for the answer. Raises RuntimeError when there is none in time."""
     try:
         with socket.create_connection((engine.host, engine.port), _timeout_s()) as connection:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stand-in is told to do wrong, by the environment variable MORI_STANDIN_FAULT.
+"""The faults of the stand-in, set by the environment variable MORI_STANDIN_FAULT.
 
 Faults are written `kind:key=value,...` and joined by `;`. Work requests are counted per queue pair, from 0.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A queue pair: work requests are carried out in the order in which they were posted, by a thread of its own.
 
-The first that fails breaks the queue pair, and everything posted after it fails unexecuted, for ever. A batch
+The first that fails breaks the queue pair, and everything posted after it fails unexecuted. A batch
 spreads over several queue pairs; its status turns to an error at the first failure on any of them, while the
 others may still be writing.
 """
@@ -125,4 +125,4 @@ class QueuePair:
         if die is not None and die.hits(self._lane, self._ended):
             os.kill(os.getpid(), signal.SIGKILL)
         if fail is not None and fail.hits(self._lane, self._ended):
-            raise memory.MemoryGone("told to fail")
+            raise memory.MemoryGone("a fault")

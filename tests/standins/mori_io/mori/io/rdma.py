@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from mori.cpp import EngineDesc, MemoryDesc, RdmaBackendConfig, StatusCode, TransferStatus
-from mori.io.control import ControlServer, Registry, ask
+from mori.io.control import ControlServer, Registry, query
 from mori.io.faults import Faults
 from mori.io.queue_pair import Batch, QueuePair, WorkRequest
 
@@ -74,7 +74,7 @@ class RdmaBackend:
         self.registry.pin(local)
         known = self._known.get((engine.key, remote.id))
         if known is None:
-            known = ask(engine, ["memory", remote.id])
+            known = query(engine, ["memory", remote.id])
             if known[0] != remote.size:
                 raise RuntimeError(f"remote MR size mismatch: expected={remote.size} got={known[0]}")
             self._known[engine.key, remote.id] = known
@@ -89,7 +89,7 @@ class RdmaBackend:
     def transfer(
         self, route: Route, rows: np.ndarray, status: TransferStatus, uid: int, *, read: bool
     ) -> None:
-        """Begin to copy rows of (local offset, remote offset, size); `status` tells how it goes."""
+        """Begin to copy rows of (local offset, remote offset, size); `status` is its state."""
         if "init" in self.faults:
             timer = threading.Timer(
                 self.faults["init"].seconds, self._begin, (route, rows, status, uid), {"read": read}
@@ -122,8 +122,8 @@ class RdmaBackend:
         full = self.faults.get("full")
         for index, first in enumerate(range(0, len(pieces), share)):
             pair = route.pairs[(uid + index) % lanes]
-            told = index > 0 and full is not None and number == full.after
-            if told or not _has_room(pair):
+            faulty = index > 0 and full is not None and number == full.after
+            if faulty or not _has_room(pair):
                 status.Update(StatusCode.ERR_RDMA_OP, f"SQ full (batch): depth={pair.outstanding}")
                 return
             pair.post(WorkRequest(batch, pieces[first : first + share], read))
@@ -134,7 +134,7 @@ class RdmaBackend:
         engine = self.remotes[route.remote.engine_key]
         message = ["arrived", self.key, uid, len(route.pairs)]
         for pair in route.pairs:
-            pair.post(WorkRequest(batch, (), True, notify=lambda: _tell(engine, message)))
+            pair.post(WorkRequest(batch, (), True, notify=lambda: _notify(engine, message)))
 
 
 def _problem(route: Route, rows: np.ndarray) -> str:
@@ -166,8 +166,8 @@ def _has_room(pair: QueuePair, patience_s: float = 5.0) -> bool:
     return True
 
 
-def _tell(engine: EngineDesc, message: list[object]) -> None:
+def _notify(engine: EngineDesc, message: list[object]) -> None:
     try:
-        ask(engine, message)
+        query(engine, message)
     except RuntimeError as error:
         raise OSError(str(error)) from error

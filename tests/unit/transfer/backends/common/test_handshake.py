@@ -120,10 +120,10 @@ def test_another_engine_at_the_same_port_is_not_taken_for_the_one_that_was_meant
 
 def test_a_silent_connection_is_closed_and_nonsense_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.05)
-    for said in (b"", b"GET / HTTP/1.1\r\n" * 10):
+    for sent in (b"", b"GET / HTTP/1.1\r\n" * 10):
         with socket.create_connection(("127.0.0.1", rig.address.port)) as stranger:
             stranger.setblocking(False)
-            stranger.send(said)
+            stranger.send(sent)
             rig.wait(lambda stranger=stranger: _is_closed(stranger))
     assert rig.server.next_deadline() is None
 

@@ -201,7 +201,7 @@ def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
 
 
 def test_whoever_sleeps_on_the_descriptor_is_woken_until_it_has_seen_the_landing(rig: Rig) -> None:
-    """R24: nobody has to poll for the end of a kernel; how often it is looked for, `PollPacer` says."""
+    """R24: no thread has to poll for the end of a kernel; `PollPacer` sets when it is polled."""
     peer = rig.connect()
     engine = rig.reader.engine
     rig.reader.device.hold = True

@@ -37,8 +37,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[HostDevice]:
 async def test_a_pull_over_cuda_ipc_lands_and_a_producer_that_goes_is_unmapped(
     devices: list[HostDevice],
 ) -> None:
-    """The rank's thread sleeps until the launch has landed: nobody polls. What a dead producer's memory is
-    mapped by must end within the lease and a second.
+    """The rank's thread sleeps until the launch is done, without polling. The mapping of a dead producer's
+    memory must end within the lease and a second.
     """
     async with Agent(transfer="cuda_ipc", seed=2, lease_s=LEASE_S) as decode:
         async with Agent(transfer="cuda_ipc", seed=1, lease_s=LEASE_S) as prefill:

@@ -163,7 +163,7 @@ def test_a_failed_piece_fails_the_transfer_which_is_quiescent_when_the_others_ha
 
 
 def test_what_passes_its_deadline_stays_unquiescent_for_as_long_as_mooncake_reads(rig: Rig) -> None:
-    """L15: the destination of a read that timed out is not given back while it may be written to."""
+    """L15: the destination of a read that timed out is not released while it may be written to."""
     peer, library = rig.connected()
     transfer = rig.engine.read(peer, spans(2 * WINDOW), 0.0)
     rig.until(lambda: transfer.poll() is Status.FAILED)

@@ -24,8 +24,8 @@ def pair() -> Iterator[MakePair]:
     """`pair("stall:…", qp_per_transfer="2")`: a reader that suffers this, and the owner."""
     made: list[Pair] = []
 
-    def make(told: str = "", **options: str) -> Pair:
-        with fault(told):
+    def make(spec: str = "", **options: str) -> Pair:
+        with fault(spec):
             made.append(Pair(**options))
         return made[-1]
 
@@ -48,8 +48,8 @@ def test_an_error_on_one_queue_pair_is_no_proof_that_the_others_have_stopped(
     pair: MakePair, broken: int
 ) -> None:
     """I3: MORI's status turns to an error at the first failure, while another queue pair still writes."""
-    told = f"fail:after=0,lane={broken};stall:seconds=0.5,after=0,lane={1 - broken}"
-    two = pair(told, qp_per_transfer="2")
+    spec = f"fail:after=0,lane={broken};stall:seconds=0.5,after=0,lane={1 - broken}"
+    two = pair(spec, qp_per_transfer="2")
     transfer = two.read(two.meet(), scattered(64))
     assert two.finish(transfer) is Status.FAILED
     assert transfer.reason == "peer_lost"
@@ -97,7 +97,7 @@ def test_batches_that_end_out_of_order_all_arrive(pair: MakePair) -> None:
 
 
 def test_a_status_that_has_not_even_begun_is_not_done(pair: MakePair) -> None:
-    """`Wait` of a status in INIT returns at once; whoever takes that for the end reads what is not there."""
+    """`Wait` of a status in INIT returns at once, which is not the end of the read."""
     two = pair("init:seconds=0.2")
     transfer = two.read(two.meet(), scattered(8))
     for _ in range(20):
@@ -193,7 +193,7 @@ def test_a_peer_whose_queue_pairs_broke_is_not_met_again(pair: MakePair) -> None
 
 
 def test_a_reader_that_was_not_admitted_does_not_even_connect(pair: MakePair) -> None:
-    """X22: MORI itself asks nobody for anything."""
+    """X22: MORI itself checks no token."""
     two = pair()
     with pytest.raises(PeerUnreachable, match="refused"):
         two.meet(token=mint(new_secret()))
@@ -208,7 +208,7 @@ def test_an_owner_that_closed_is_noticed_without_a_read(pair: MakePair) -> None:
 
 
 def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) -> None:
-    """R7, I3: with reads in flight, and while somebody still holds them and their peer."""
+    """R7, I3: with reads in flight, and while a caller still holds them and their peer."""
     threads = set(threading.enumerate())
     two = pair("stall:seconds=30,after=0")
     peer = two.meet()
@@ -240,13 +240,13 @@ def test_it_asks_to_be_polled_only_while_something_is_under_way(pair: MakePair) 
     assert two.reader.next_deadline() is None
 
 
-def test_nobody_is_told_of_a_read_unless_asked_for(pair: MakePair) -> None:
-    """MORI never erases a notification: a producer that is told grows without end."""
-    for option, told in (("false", False), ("true", True)):
+def test_a_producer_is_not_notified_of_a_read_unless_configured(pair: MakePair) -> None:
+    """MORI never erases a notification: a notified producer grows without end."""
+    for option, notified in (("false", False), ("true", True)):
         two = pair(notification=option)
         assert two.finish(two.read(two.meet(), scattered(4))) is Status.DONE
         inbound = two.owner._library.engine._rdma.registry.inbound
-        if told:
+        if notified:
             two.wait(lambda inbound=inbound: list(inbound.values()) == [0])
         else:
             assert not inbound

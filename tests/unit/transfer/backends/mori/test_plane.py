@@ -45,7 +45,7 @@ async def test_auto_takes_mori_where_it_works_and_does_without_where_it_does_not
 
 
 async def test_a_broken_queue_pair_fails_one_pull_and_the_next_takes_another_backend() -> None:
-    """I5: MORI cannot mend it, so whoever insists on it would never get anything again."""
+    """I5: MORI cannot repair it, so a reader that insisted on it would never get anything again."""
     with fault("fail:after=1"):  # the child that tried first read once
         decode = Agent(seed=2, transfer="auto")
         async with Agent(seed=1, transfer="auto") as prefill, decode:

@@ -32,17 +32,17 @@ def test_where_it_works_there_is_no_reason(standin: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("spec", "reason"),
     [
         ("topology", "mori: child exited with -1: TopoSystem: no monitored GPU"),
         ("registration:above=0", "mori: child was ended by SIGABRT: RegisterRdmaMemoryRegion failed!"),
-        ("die:after=0", "mori: child was ended by SIGKILL: it said nothing"),
+        ("die:after=0", "mori: child was ended by SIGKILL: no output"),
         ("no_device", "mori: no active RDMA device on this host"),
         ("fail:after=0", "mori: a first read ended as"),
     ],
 )
-def test_whatever_ends_the_child_is_the_reason_and_we_live_on(standin: None, told: str, reason: str) -> None:
-    with fault(told):
+def test_whatever_ends_the_child_is_the_reason_and_we_live_on(standin: None, spec: str, reason: str) -> None:
+    with fault(spec):
         verdict = usable("mori")
         assert verdict.reason.startswith(reason)
         options = EngineOptions(name="n", bind_host="127.0.0.1", advertise_host="127.0.0.1")

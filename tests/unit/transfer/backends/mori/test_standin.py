@@ -279,8 +279,8 @@ def test_a_fault_that_makes_no_sense_is_refused(io: ModuleType) -> None:
             io.IOEngine("e", io.IOEngineConfig())
 
 
-def _run(code: str, told: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(mori_io.FOLDER), mori_io.FAULT: told}
+def _run(code: str, spec: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(mori_io.FOLDER), mori_io.FAULT: spec}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30
     )

@@ -114,7 +114,7 @@ def test_a_pair_whose_communicator_fails_is_closed_at_both_ends(rig: Rig) -> Non
 
 
 def test_a_read_that_passes_its_deadline_takes_its_pair_with_it(rig: Rig) -> None:
-    """L10, L11: a receive that nobody answered must not be there when the next message comes."""
+    """L10, L11: a receive without an answer must not be there when the next message comes."""
     peer = rig.connect()
     held = threading.Event()
     pair = rig.server.engine._server.sessions[0]._pair
@@ -166,7 +166,7 @@ class SilentEnd:
     """A server's communicator that says nothing."""
 
     def send(self, message: torch.Tensor, tag: int) -> None:
-        """Nobody hears it."""
+        """Discard it."""
 
     def wait(self, work: Any, deadline: float, closing: threading.Event) -> None:
         """It is over."""
@@ -280,7 +280,7 @@ def test_pairs_that_are_made_at_the_same_time_all_have_the_watchdog_off(
     assert variable not in os.environ
 
 
-class Ends:
+class PairThreads:
     """Both threads of one pair, without engines."""
 
     def __init__(self) -> None:
@@ -305,17 +305,17 @@ class Ends:
         )
 
     def send(self, *labels: tuple[bytes, bytes]) -> None:
-        """Send one message per (id of the read that gloo matches, id that the head tells)."""
+        """Send one message per (id of the read that gloo matches, id in the head)."""
 
         def job(pair: PairThread) -> None:
-            for matched, told in labels:
-                message = pair.staging.fill(pair.staging.new_message(), pack_head(told, 0, 0), [])
+            for matched, in_head in labels:
+                message = pair.staging.fill(pair.staging.new_message(), pack_head(in_head, 0, 0), [])
                 self._under_way.append((message, pair.send(message, matched, 0)))
 
         self.server.submit(job)
 
     def receive(self, read_id: bytes) -> threading.Event:
-        """Receive the message of one read; the event says that it came."""
+        """Receive the message of one read; the event is set when it came."""
         came = threading.Event()
 
         def job(pair: PairThread) -> None:
@@ -334,19 +334,19 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
+def ends() -> Iterator[PairThreads]:
+    made = PairThreads()
     yield made
     made.close()
 
 
-def test_a_message_left_over_from_a_dead_read_is_not_taken_for_the_next_one(ends: Ends) -> None:
+def test_a_message_left_over_from_a_dead_read_is_not_taken_for_the_next_one(ends: PairThreads) -> None:
     """L10: by order alone the first message would be taken, and every later one shifted."""
     ends.send((b"a" * 16, b"a" * 16), (b"b" * 16, b"b" * 16))
     assert ends.receive(b"b" * 16).wait(10)
 
 
-def test_a_message_that_tells_another_read_breaks_the_pair(ends: Ends) -> None:
+def test_a_message_of_another_read_breaks_the_pair(ends: PairThreads) -> None:
     """L10: NCCL knows no tags; there the head alone decides."""
     ends.send((b"b" * 16, b"a" * 16))
     came = ends.receive(b"b" * 16)

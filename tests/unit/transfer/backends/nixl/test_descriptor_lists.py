@@ -13,7 +13,7 @@ THEIRS = NixlPoolAddress(address=5000, nbytes=1280, device=3, kind="VRAM")
 
 @dataclass
 class StandInAgent:
-    """Keeps what it was told."""
+    """Records its calls."""
 
     prepared: list[tuple[str, list[int], str]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)

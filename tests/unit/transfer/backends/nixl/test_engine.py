@@ -20,7 +20,7 @@ class NixlRemoteDisconnectError(Exception):
 
 
 class StandInApi:
-    """An API whose agent cannot post, and keeps the handles that it was given back."""
+    """An API whose agent cannot post, and keeps the handles that were released."""
 
     errors = (NixlInvalidParamError, NixlRemoteDisconnectError)
 
