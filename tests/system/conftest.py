@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,6 +16,8 @@ import pytest
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
 
 MODEL = "ferry-tiny"
+FOLDERS = ("agent", "deploy", "proxy", "transfer")
+TRAP = "raise ImportError(f'{__file__} was imported')\n"
 # Every test that compares answers wants a cold prefix cache (I4), and one thread per rank on small machines.
 COMMON_ARGS = ("--prefix-cache", "false", "--threads", "1")
 
@@ -101,3 +104,21 @@ async def wait_ready(process: Process, timeout_s: float = 120.0) -> None:
                 if response.status == 200:
                     return
             await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+def trap_folder(tmp_path: Path) -> Path:
+    """A working directory with a module for each of our folders, which must not be imported."""
+    for name in FOLDERS:
+        tmp_path.joinpath(f"{name}.py").write_text(TRAP)
+    return tmp_path
+
+
+@pytest.fixture
+def trap_env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `proxy.py` is installed: its distribution holds a top-level package `proxy`."""
+    site = tmp_path / "site-packages"
+    for package in ("proxy", "proxy/core", "proxy/http"):
+        site.joinpath(package).mkdir(parents=True)
+        site.joinpath(package, "__init__.py").write_text(TRAP)
+    return {**os.environ, "PYTHONPATH": str(site)}

@@ -1,48 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything is installed as `kvferry.…`: modules of other people with our folders' names change nothing."""
+"""Everything is installed as `kvferry.…`: modules of other people with our folders' names change nothing.
+
+`test_readme.py` starts a whole cluster in such a place.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import aiohttp
 import pytest
+
+from tests.system.conftest import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 KVFERRY = Path(sys.executable).with_name("kvferry")
-FOLDERS = ("agent", "deploy", "proxy", "transfer")
-TRAP = "raise ImportError(f'{__file__} was imported')\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A working directory with a module for each of our folders, which must not be imported."""
-    for name in FOLDERS:
-        tmp_path.joinpath(f"{name}.py").write_text(TRAP)
-    return tmp_path
-
-
-@pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `proxy.py` is installed: its distribution holds a top-level package `proxy`."""
-    site = tmp_path / "site"
-    for package in ("proxy", "proxy/core", "proxy/http"):
-        site.joinpath(package).mkdir(parents=True)
-        site.joinpath(package, "__init__.py").write_text(TRAP)
-    return {**os.environ, "PYTHONPATH": str(site)}
-
-
-def test_the_traps_are_set(folder: Path, env: dict[str, str]) -> None:
+def test_the_traps_are_set(trap_folder: Path, trap_env: dict[str, str]) -> None:
     for name in FOLDERS:
         done = subprocess.run(
-            [sys.executable, "-c", f"import {name}"], cwd=folder, env=env, capture_output=True, text=True
+            [sys.executable, "-c", f"import {name}"],
+            cwd=trap_folder,
+            env=trap_env,
+            capture_output=True,
+            text=True,
         )
         assert "was imported" in done.stderr, done.stderr
 
@@ -64,37 +49,10 @@ def test_the_traps_are_set(folder: Path, env: dict[str, str]) -> None:
     ],
     ids=lambda words: " ".join(Path(word).name for word in words),
 )
-def test_a_command(words: list[str], folder: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=50)
+def test_a_command(words: list[str], trap_folder: Path, trap_env: dict[str, str]) -> None:
+    done = subprocess.run(words, cwd=trap_folder, env=trap_env, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-
-
-@pytest.mark.timeout(180)
-async def test_a_cluster(folder: Path, env: dict[str, str]) -> None:
-    """`kvferry up` and all its processes: `-m` puts the working directory first on their path."""
-    log = folder / "up.log"
-    with log.open("wb") as output:
-        up = await asyncio.create_subprocess_exec(
-            KVFERRY, "up", "--port", "0", "--discovery-port", "0", cwd=folder, env=env,
-            stdout=asyncio.subprocess.PIPE, stderr=output,
-        )  # fmt: skip
-    assert up.stdout is not None
-    said = ""
-    try:
-        async with asyncio.timeout(120):
-            while not said.startswith("serving "):
-                said = (await up.stdout.readline()).decode()
-                assert said, log.read_text()
-        url = said.split()[3].rstrip(";")
-        body = {"model": "ferry-tiny", "prompt": "417+52=", "temperature": 0, "max_tokens": 8}
-        async with aiohttp.ClientSession() as http, http.post(f"{url}/completions", json=body) as response:
-            assert (await response.json())["choices"][0]["text"] == "469"
-    finally:
-        up.send_signal(signal.SIGINT)
-        await up.stdout.read()
-        status = await asyncio.wait_for(up.wait(), 30)
-    assert status == 0
 
 
 @pytest.mark.timeout(180)

@@ -72,10 +72,12 @@ def argv(command: str, ports: dict[str, str]) -> list[str]:
 
 
 @asynccontextmanager
-async def running(words: list[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(
+    words: list[str], log: Path, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """A command that runs until Ctrl-C; it must then end with status 0 and leave no child behind."""
     with log.open("ab") as output:
-        process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdout=output, stderr=output)
+        process = await asyncio.create_subprocess_exec(*words, cwd=cwd, env=env, stdout=output, stderr=output)
     try:
         yield process
     finally:
@@ -128,11 +130,14 @@ async def test_make_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-async def test_up_and_curl(ports: dict[str, str], tmp_path: Path) -> None:
+async def test_up_and_curl(
+    ports: dict[str, str], tmp_path: Path, trap_folder: Path, trap_env: dict[str, str]
+) -> None:
+    """Among modules called like our folders, which `-m` would find first."""
     [up] = [command for command in commands() if "kvferry up" in command]
     [curl] = [command for command in commands() if command.startswith("curl")]
     words = [*argv(up, ports), "--discovery-port", ports["36367"], "--log-dir", str(tmp_path)]
-    async with running(words, tmp_path / "up.log"):
+    async with running(words, tmp_path / "up.log", trap_folder, trap_env):
         assert await answer(argv(curl, ports)) == "469"
     assert {path.name for path in tmp_path.glob("*.log")} >= {"proxy.log", "prefill-0.log", "decode-0.log"}
 
