@@ -34,7 +34,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.errors import AgentLost, InvalidRequest, ModelNotFound, NoAgent, StreamBroken
+from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
 from kvferry.proxy.exchange.foreign_attempt import ForeignAttempt, ForeignTools
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import Attempt, Legs, ResponseSink
@@ -78,6 +78,19 @@ class ExchangeContext:
     metrics: Metrics
 
 
+@dataclass(slots=True)
+class _Tries:
+    """How many more attempts one request may make: to *migrate* a stream that has begun, else to *retry*."""
+
+    log: RequestLog
+    retries: int
+    migrations: int
+
+    def has_more(self) -> bool:
+        """Whether another attempt may follow, as things stand."""
+        return (self.migrations if self.log.phase is Phase.DECODE else self.retries) > 0
+
+
 class Exchange:
     """Serves one client request. Call `run` once."""
 
@@ -90,17 +103,16 @@ class Exchange:
         self._ids = ids
         self._log = log
         self._routing_request = routing_request(request, ids.session)
+        self._tries = _Tries(log, settings.retries, settings.migrations)
         self._deadline = _now() + settings.total_timeout_s
         self._legs = Legs(
             context.upstream,
             context.fleet,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
-            can_retry=self._has_tries_left,
+            can_retry=self._tries.has_more,
         )
         self._progress = Progress(request.n)
-        self._retries_left = settings.retries
-        self._migrations_left = settings.migrations
         self._exclude = NO_AGENTS
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
@@ -121,19 +133,22 @@ class Exchange:
                 attempt.end()
 
     async def _begin(self) -> Attempt:
-        """Reserve a pair for another attempt. Raises `InvalidRequest` for what its agents cannot serve."""
+        """Reserve a pair for another attempt."""
         reservation = await self._reserve()
-        pair = reservation.pair
-        dialect = self._context.dialects.get(pair.prefill.info.dialect)
         try:
-            check_context(self._request, _max_model_len(pair))
-            (dialect or native).check(self._request)
-        except InvalidRequest:
+            return self._new_attempt(reservation)
+        except BaseException:
             reservation.release()
             raise
+
+    def _new_attempt(self, reservation: Reservation) -> Attempt:
+        """Raises `InvalidRequest` for what the agents of the pair cannot serve."""
+        context, pair = self._context, reservation.pair
+        dialect = context.dialects.get(pair.prefill.info.dialect)
+        check_context(self._request, _max_model_len(pair))
+        (dialect or native).check(self._request)
         transfer_id = new_transfer_id()
         self._log.add_attempt(pair, transfer_id)
-        context = self._context
         if dialect is None:
             return NativeAttempt(
                 reservation,
@@ -184,12 +199,12 @@ class Exchange:
         if self._log.phase is Phase.DECODE:
             if not self._may_retry(lost):
                 raise StreamBroken(lost.message) from lost
-            self._migrations_left -= 1
+            self._tries.migrations -= 1
             context.metrics.migrations.inc()
         else:
             if not self._may_retry(lost):
                 raise lost
-            self._retries_left -= 1
+            self._tries.retries -= 1
             leg = "prefill" if lost.agent == pair.prefill.incarnation else "decode"
             context.metrics.retries.labels(leg).inc()
         self._exclude |= {lost.agent}
@@ -198,7 +213,7 @@ class Exchange:
 
     def _may_retry(self, lost: AgentLost) -> bool:
         """Whether one more try is allowed, by this request's own limits and by the proxy's budget."""
-        if not self._has_tries_left():
+        if not self._tries.has_more():
             return False
         if lost.is_down:
             return True
@@ -206,11 +221,6 @@ class Exchange:
             self._context.metrics.retries_denied.inc()
             return False
         return True
-
-    def _has_tries_left(self) -> bool:
-        """Whether this request's own limits allow one more try, as things stand."""
-        streaming = self._log.phase is Phase.DECODE
-        return (self._migrations_left if streaming else self._retries_left) > 0
 
 
 def _max_model_len(pair: Pair) -> int | None:

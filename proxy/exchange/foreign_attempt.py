@@ -57,6 +57,7 @@ from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 LOOKUP_MAX_AGE_S = 10.0
@@ -80,7 +81,7 @@ class ForeignTools:
 
 
 class ForeignAttempt(Attempt):
-    """See `Attempt`. The failure of one sub-request ends them all: a response is whole or it is none.
+    """See `Attempt`. The failure of one sub-request ends them all: a response is complete or it is none.
 
     Until the client has anything a lost server is an `AgentLost`; later it is `StreamBroken`, for these
     engines cannot resume what another server has begun.
@@ -407,12 +408,7 @@ def _raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
     if others is not None or ours is None:
         raise failures
     rejections = ours.subgroup(AgentRejected)
-    raise _first(rejections or ours) from None
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    raise next(leaves(rejections or ours)) from None
 
 
 def _incarnation(server: Register) -> Incarnation:
