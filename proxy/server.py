@@ -27,7 +27,7 @@ from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
 from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_drops import KvDrops
-from kvferry.proxy.exchange.retry_budget import RetryBudget
+from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings

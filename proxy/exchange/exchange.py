@@ -14,11 +14,11 @@ The life of a request, as `Exchange.run` and the attempts conduct it:
 5. **End** (`Attempt.end`), exactly once for every attempt: its reservation is released, and KV that is still
    pinned is dropped. A client that leaves cancels the task that runs this code. The connections of the legs
    that are open close with it, and their agents stop; there is nothing else to cancel.
-6. **Retry** (`Exchange._plan_retry`). An agent may be lost at any point (`AgentLost`); then the same steps
-   are taken with another pair. The seed stays the same, so the same tokens are sampled, and what the client
-   already has is neither repeated nor lost: a first token that it has is compared, not shown, and the decode
-   agent is sent the ids of all tokens that were passed on (`resume`) and goes on after them. When a stream
-   breaks in mid-response this is a *migration*. Every other failure is final.
+6. **Retry** (`Exchange._plan_retry`, `Retries.use_one`). An agent may be lost at any point (`AgentLost`);
+   then the same steps are taken with another pair. The seed stays the same, so the same tokens are sampled,
+   and what the client already has is neither repeated nor lost: a first token that it has is compared, not
+   shown, and the decode agent is sent the ids of all tokens that were passed on (`resume`) and goes on after
+   them. When a stream breaks in mid-response this is a *migration*. Every other failure is final.
 
 Other engines' servers (`ForeignAttempt`) take each choice through two legs of its own; they cannot resume
 what another server has begun, so step 6 ends with the first event.
@@ -34,14 +34,14 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
+from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent
 from kvferry.proxy.exchange.foreign_attempt import ForeignAttempt, ForeignTools
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import Attempt, Legs, ResponseSink
 from kvferry.proxy.exchange.native_attempt import NativeAttempt
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import Progress
-from kvferry.proxy.exchange.retry_budget import RetryBudget
+from kvferry.proxy.exchange.retry import Retries, RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair
@@ -78,19 +78,6 @@ class ExchangeContext:
     metrics: Metrics
 
 
-@dataclass(slots=True)
-class _Tries:
-    """How many more attempts one request may make: to *migrate* a stream that has begun, else to *retry*."""
-
-    log: RequestLog
-    retries: int
-    migrations: int
-
-    def has_more(self) -> bool:
-        """Whether another attempt may follow, as things stand."""
-        return (self.migrations if self.log.phase is Phase.DECODE else self.retries) > 0
-
-
 class Exchange:
     """Serves one client request. Call `run` once."""
 
@@ -103,14 +90,16 @@ class Exchange:
         self._ids = ids
         self._log = log
         self._routing_request = routing_request(request, ids.session)
-        self._tries = _Tries(log, settings.retries, settings.migrations)
+        self._retries = Retries(
+            log, context.retry_budget, context.metrics, settings.retries, settings.migrations
+        )
         self._deadline = _now() + settings.total_timeout_s
         self._legs = Legs(
             context.upstream,
             context.fleet,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
-            can_retry=self._tries.has_more,
+            can_retry=self._retries.has_more,
         )
         self._progress = Progress(request.n)
         self._exclude = NO_AGENTS
@@ -192,35 +181,13 @@ class Exchange:
         return reservation
 
     def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:
-        """Prepare for another attempt; raises `AgentLost` or `StreamBroken` if there were enough."""
-        context = self._context
+        """Prepare for another attempt. Raises `AgentLost` or `StreamBroken` if there may be none."""
         if lost.connection_refused:
-            context.fleet.connection_refused(lost.agent)
-        if self._log.phase is Phase.DECODE:
-            if not self._may_retry(lost):
-                raise StreamBroken(lost.message) from lost
-            self._tries.migrations -= 1
-            context.metrics.migrations.inc()
-        else:
-            if not self._may_retry(lost):
-                raise lost
-            self._tries.retries -= 1
-            leg = "prefill" if lost.agent == pair.prefill.incarnation else "decode"
-            context.metrics.retries.labels(leg).inc()
+            self._context.fleet.connection_refused(lost.agent)
+        self._retries.use_one(lost, "prefill" if lost.agent == pair.prefill.incarnation else "decode")
         self._exclude |= {lost.agent}
         self._must_match = pair.prefill.info if self._progress.begun else None
         self._log.enter(Phase.ROUTE)
-
-    def _may_retry(self, lost: AgentLost) -> bool:
-        """Whether one more try is allowed, by this request's own limits and by the proxy's budget."""
-        if not self._tries.has_more():
-            return False
-        if lost.is_down:
-            return True
-        if not self._context.retry_budget.try_withdraw():
-            self._context.metrics.retries_denied.inc()
-            return False
-        return True
 
 
 def _max_model_len(pair: Pair) -> int | None:

@@ -31,6 +31,7 @@ from kvferry.proxy.dialects.base import (
 )
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, StreamBroken
+from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
 from kvferry.proxy.exchange.legs import (
@@ -43,14 +44,7 @@ from kvferry.proxy.exchange.legs import (
     require_stream,
 )
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.exchange.sub_requests import (
-    SubResponse,
-    as_events,
-    closing_events,
-    merge,
-    split,
-    whole_request,
-)
+from kvferry.proxy.exchange.sub_requests import split, whole_request
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamResponse

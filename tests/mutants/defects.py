@@ -246,9 +246,9 @@ DEFECTS = (
     ),
     Defect(
         sentence="Retries are not bounded by the budget.",
-        file="proxy/exchange/retry_budget.py",
+        file="proxy/exchange/retry.py",
         old="        self._tokens -= 1\n",
         new="",
-        tests=("tests/unit/proxy/exchange/test_retry_budget.py",),
+        tests=("tests/unit/proxy/exchange/test_retry.py",),
     ),
 )

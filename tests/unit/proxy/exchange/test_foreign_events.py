@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of parts, put together and cleared of what is not the client's. Cutting: `test_dialects.py`."""
+"""Responses of sub-requests, merged and cleared of what is not the client's. `test_dialects.py` splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import AgentLost, AgentRejected, BadResponse
-from kvferry.proxy.exchange.sub_requests import SubResponse, as_events, closing_events, merge, split
+from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
+from kvferry.proxy.exchange.sub_requests import split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.unit.proxy.builders import registration
