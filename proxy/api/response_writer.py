@@ -89,7 +89,7 @@ class ResponseWriter:
             self._log.end(self._status, self._code)
             return
         content_type, body = self._whole
-        self._log.count_answer(body)
+        self._log.count_response(body)
         self._log.end(200)
         content = (b"content-type", content_type.encode("latin-1"))
         self._response.send(200, (content, *self._headers()), body)

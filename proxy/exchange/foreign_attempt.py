@@ -3,7 +3,7 @@
 
 A sub-request's legs run in the order that its dialect says:
 
-- **Serial**: the prefill leg, then the decode leg with the params that the prefill server answered. They are
+- **Serial**: the prefill leg, then the decode leg with the params of the prefill response. They are
   used once, here; whatever goes wrong, the next attempt begins with a fresh prefill and a fresh transfer id.
 - **Concurrent**: both legs at once. The prefill's response is read to its end and checked; until then nothing
   of the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).

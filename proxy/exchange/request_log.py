@@ -101,7 +101,7 @@ class RequestLog:
             self._metrics.in_flight.add(phase, 1)
 
     def charge_tokens_to(self, limit: TokenLimit) -> None:
-        """Charge the tokens of prompt and answer to `limit`, as they become known."""
+        """Charge the tokens of prompt and response to `limit`, as they become known."""
         self._token_limit = limit
 
     def set_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
@@ -124,8 +124,8 @@ class RequestLog:
         """Record further transfers of the attempt; other engines need one for each choice."""
         self._transfer_ids += transfer_ids
 
-    def count_answer(self, body: bytes) -> None:
-        """Count the tokens of a complete answer."""
+    def count_response(self, body: bytes) -> None:
+        """Count the tokens of a whole response."""
         if self._token_limit is not None:
             self._token_limit.charge(completion_tokens(body), time.monotonic())
 
@@ -207,7 +207,7 @@ class RequestLog:
             self._failures.add(failure, self._phase_since)
 
     def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
-        """Never includes answers, and prompts only if configured: user content stays out of logs."""
+        """Never includes responses, and prompts only if configured: user content stays out of logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
