@@ -19,6 +19,11 @@ from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+"""Of all stop strings together: each new token is compared with every beginning of them."""
+MAX_LOGIT_BIASES = 300
+"""As many as OpenAI takes."""
+MAX_STOP_TOKEN_IDS = 1024
 # Dividing float32 logits by less than this could overflow; sampling would be greedy anyway.
 _MIN_TEMPERATURE = 1e-5
 
@@ -51,10 +56,13 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)]
+        | None
+    ) = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -95,6 +103,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `ApiError` for what the types above cannot say."""
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise bad_request(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
+        if sum(len(each.encode()) for each in self.stop_strings) > MAX_STOP_BYTES:
+            raise bad_request(f"the stop strings may have at most {MAX_STOP_BYTES} bytes together", "stop")
         if "" in self.stop_strings:
             raise bad_request("a stop string must not be empty", "stop")
         if self.stream_options is not None and not self.stream:

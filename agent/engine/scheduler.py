@@ -14,7 +14,9 @@ depend on the batch (I4).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -24,7 +26,7 @@ from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.messages import Output, RequestFailed, Submit, Token
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
-from kvferry.agent.worker.messages import SampleOutput, Step
+from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingSetup, Step
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
@@ -71,6 +73,9 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._plan: _Plan | None = None
         self._outbox: list[Output | RequestFailed] = []
+        self._keys = itertools.count(1)
+        self._ended_keys: list[int] = []
+        """Requests that the ranks know and may forget."""
 
     @property
     def num_running(self) -> int:
@@ -109,7 +114,7 @@ class Scheduler:
         if refusal is not None:
             self._outbox.append(refusal)
             return
-        request = Request(submit, now + submit.timeout_s, Clock(arrived=now))
+        request = Request(submit, now + submit.timeout_s, Clock(arrived=now), key=next(self._keys))
         choices = request.unfinished_choices()
         if submit.remote is not None:
             try:
@@ -224,10 +229,14 @@ class Scheduler:
             if sequence.is_decoding and sequence.request.clock.first_step is None:
                 sequence.request.clock.first_step = now
         self.counters.steps += 1
+        chunks = tuple(sequence.chunk(end, self._limits.block_size) for sequence, end in plan.parts)
+        ended, self._ended_keys = tuple(self._ended_keys), []
         return Step(
             number=self.counters.steps,
             copies=tuple(plan.copies),
-            chunks=tuple(sequence.chunk(end, self._limits.block_size) for sequence, end in plan.parts),
+            chunks=chunks,
+            setups=tuple(_setups(plan, chunks)),
+            ended=ended,
             report_written=any(_ends_produced_prompt(sequence, end) for sequence, end in plan.parts),
         )
 
@@ -420,7 +429,7 @@ class Scheduler:
 
     def _drop_request(self, request: Request) -> None:
         """Forget a request: its lease is withdrawn and its pull abandoned before its blocks are freed."""
-        del self._requests[request.request_id]
+        self._forget(request)
         if request.produces:
             self._transfers.withdraw(request)
         if request.pulls and not request.forked:
@@ -435,8 +444,20 @@ class Scheduler:
 
     def _close(self, request: Request, tokens: list[Token]) -> None:
         """Send a request's last message."""
-        del self._requests[request.request_id]
+        self._forget(request)
         self._outbox.append(request.output(tokens, done=True))
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        if request.described:
+            self._ended_keys.append(request.key)
+
+
+def _setups(plan: _Plan, chunks: Seq[Chunk]) -> Iterator[SamplingSetup]:
+    """Yield the setups of requests whose first rows are in these chunks."""
+    for (sequence, _), chunk in zip(plan.parts, chunks, strict=True):
+        if chunk.samples and not sequence.request.described:
+            yield sequence.request.describe()
 
 
 def _ends_produced_prompt(sequence: Sequence, end: int) -> bool:

@@ -12,7 +12,13 @@ import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
 from kvferry.agent.engine.messages import FinishReason, Output, ResumedChoice, Submit, Timing, Token
-from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, uses_earlier_ids
+from kvferry.agent.worker.messages import (
+    Chunk,
+    SampleOutput,
+    SamplingRow,
+    SamplingSetup,
+    uses_earlier_ids,
+)
 from kvferry.transfer.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
@@ -49,7 +55,8 @@ class Sequence:
 
     `blocks` is the block table; block i holds positions [i * block_size, (i + 1) * block_size). It covers at
     least `num_computed` tokens, and the first `num_remembered` blocks were offered to the prefix cache. The
-    last token's KV is computed by the step that samples its successor.
+    last token's KV is computed by the step that samples its successor. Of its output tokens the ranks know
+    the first `num_described` as far as penalties need them.
     """
 
     def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
@@ -58,6 +65,7 @@ class Sequence:
         self.tokens = tokens
         self.num_computed = 0
         self.num_remembered = 0
+        self.num_described = 0
         self.blocks: list[int] = []
         self.hashes: list[BlockHash] = []
         self.state = SequenceState.WAITING
@@ -93,16 +101,15 @@ class Sequence:
         return self.num_outputs > 0 and not self.request.forked
 
     def sampling_row(self, choice: int) -> SamplingRow:
-        """Describe a choice's next token. Before the fork all choices sample from the trunk's logits."""
-        submit = self.request.submit
-        earlier = uses_earlier_ids(submit.sampling)
-        return SamplingRow(
-            choice=choice,
-            position=self.num_outputs,
-            sampling=submit.sampling,
-            prompt_ids=submit.prompt_ids if earlier and submit.sampling.repetition_penalty != 1.0 else (),
-            output_ids=tuple(self.tokens[self.request.prompt_len :]) if earlier else (),
-        )
+        """Describe a choice's next token; the row must be sent.
+
+        Before the fork all choices sample from the trunk's logits, and none has output tokens.
+        """
+        new: tuple[int, ...] = ()
+        if uses_earlier_ids(self.request.submit.sampling):
+            new = tuple(self.tokens[self.request.prompt_len + self.num_described :])
+            self.num_described = self.num_outputs
+        return SamplingRow(key=self.request.key, choice=choice, position=self.num_outputs, output_ids=new)
 
     def next_chunk_end(self, prefill_chunk: int) -> int:
         """Where the next chunk ends.
@@ -121,7 +128,10 @@ class Sequence:
         return self.hashes[: num_tokens // block_size]
 
     def chunk(self, end: int, block_size: int) -> Chunk:
-        """The tokens up to `end` that are not computed yet, and what to sample from the last one's logits."""
+        """The tokens up to `end` that are not computed yet, and what to sample from the last one's logits.
+
+        The chunk must be sent: its rows count as known to the ranks.
+        """
         choices: Iterable[int] = ()
         if end == len(self.tokens):
             choices = (self.index,) if self.request.forked else self.request.unfinished_choices()
@@ -140,7 +150,7 @@ class Sequence:
 
     def _finish_reason(self, token_id: int, eos_ids: Collection[int]) -> FinishReason | None:
         sampling = self.request.submit.sampling
-        if token_id in sampling.stop_token_ids or (token_id in eos_ids and not sampling.ignore_eos):
+        if token_id in self.request.stop_ids or (token_id in eos_ids and not sampling.ignore_eos):
             return "stop"
         return "length" if self.num_outputs >= sampling.max_tokens else None
 
@@ -171,23 +181,28 @@ class Request:
 
     Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
     `resumed` is what the choices had on arrival; `pending_output` are tokens that another engine sampled, to
-    be sent to the API process once the prompt is here.
+    be sent to the API process once the prompt is here. Ranks know the request by `key`, once it is
+    `described` to them.
     """
 
     submit: Submit
     deadline: float
     clock: Clock
+    key: int = 0
+    described: bool = False
     sequences: dict[int, Sequence] = field(default_factory=dict)
     forked: bool = False
     recomputed: bool = False
     preempted: bool = False
     cached_tokens: int | None = None
     timing: Timing = field(default_factory=Timing)
+    stop_ids: frozenset[int] = field(init=False)
     resumed: tuple[ResumedChoice, ...] = field(init=False)
     pending_output: tuple[Token, ...] = ()
 
     def __post_init__(self) -> None:
         self.resumed = self.submit.resumed
+        self.stop_ids = frozenset(self.submit.sampling.stop_token_ids)
 
     @property
     def request_id(self) -> str:
@@ -231,6 +246,13 @@ class Request:
         trunk.index, outputs = next(iter(self.unfinished_choices().items()))
         trunk.tokens = [*self.submit.prompt_ids, *outputs]
         self.sequences = {trunk.index: trunk}
+
+    def describe(self) -> SamplingSetup:
+        """Return what the ranks must know before the request's first row; it must be sent."""
+        self.described = True
+        sampling = self.submit.sampling
+        prompt_ids = self.submit.prompt_ids if sampling.repetition_penalty != 1.0 else ()
+        return SamplingSetup(key=self.key, sampling=sampling, prompt_ids=prompt_ids)
 
     def take_pending_output(self) -> list[Token]:
         """Return the tokens to be sent now."""

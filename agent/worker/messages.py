@@ -21,16 +21,27 @@ def uses_earlier_ids(sampling: SamplingParams) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
+class SamplingSetup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How the tokens of one request are sampled: sent once, before its first row, which names it by `key`.
+
+    The prompt's ids are sent only where a penalty depends on them.
+    """
+
+    key: int
+    sampling: SamplingParams
+    prompt_ids: tuple[int, ...] = ()
+
+
 class SamplingRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Sample one token from the logits of a chunk's last row.
 
-    `position` is the token's output index. The ids are sent only where a penalty depends on them.
+    `position` is the token's output index. `output_ids` are the choice's tokens since its last row, sent only
+    where a penalty depends on them.
     """
 
+    key: int
     choice: int
     position: int
-    sampling: SamplingParams
-    prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
 
 
@@ -49,12 +60,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One forward pass. Block copies (source, destination) are done first, in order.
 
-    With `report_written` each rank sends `StepWritten`.
+    With `report_written` each rank sends `StepWritten`. `setups` are those of requests whose first rows are
+    in this step; of the requests in `ended` there will be no more rows.
     """
 
     number: int
     copies: tuple[tuple[int, int], ...]
     chunks: tuple[Chunk, ...]
+    setups: tuple[SamplingSetup, ...] = ()
+    ended: tuple[int, ...] = ()
     report_written: bool = False
 
 

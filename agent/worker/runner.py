@@ -11,7 +11,7 @@ import torch
 from kvferry.agent.worker.attention import make_batch
 from kvferry.agent.worker.messages import Chunk, SampleOutput, Step
 from kvferry.agent.worker.model import ModelShard
-from kvferry.agent.worker.sampler import sample_tokens
+from kvferry.agent.worker.sampler import Sampler
 
 OutputsByChunk = tuple[tuple[SampleOutput, ...], ...]
 
@@ -31,8 +31,7 @@ class StepRunner:
     ) -> None:
         self._model = model
         self._pool = pool
-        self._eos_ids = eos_ids
-        self._is_sampler = is_sampler
+        self._sampler = Sampler(eos_ids, model.config.vocab_size) if is_sampler else None
 
     @torch.inference_mode()
     def run(self, step: Step, on_written: Callable[[], None]) -> OutputsByChunk | None:
@@ -54,21 +53,24 @@ class StepRunner:
         last_rows = [end - 1 for end, chunk in zip(ends, step.chunks, strict=True) if chunk.samples]
         logits = self._model.logits(hidden, last_rows) if last_rows else None
         self._synchronize()
-        if not self._is_sampler:
+        if self._sampler is None:
             return None
-        return tuple(() for _ in step.chunks) if logits is None else self._sample(logits, step.chunks)
+        self._sampler.end(step.ended)
+        self._sampler.begin(step.setups)
+        if logits is None:
+            return tuple(() for _ in step.chunks)
+        return _sample(self._sampler, logits, step.chunks)
 
     def _synchronize(self) -> None:
         """Wait for this step's stream, but not for the device: KV that is being pulled has its own stream."""
         if self._pool.is_cuda:
             torch.cuda.current_stream(self._pool.device).synchronize()
 
-    def _sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> OutputsByChunk:
-        """Sample each chunk's tokens; `logits` has one row per chunk that has samples."""
-        with_samples = [chunk for chunk in chunks if chunk.samples]
-        rows = [row for row, chunk in enumerate(with_samples) for _ in chunk.samples]
-        samples = [sample for chunk in with_samples for sample in chunk.samples]
-        outputs = iter(
-            sample_tokens(logits[torch.tensor(rows, device=logits.device)], samples, self._eos_ids)
-        )
-        return tuple(tuple(next(outputs) for _ in chunk.samples) for chunk in chunks)
+
+def _sample(sampler: Sampler, logits: torch.Tensor, chunks: Sequence[Chunk]) -> OutputsByChunk:
+    """Sample each chunk's tokens; `logits` has one row per chunk that has samples."""
+    with_samples = [chunk for chunk in chunks if chunk.samples]
+    rows = [row for row, chunk in enumerate(with_samples) for _ in chunk.samples]
+    samples = [sample for chunk in with_samples for sample in chunk.samples]
+    outputs = iter(sampler.sample(logits[torch.tensor(rows, device=logits.device)], samples))
+    return tuple(tuple(next(outputs) for _ in chunk.samples) for chunk in chunks)

@@ -8,7 +8,8 @@ operation mixes rows, so what else is in the batch cannot matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,98 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 
 from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
-from kvferry.agent.worker.messages import SampleOutput, SamplingRow, uses_earlier_ids
+from kvferry.agent.worker.messages import SampleOutput, SamplingRow, SamplingSetup, uses_earlier_ids
 
 _UINT64 = 2**64 - 1
+
+
+class TokenHistory:
+    """The tokens of one choice so far, as vectors over the vocabulary, each made only if it is used."""
+
+    def __init__(self, sampling: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+        self.seen: torch.Tensor | None = None
+        """Whether a token occurs in prompt or output; for the repetition penalty."""
+        self.counts: torch.Tensor | None = None
+        """How often a token occurs in the output; for presence and frequency penalties."""
+        if sampling.repetition_penalty != 1.0:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[torch.tensor(prompt_ids, dtype=torch.long)] = True
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self.counts = torch.zeros(vocab_size)
+
+    def add(self, output_ids: Sequence[int]) -> None:
+        """Count new output tokens."""
+        if not output_ids:
+            return
+        ids = torch.tensor(output_ids, dtype=torch.long)
+        if self.seen is not None:
+            self.seen[ids] = True
+        if self.counts is not None:
+            self.counts.index_add_(0, ids, torch.ones(len(output_ids)))
+
+
+class RequestSampling:
+    """One request's settings, with what is the same for each of its tokens prepared once."""
+
+    def __init__(self, setup: SamplingSetup, eos_ids: Iterable[int], vocab_size: int) -> None:
+        self.params = setup.sampling
+        self._prompt_ids = setup.prompt_ids
+        self._vocab_size = vocab_size
+        self._histories: dict[int, TokenHistory] = {}
+        bias = {token: value for token, value in self.params.logit_bias.items() if 0 <= token < vocab_size}
+        self.bias_ids = torch.tensor(list(bias), dtype=torch.long)
+        self.bias = torch.tensor(list(bias.values()), dtype=torch.float32)
+        banned = {*eos_ids, *self.params.stop_token_ids} if self.params.min_tokens else set()
+        in_vocabulary = [token for token in banned if 0 <= token < vocab_size]
+        self.banned_ids = torch.tensor(in_vocabulary, dtype=torch.long)
+        """What may not be sampled before `min_tokens`."""
+
+    def draw(self, row: SamplingRow) -> Draw:
+        """Return what one row asks for, with the row's new tokens counted."""
+        history = None
+        if uses_earlier_ids(self.params):
+            history = self._histories.get(row.choice)
+            if history is None:
+                history = TokenHistory(self.params, self._prompt_ids, self._vocab_size)
+                self._histories[row.choice] = history
+            history.add(row.output_ids)
+        return Draw(self, row.choice, row.position, history)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to be sampled: output token `position` of a choice."""
+
+    settings: RequestSampling
+    choice: int
+    position: int
+    history: TokenHistory | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.settings.params
+
+
+class Sampler:
+    """Samples the tokens of steps, and keeps the settings of the requests that are under way."""
+
+    def __init__(self, eos_ids: Sequence[int], vocab_size: int) -> None:
+        """`eos_ids` are the tokens that may not come before `min_tokens`."""
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._requests: dict[int, RequestSampling] = {}
+
+    def begin(self, setups: Iterable[SamplingSetup]) -> None:
+        for setup in setups:
+            self._requests[setup.key] = RequestSampling(setup, self._eos_ids, self._vocab_size)
+
+    def end(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._requests.pop(key, None)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampleOutput]:
+        """Sample one token per row; each row's request has begun."""
+        return sample_tokens(logits, [self._requests[row.key].draw(row) for row in rows])
 
 
 class _Key(ISeedSequence):
@@ -31,35 +121,32 @@ class _Key(ISeedSequence):
         return self._key
 
 
-def gumbel_noise(samples: Sequence[SamplingRow], size: int) -> torch.Tensor:
-    """Standard Gumbel noise, float32, shape [len(samples), size].
+def gumbel_noise(draws: Sequence[Draw], size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32, shape [len(draws), size].
 
     A row depends on its sample's seed, choice and position, and on nothing else. Philox is counter based
     (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine. Uniforms and logarithms
     are taken in float64 so that rounding to float32 hides differences in `log`.
     """
-    uniform = np.empty((len(samples), size))
-    for row, sample in zip(uniform, samples, strict=True):
-        seed = sample.sampling.seed & _UINT64
-        key = np.array([seed, (sample.choice << 32) | sample.position], dtype=np.uint64)
+    uniform = np.empty((len(draws), size))
+    for row, draw in zip(uniform, draws, strict=True):
+        seed = draw.sampling.seed & _UINT64
+        key = np.array([seed, (draw.choice << 32) | draw.position], dtype=np.uint64)
         philox = np.random.Philox(_Key(key))  # type: ignore[arg-type]  # numpy's stub lacks ISeedSequence
         np.random.Generator(philox).random(out=row)
     np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
-def sample_tokens(
-    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
-) -> list[SampleOutput]:
+def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOutput]:
     """Sample one token per row.
 
     Args:
-        logits: float32, shape [len(samples), vocabulary], any device; it is not changed.
-        samples: What to sample from each row.
-        eos_ids: Tokens that may not come before `min_tokens`.
+        logits: float32, shape [len(draws), vocabulary], any device; it is not changed.
+        draws: What to sample from each row.
     """
-    plain = [index for index, sample in enumerate(samples) if _is_plain_greedy(sample)]
-    outputs: list[SampleOutput | None] = [None] * len(samples)
+    plain = [index for index, draw in enumerate(draws) if _is_plain_greedy(draw)]
+    outputs: list[SampleOutput | None] = [None] * len(draws)
     if plain:
         rows = logits[torch.tensor(plain, device=logits.device)]
         for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
@@ -67,34 +154,32 @@ def sample_tokens(
     others = [index for index, output in enumerate(outputs) if output is None]
     if others:
         raw = logits[torch.tensor(others, device=logits.device)].cpu()
-        sampled = _sample_rows(raw, [samples[index] for index in others], eos_ids)
+        sampled = _sample_rows(raw, [draws[index] for index in others])
         for index, output in zip(others, sampled, strict=True):
             outputs[index] = output
     return [output for output in outputs if output is not None]
 
 
-def _changes_logits(sample: SamplingRow) -> bool:
+def _changes_logits(draw: Draw) -> bool:
     """Whether penalties, bias or bans apply."""
-    sampling = sample.sampling
-    return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
+    sampling = draw.sampling
+    return draw.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
 
 
-def _is_plain_greedy(sample: SamplingRow) -> bool:
-    sampling = sample.sampling
-    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(sample)
+def _is_plain_greedy(draw: Draw) -> bool:
+    sampling = draw.sampling
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(draw)
 
 
-def _sample_rows(
-    raw: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
-) -> list[SampleOutput]:
+def _sample_rows(raw: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOutput]:
     """Sample one token per row of `raw`. What is the same for every row is done for all of them at once."""
-    scores = decision_scores(raw, samples, eos_ids)
+    scores = decision_scores(raw, draws)
     token_ids = scores.argmax(dim=-1)
-    reports: list[TokenLogprob | None] = [None] * len(samples)
+    reports: list[TokenLogprob | None] = [None] * len(draws)
     wanted: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        if sample.sampling.logprobs is not None:
-            wanted.setdefault(sample.sampling.logprobs, []).append(index)
+    for index, draw in enumerate(draws):
+        if draw.sampling.logprobs is not None:
+            wanted.setdefault(draw.sampling.logprobs, []).append(index)
     for count, indices in wanted.items():
         rows = torch.tensor(indices)
         made = _reports(raw[rows], scores[rows], token_ids[rows], count)
@@ -106,30 +191,28 @@ def _sample_rows(
     ]
 
 
-def decision_scores(
-    raw: torch.Tensor, samples: Sequence[SamplingRow], eos_ids: Sequence[int]
-) -> torch.Tensor:
+def decision_scores(raw: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Return the scores whose argmax is the sampled token, one row a sample; excluded tokens are -inf.
 
     Args:
-        raw: float32, shape [len(samples), vocabulary], in host memory; it is not changed.
+        raw: float32, shape [len(draws), vocabulary], in host memory; it is not changed.
 
     Returns:
         float32, of the same shape.
     """
     scores = raw.clone()
-    for row, sample in enumerate(samples):
-        if _changes_logits(sample):
-            scores[row] = _adjusted(raw[row], sample, eos_ids)
-    random = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
+    for row, draw in enumerate(draws):
+        if _changes_logits(draw):
+            scores[row] = _adjusted(raw[row], draw)
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0.0]
     if not random:
         return scores
-    random_samples, rows = [samples[row] for row in random], torch.tensor(random)
-    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in random_samples])[:, None]
-    for row, sample in enumerate(random_samples):
-        if _excludes(sample.sampling, raw.shape[-1]):
-            likely[row] = _keep_likely(likely[row], sample.sampling)
-    scores[rows] = likely + gumbel_noise(random_samples, raw.shape[-1])
+    random_draws, rows = [draws[row] for row in random], torch.tensor(random)
+    likely = scores[rows] / torch.tensor([draw.sampling.temperature for draw in random_draws])[:, None]
+    for row, draw in enumerate(random_draws):
+        if _excludes(draw.sampling, raw.shape[-1]):
+            likely[row] = _keep_likely(likely[row], draw.sampling)
+    scores[rows] = likely + gumbel_noise(random_draws, raw.shape[-1])
     return scores
 
 
@@ -164,29 +247,24 @@ def _reports(
         yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
 
 
-def _adjusted(raw: torch.Tensor, sample: SamplingRow, eos_ids: Sequence[int]) -> torch.Tensor:
+def _adjusted(raw: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Return logits after penalties, bias and bans.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
     """
-    sampling = sample.sampling
+    sampling, settings, history = draw.sampling, draw.settings, draw.history
     score = raw.clone()
-    vocabulary = score.shape[-1]
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*sample.prompt_ids, *sample.output_ids}), dtype=torch.long)
-        values = score[seen]
+    if history is not None and history.seen is not None:
         penalty = sampling.repetition_penalty
-        score[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and sample.output_ids:
-        counts = torch.bincount(torch.tensor(sample.output_ids), minlength=vocabulary).to(score.dtype)
+        penalised = torch.where(score > 0, score / penalty, score * penalty)
+        score = torch.where(history.seen, penalised, score)
+    if history is not None and history.counts is not None:
+        counts = history.counts
         score -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    for token_id, bias in sampling.logit_bias.items():
-        if 0 <= token_id < vocabulary:
-            score[token_id] += bias
-    if sample.position < sampling.min_tokens:
-        banned = {*eos_ids, *sampling.stop_token_ids}
-        score[[token for token in banned if 0 <= token < vocabulary]] = -torch.inf
+    score.index_add_(0, settings.bias_ids, settings.bias)
+    if draw.position < sampling.min_tokens:
+        score[settings.banned_ids] = -torch.inf
     return score
 
 

@@ -74,16 +74,23 @@ DEFECTS = (
     Defect(
         sentence="The noise does not depend on the choice.",
         file="agent/worker/sampler.py",
-        old="(sample.choice << 32) | sample.position",
-        new="sample.position",
+        old="(draw.choice << 32) | draw.position",
+        new="draw.position",
         tests=(SAMPLER,),
     ),
     Defect(
         sentence="The repetition penalty makes unlikely tokens likelier.",
         file="agent/worker/sampler.py",
-        old="torch.where(values > 0, values / penalty, values * penalty)",
-        new="values / penalty",
+        old="torch.where(score > 0, score / penalty, score * penalty)",
+        new="score / penalty",
         tests=(SAMPLER, REFERENCE),
+    ),
+    Defect(
+        sentence="Ranks hear of a choice's earlier tokens again with every row.",
+        file="agent/engine/sequence.py",
+        old="self.num_described = self.num_outputs",
+        new="pass",
+        tests=(SCHEDULER,),
     ),
     Defect(
         sentence="A produced prompt may be preempted.",

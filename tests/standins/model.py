@@ -8,7 +8,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Chunk, SampleOutput, Step
+from kvferry.agent.worker.messages import (
+    Chunk,
+    SampleOutput,
+    SamplingRow,
+    SamplingSetup,
+    Step,
+    uses_earlier_ids,
+)
 
 VOCAB_SIZE = 50
 EOS_ID = 0
@@ -37,6 +44,8 @@ class StandInRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._pool = [[_GARBAGE] * block_size for _ in range(num_blocks)]
+        self._requests: dict[int, SamplingSetup] = {}
+        self._told: dict[tuple[int, int], list[int]] = {}
         self.chunk_log: list[tuple[int, int]] = []
         """(start, end) of every chunk run."""
 
@@ -47,6 +56,11 @@ class StandInRunner:
             self.write(chunk.blocks, chunk.start, chunk.token_ids)
         if step.report_written:
             on_written()
+        for key in step.ended:
+            del self._requests[key]
+        for setup in step.setups:
+            assert setup.key not in self._requests, "settings are sent once"
+            self._requests[setup.key] = setup
         return [self._draw(chunk) for chunk in step.chunks]
 
     def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
@@ -68,4 +82,16 @@ class StandInRunner:
         context = self.read(chunk.blocks, end)
         assert _GARBAGE not in context, f"a chunk at {chunk.start} attends to what was never computed"
         assert context[chunk.start :] == list(chunk.token_ids), "two chunks wrote to one place"
+        for sample in chunk.samples:
+            self._check_row(sample, context)
         return [SampleOutput(token_id=next_token(context, sample.choice)) for sample in chunk.samples]
+
+    def _check_row(self, row: SamplingRow, context: Sequence[int]) -> None:
+        """What a rank knows of a choice's output, all rows together, must be all of it."""
+        setup = self._requests[row.key]
+        told = self._told.setdefault((row.key, row.choice), [])
+        told += row.output_ids
+        if uses_earlier_ids(setup.sampling):
+            assert told == context[len(context) - row.position :]
+        else:
+            assert not row.output_ids

@@ -186,6 +186,34 @@ def test_a_stopped_choice_leaves_the_others_alone_and_the_last_one_s_end_is_told
     engine.assert_all_free()
 
 
+def test_a_request_s_settings_are_sent_once_and_forgotten_after_its_end() -> None:
+    """D3: they once went to every rank in every step, for every choice."""
+    engine = make_engine()
+    sent, ended = [], []
+    submits = [
+        request(name, numbers(start, 6), n=2, max_tokens=5, ignore_eos=True, presence_penalty=0.5)
+        for start, name in enumerate(("a", "b", "c"))
+    ]
+    for submit in submits[:2]:
+        engine.submit(submit)
+    while engine.step():
+        assert engine.last_step is not None
+        sent += [setup.key for setup in engine.last_step.setups]
+        ended += engine.last_step.ended
+        told = [len(row.output_ids) for chunk in engine.last_step.chunks for row in chunk.samples]
+        assert all(count <= 1 for count in told), "only what is new"
+    assert (len(sent), ended) == (2, [])
+    engine.submit(submits[2])
+    engine.step()
+    assert engine.last_step is not None
+    assert engine.last_step.ended == tuple(sent)
+    engine.run()
+    for submit in submits:
+        for choice in range(2):
+            answer = expected_answer(submit.prompt_ids, choice, submit.sampling)
+            assert engine.tokens(submit.request_id, choice) == answer
+
+
 # Preemption.
 
 
@@ -643,8 +671,7 @@ def test_limits_are_not_changed_by_serving() -> None:
     start_pull(engine, prompt, temperature=0.5, top_k=3, min_tokens=2)
     finish_pull(engine, prompt)
     engine.step()
-    engine.step()
     assert engine.last_step is not None
-    ((sample,),) = (chunk.samples for chunk in engine.last_step.chunks)
-    assert (sample.sampling.temperature, sample.sampling.top_k, sample.sampling.min_tokens) == (0.5, 3, 2)
+    (setup,) = engine.last_step.setups
+    assert (setup.sampling.temperature, setup.sampling.top_k, setup.sampling.min_tokens) == (0.5, 3, 2)
     assert dataclasses.asdict(engine.limits) == before

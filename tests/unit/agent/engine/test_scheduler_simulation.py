@@ -45,7 +45,11 @@ class History(RuleBasedStateMachine):
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 14), n=st.integers(1, 3), ignore_eos=st.booleans())
     def local(self, prompt: list[int], max_tokens: int, n: int, ignore_eos: bool) -> None:
-        self._submit(request(self._name, prompt, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos))
+        self._submit(
+            request(
+                self._name, prompt, max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, frequency_penalty=0.5
+            )
+        )
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 3), n=st.integers(1, 3))
     def produce(self, prompt: list[int], max_tokens: int, n: int) -> None:
@@ -65,6 +69,7 @@ class History(RuleBasedStateMachine):
                 ignore_eos=True,
                 remote=remote(f"c-{name}", prompt),
                 resumed=resumed_choices(*first),
+                repetition_penalty=1.5,
             )
         )
 
@@ -72,7 +77,11 @@ class History(RuleBasedStateMachine):
     def consume_streamed(self, prompt: list[int], max_tokens: int, n: int) -> None:
         name = self._name
         kv = msgspec.structs.replace(remote(f"c-{name}", prompt), streamed=True)
-        self._submit(request(name, prompt, max_tokens=max_tokens, n=n, ignore_eos=True, remote=kv))
+        self._submit(
+            request(
+                name, prompt, max_tokens=max_tokens, n=n, ignore_eos=True, remote=kv, presence_penalty=0.5
+            )
+        )
 
     @rule()
     def step(self) -> None:

@@ -47,10 +47,14 @@ def test_prompt_chunks_end_at_absolute_multiples_and_outputs_go_one_by_one(compu
 
 def test_ids_go_to_the_sampler_only_where_a_penalty_looks_at_them() -> None:
     assert make_sequence(3, 2).sampling_row(0).output_ids == ()
-    frequency = make_sequence(3, 2, frequency_penalty=0.5).sampling_row(0)
-    assert (frequency.prompt_ids, frequency.output_ids) == ((), (2, 2))
-    repetition = make_sequence(3, 2, repetition_penalty=1.5).sampling_row(0)
-    assert (repetition.prompt_ids, repetition.output_ids) == ((1, 1, 1), (2, 2))
+    frequency = make_sequence(3, 2, frequency_penalty=0.5)
+    assert frequency.request.describe().prompt_ids == ()
+    assert frequency.sampling_row(0).output_ids == (2, 2)
+    frequency.tokens.append(5)
+    assert frequency.sampling_row(0).output_ids == (5,), "only what is new since the last row"
+    repetition = make_sequence(3, 2, repetition_penalty=1.5)
+    assert repetition.request.describe().prompt_ids == (1, 1, 1)
+    assert repetition.sampling_row(0).output_ids == (2, 2)
 
 
 def test_hashes_grow_with_the_tokens_and_are_not_computed_twice() -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.worker.attention import PagedBatch
-from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, Step
+from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.model import (
     ModelShard,
     ModelSpec,
@@ -85,10 +85,11 @@ def test_a_step_says_that_its_kv_is_written_before_it_draws(
         events.append("sampled")
         return sample_tokens(*arguments)
 
-    monkeypatch.setattr("kvferry.agent.worker.runner.sample_tokens", noted)
-    greedy = SamplingRow(choice=0, position=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+    monkeypatch.setattr("kvferry.agent.worker.sampler.sample_tokens", noted)
+    greedy = SamplingRow(key=0, choice=0, position=0)
+    setup = SamplingSetup(key=0, sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     chunk = Chunk(token_ids=tuple(PROMPT), start=0, blocks=TABLE[:4], samples=(greedy,))
-    step = Step(number=1, copies=(), chunks=(chunk,), report_written=True)
+    step = Step(number=1, copies=(), chunks=(chunk,), setups=(setup,), report_written=True)
     runner.run(step, lambda: events.append(pool[list(chunk.blocks)]))
     written, sampled = events
     assert sampled == "sampled"

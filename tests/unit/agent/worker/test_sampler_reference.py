@@ -20,8 +20,8 @@ from transformers.generation.logits_process import (
 )
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import SamplingRow
 from kvferry.agent.worker.sampler import decision_scores, gumbel_noise
+from tests.unit.agent.worker.sampling import make_draw
 
 VOCABULARY = 300
 EOS = (3,)
@@ -53,22 +53,24 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def reference_scores(logits: torch.Tensor, row: SamplingRow, sampling: SamplingParams) -> torch.Tensor:
+def reference_scores(
+    logits: torch.Tensor, prompt: list[int], output: list[int], sampling: SamplingParams
+) -> torch.Tensor:
     """What transformers (and OpenAI's formula for its two penalties) make of one row of logits."""
-    seen = torch.tensor([[*row.prompt_ids, *row.output_ids]])
+    seen = torch.tensor([[*prompt, *output]])
     scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, logits[None].clone())
-    for token in set(row.output_ids):
-        count = row.output_ids.count(token)
+    for token in set(output):
+        count = output.count(token)
         scores[0, token] -= count * sampling.frequency_penalty + sampling.presence_penalty
-    return LogitsProcessorList(_processors(row, sampling))(seen, scores)[0]
+    return LogitsProcessorList(_processors(len(prompt), sampling))(seen, scores)[0]
 
 
-def _processors(row: SamplingRow, sampling: SamplingParams) -> Iterator[Any]:
+def _processors(prompt_len: int, sampling: SamplingParams) -> Iterator[Any]:
     if sampling.logit_bias:
         yield SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias.items()})
     if sampling.min_tokens:
         ends = [*EOS, *sampling.stop_token_ids]
-        yield MinNewTokensLengthLogitsProcessor(len(row.prompt_ids), sampling.min_tokens, ends, device="cpu")
+        yield MinNewTokensLengthLogitsProcessor(prompt_len, sampling.min_tokens, ends, device="cpu")
     yield TemperatureLogitsWarper(float(sampling.temperature))
     if sampling.top_k:
         yield TopKLogitsWarper(sampling.top_k)
@@ -85,18 +87,19 @@ def test_every_distribution_is_that_of_transformers(settings: dict[str, Any]) ->
     logits = torch.randn((ROWS, VOCABULARY), generator=generator) * 3
     history = torch.randint(0, VOCABULARY, (ROWS, 30), generator=generator).tolist()
     rows = [
-        SamplingRow(
-            sampling=sampling,
-            choice=0,
+        make_draw(
+            sampling,
+            vocab_size=VOCABULARY,
+            eos_ids=EOS,
             position=20,
             prompt_ids=tuple(ids[:10]),
             output_ids=tuple(ids[10:]),
         )
         for ids in history
     ]
-    scores = decision_scores(logits, rows, EOS) - gumbel_noise(rows, VOCABULARY)
-    for ours, raw, row in zip(scores, logits, rows, strict=True):
-        expected = reference_scores(raw, row, sampling)
+    scores = decision_scores(logits, rows) - gumbel_noise(rows, VOCABULARY)
+    for ours, raw, ids in zip(scores, logits, history, strict=True):
+        expected = reference_scores(raw, ids[:10], ids[10:], sampling)
         assert torch.equal(torch.isfinite(ours), torch.isfinite(expected)), "other tokens can be sampled"
         torch.testing.assert_close(ours.softmax(-1), expected.softmax(-1), rtol=2e-4, atol=1e-6)
 
@@ -104,7 +107,7 @@ def test_every_distribution_is_that_of_transformers(settings: dict[str, Any]) ->
 def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it() -> None:
     """Probabilities of exactly a quarter: two of them are 0.5, and a third is not needed."""
     logits = torch.tensor([1.0, 1.0, 1.0, 1.0])
-    row = SamplingRow(sampling=SamplingParams(seed=5, max_tokens=9, top_p=0.5), choice=0, position=0)
-    (ours,) = decision_scores(logits[None], [row], ())
+    draw = make_draw(SamplingParams(seed=5, max_tokens=9, top_p=0.5), vocab_size=4)
+    (ours,) = decision_scores(logits[None], [draw])
     expected = TopPLogitsWarper(0.5)(torch.zeros((1, 0)), logits[None])
     assert int(torch.isfinite(ours).sum()) == int(torch.isfinite(expected).sum()) == 2

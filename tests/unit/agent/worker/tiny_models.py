@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Chunk, SamplingRow, Step
+from kvferry.agent.worker.messages import Chunk, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.model import ModelShard, ModelSpec
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.tensor_parallel import Group
@@ -98,17 +98,19 @@ def make_runner(model: ModelShard, num_blocks: int, group: Group | None = None) 
 def greedy_tokens(runner: StepRunner, table: tuple[int, ...], prompt: list[int], count: int) -> list[int]:
     """Drive a runner by hand: the prompt in chunks of 32 over the given block table, then token by token."""
     sampling = SamplingParams(seed=0, max_tokens=count, temperature=0.0)
+    setup = SamplingSetup(key=0, sampling=sampling)
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         end = min(done + 32, len(prompt)) if done < len(prompt) else done + 1
-        sample = SamplingRow(choice=0, position=len(tokens) - len(prompt), sampling=sampling)
+        sample = SamplingRow(key=0, choice=0, position=len(tokens) - len(prompt))
         chunk = Chunk(
             token_ids=tuple(tokens[done:end]),
             start=done,
             blocks=table[: -(-end // BLOCK_SIZE)],
             samples=(sample,) if end == len(tokens) else (),
         )
-        sampled = runner.run(Step(number=0, copies=(), chunks=(chunk,)), lambda: None)
+        step = Step(number=0, copies=(), chunks=(chunk,), setups=(setup,))
+        sampled = runner.run(step, lambda: None)
         assert sampled is not None
         tokens += [token.token_id for token in sampled[0]]
         done = end
