@@ -38,6 +38,8 @@ class Workers:
     url: str
     discovery: str
     stack: AsyncExitStack
+    reading: asyncio.Task[bytes]
+    """Reads the log to its end, so that it never fills the pipe and blocks a process."""
 
     async def agent(self, role: Any, **kwargs: Any) -> StandInAgent:
         agent = await self.stack.enter_async_context(StandInAgent(role, (self.discovery,), **kwargs))
@@ -89,14 +91,20 @@ class Workers:
         return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     async def log(self) -> str:
-        assert self.supervisor.stderr is not None
-        return (await asyncio.wait_for(self.supervisor.stderr.read(), DEADLINE_S)).decode()
+        return (await asyncio.wait_for(self.reading, DEADLINE_S)).decode()
 
 
 @asynccontextmanager
 async def running(count: int, *args: str) -> AsyncIterator[Workers]:
     async with process("--workers", str(count), *args) as (child, listening), AsyncExitStack() as stack:
-        yield Workers(child, listening["url"], f"127.0.0.1:{listening['discovery_port']}", stack)
+        assert child.stderr is not None
+        reading = asyncio.create_task(child.stderr.read())
+        try:
+            discovery = f"127.0.0.1:{listening['discovery_port']}"
+            yield Workers(child, listening["url"], discovery, stack, reading)
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
 
 
 def runs(process: psutil.Process) -> bool:
