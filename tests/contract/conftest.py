@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import (
     BACKENDS,
     EngineOptions,
@@ -22,7 +23,6 @@ from kvferry.transfer.engine import (
     open_engine,
     usable,
 )
-from kvferry.transfer.tokens import mint, new_secret
 from tests.contract.pools import pattern
 from tests.contract.serving_peer import serve
 from tests.forked import Forked

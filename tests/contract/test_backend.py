@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import EngineOptions, PeerUnreachable, Status, open_engine
-from kvferry.transfer.tokens import mint, new_secret
 from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer
 
 StartPeer = Callable[..., ServingPeer]

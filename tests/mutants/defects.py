@@ -137,10 +137,10 @@ DEFECTS = (
     # The transfer plane.
     Defect(
         sentence="A link to an old incarnation at an address is kept.",
-        file="transfer/consumer/links.py",
+        file="transfer/consumer/link_pool.py",
         old='other.lose("incarnation", f"{link.source} is there now")',
         new="pass",
-        tests=("tests/unit/transfer/consumer/test_links.py",),
+        tests=("tests/unit/transfer/consumer/test_link_pool.py",),
     ),
     Defect(
         sentence="A second reader may open a lease that has one.",
@@ -209,7 +209,7 @@ DEFECTS = (
     Defect(
         sentence="A waiter that is cancelled as it gets its slots keeps them.",
         file="proxy/fleet/admission.py",
-        old="                    answer.release()\n",
+        old="                    granted.release()\n",
         new="                    pass\n",
         tests=(ADMISSION,),
     ),

@@ -14,7 +14,7 @@ from functools import partial
 import zmq
 
 from kvferry.transfer.consumer.link import Link, LinkState
-from kvferry.transfer.consumer.links import LinkPool
+from kvferry.transfer.consumer.link_pool import LinkPool
 from kvferry.transfer.consumer.pull import (
     Effect,
     Emit,

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from kvferry.transfer.consumer.links import LinkPool
+from kvferry.transfer.consumer.link_pool import LinkPool
 from kvferry.transfer.consumer.pull import Pull
 from kvferry.transfer.consumer.quarantine import Quarantine, RebuildScheduler
 from kvferry.transfer.ids import TransferId

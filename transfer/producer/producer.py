@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kvferry.transfer.access_tokens import mint
 from kvferry.transfer.checksum import SUM_BYTES
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.curve import CurveKey
@@ -23,7 +24,6 @@ from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed,
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import Serve
 from kvferry.transfer.sampled_tokens import SampledTokens
-from kvferry.transfer.tokens import mint
 
 _HELLO_S = 15.0
 """Limit for a peer's ranks to connect after its `hello`; until then our ranks poll for them."""

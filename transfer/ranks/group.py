@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvferry.transfer.access_tokens import new_secret
 from kvferry.transfer.checksum import SumTable, unpack_sums
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import BACKENDS
@@ -21,7 +22,6 @@ from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
-from kvferry.transfer.tokens import new_secret
 
 _log = logging.getLogger(__name__)
 

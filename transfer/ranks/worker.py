@@ -34,8 +34,8 @@ from kvferry.transfer.engine import (
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.channel import RankEnd, connect
+from kvferry.transfer.ranks.checksums import RankSums
 from kvferry.transfer.ranks.reads import RankReader
-from kvferry.transfer.ranks.sums import RankSums
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from typing import Self
 
 import torch
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import EngineOptions, Peer, Status, Transfer, open_engine
 from kvferry.transfer.layout import SpanTable
-from kvferry.transfer.tokens import mint, new_secret
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -27,14 +27,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvferry.transfer import tokens
+from kvferry.transfer import access_tokens
+from kvferry.transfer.access_tokens import TOKEN_BYTES
 from kvferry.transfer.backends.common import sockets
 from kvferry.transfer.backends.common.connection import Connection, ProtocolError
 from kvferry.transfer.backends.common.sockets import Port
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.engine import PeerUnreachable
 from kvferry.transfer.state_machine import Transitions, transition, transitions
-from kvferry.transfer.tokens import TOKEN_BYTES
 
 NONCE_BYTES = 16
 _HANDSHAKE_S = 5.0
@@ -128,7 +128,7 @@ class HandshakeServer:
 
     def accepts(self, nonce: bytes, token: bytes) -> bool:
         """Whether a reader means this engine and was admitted by our engine process."""
-        return nonce == self._nonce and self._secret is not None and tokens.verify(self._secret, token)
+        return nonce == self._nonce and self._secret is not None and access_tokens.verify(self._secret, token)
 
     def _forget_closed(self) -> None:
         self.sessions = [session for session in self.sessions if not session.closed]

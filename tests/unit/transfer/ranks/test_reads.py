@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import EngineOptions, TransferEngine, open_engine
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.reads import RankReader
-from kvferry.transfer.tokens import mint, new_secret
 from tests.unit.transfer.test_plane import BACKENDS
 
 POOL_BYTES = 4096

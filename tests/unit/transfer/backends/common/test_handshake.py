@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvferry.transfer.access_tokens import TOKEN_BYTES, mint, new_secret
 from kvferry.transfer.backends.common import handshake
 from kvferry.transfer.backends.common.handshake import (
     HandshakeAddress,
@@ -21,7 +22,6 @@ from kvferry.transfer.backends.common.handshake import (
 )
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.engine import PeerUnreachable, Status
-from kvferry.transfer.tokens import TOKEN_BYTES, mint, new_secret
 
 SECRET = new_secret()
 PROTOCOL = Protocol(b"TEST", hello_bytes=5, welcome_bytes=7)

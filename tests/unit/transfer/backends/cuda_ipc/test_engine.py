@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.cuda_ipc.engine import CudaIpcEngine, open_backend, probe
 from kvferry.transfer.backends.cuda_ipc.launches import LAUNCH_BYTES
 from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcAddress
 from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status, Transfer
-from kvferry.transfer.tokens import mint, new_secret
 from tests.standins.cuda_device import HostDevice
 
 POOL_BYTES = 1 << 20

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.mori.engine import MoriEngine
 from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import EngineOptions, Peer, Status
-from kvferry.transfer.tokens import mint, new_secret
 from tests.standins import mori_io
 
 BLOCK = 1024

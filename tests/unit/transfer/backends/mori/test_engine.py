@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import PeerUnreachable, Status
-from kvferry.transfer.tokens import mint, new_secret
 from tests.standins import mori_io
 from tests.unit.transfer.backends.mori.rig import BLOCK, BLOCKS, Pair, fault, scattered
 

@@ -16,6 +16,7 @@ import torch
 
 import kvferry.transfer.backends.nccl.peer as peer_module
 import kvferry.transfer.backends.nccl.session as session
+from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.nccl.communicator import NcclPair, PairBroken
 from kvferry.transfer.backends.nccl.engine import NcclEngine, open_backend
@@ -23,7 +24,6 @@ from kvferry.transfer.backends.nccl.pair import PairThread, Rendezvous, reader_e
 from kvferry.transfer.backends.nccl.staging import staging
 from kvferry.transfer.backends.nccl.wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
-from kvferry.transfer.tokens import mint, new_secret
 
 POOL_BYTES = 1 << 20
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")

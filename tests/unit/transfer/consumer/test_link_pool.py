@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.transfer.consumer import links
+from kvferry.transfer.consumer import link_pool
 from kvferry.transfer.consumer.link import Source, source_of
-from kvferry.transfer.consumer.links import LinkPool
+from kvferry.transfer.consumer.link_pool import LinkPool
 from kvferry.transfer.plane import RemotePrompt
 
 
@@ -49,7 +49,7 @@ def test_a_link_to_an_incarnation_ends_when_another_one_answers_at_its_address(
 ) -> None:
     """X23: even if its own connection still looks alive; links to other addresses stay."""
     lost = []
-    monkeypatch.setattr(links, "Link", StandInLink)
+    monkeypatch.setattr(link_pool, "Link", StandInLink)
     pool = LinkPool(
         cast("Any", SimpleNamespace(curve_secret=None)),
         cast("Any", None),
