@@ -12,7 +12,10 @@ import asyncio
 import logging
 import signal
 import sys
+import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -91,8 +94,9 @@ class Sidecar:
     """Passes what the health monitor finds on to proxies. While the server is down nothing is sent."""
 
     def __init__(self, config: SidecarConfig, key: ClusterKey | None) -> None:
-        self._changed = asyncio.Event()
-        self._latest: Register | None = None
+        self._changed = threading.Event()
+        # Published by the event loop, taken by the thread that pings.
+        self._latest: deque[Register] = deque(maxlen=1)
         self._announcer = Announcer(config.proxy, self._changed, self._take_latest, key=key)
         self._monitor = HealthMonitor(config.server(), self._publish, probe_url=config.attach)
 
@@ -113,15 +117,16 @@ class Sidecar:
 
     def _publish(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
-            self._latest = None
+            self._latest.clear()
             self._announcer.send_bye(Incarnation(message.incarnation))
         else:
-            self._latest = message
+            self._latest.append(message)
             self._changed.set()
 
     def _take_latest(self, _: int) -> Register | None:
-        latest, self._latest = self._latest, None
-        return latest
+        with suppress(IndexError):
+            return self._latest.pop()
+        return None
 
 
 def main(argv: Sequence[str]) -> int:

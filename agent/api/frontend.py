@@ -15,12 +15,12 @@ what comes after them.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvferry.agent.api import responses
@@ -33,14 +33,18 @@ from kvferry.agent.api.openai_schema import (
     CompletionBody,
     GenerationBody,
     chat_messages,
+    check_chat_size,
+    check_context,
     check_resumed,
     check_token_ids,
     completion_prompt,
     sampling_params,
+    text_too_long,
 )
 from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.api.text.chat_template import TemplateRefused
-from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.api.text.text_pool import TextPool
+from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.engine.messages import Output, Submit
 from kvferry.agent.errors import ApiError, bad_request, unavailable
@@ -51,8 +55,9 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 1800.0
 # After the last choice's stop string, the engine sends one more message, which carries the timing.
 _LAST_OUTPUT_TIMEOUT_S = 5.0
-# Longer texts are encoded beside the event loop: a megabyte takes the better part of a second.
-_ENCODE_INLINE_CHARS = 4096
+# Longer texts, and chats of more messages, are worked on beside the event loop.
+_INLINE_BYTES = 4096
+_INLINE_MESSAGES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ class Frontend:
         self._tokenizer = tokenizer
         self._engine = engine
         self._lifecycle = lifecycle
+        self._texts = TextPool()
 
     async def complete(
         self, body: GenerationBody, ids: RequestIds, entry: RequestLogEntry
@@ -253,21 +259,47 @@ class Frontend:
         return kv
 
     async def _encode_prompt(self, body: GenerationBody) -> tuple[int, ...]:
+        """Return the prompt's ids. What cannot fit the context is refused by its size, before any work."""
+        assert self._engine.ready is not None
+        max_model_len = self._engine.ready.max_model_len
+        longest = self._tokenizer.max_token_bytes
+        max_bytes = None if longest is None else longest * max_model_len
+        encode = partial(self._encode, max_bytes=max_bytes, max_model_len=max_model_len)
         if isinstance(body, ChatBody):
+            size = check_chat_size(body, max_model_len, max_bytes)
             # The template writes the special tokens itself; adding them again would double them.
-            return await self._encode(self._render(body), add_special_tokens=False)
+
+            def work() -> tuple[int, ...]:
+                return encode(self._render(body), "messages", add_special_tokens=False)
+
+            inline = size <= _INLINE_BYTES and len(body.messages) <= _INLINE_MESSAGES
+            return work() if inline else await self._texts.run(size, work)
         assert isinstance(body, CompletionBody)
-        prompt = completion_prompt(body)
+        prompt = completion_prompt(body, max_model_len)
         if isinstance(prompt, tuple):
             return prompt
         if not prompt:
             raise bad_request("the prompt is empty", "prompt")
-        return await self._encode(prompt, add_special_tokens=True)
+        size = len(prompt.encode(errors="replace"))
+        if max_bytes is not None and size > max_bytes:
+            raise text_too_long(max_model_len, size, "prompt")
+        if size <= _INLINE_BYTES:
+            return encode(prompt, "prompt", add_special_tokens=True)
+        return await self._texts.run(size, partial(encode, prompt, "prompt", add_special_tokens=True))
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= _ENCODE_INLINE_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    def _encode(
+        self, text: str, param: str, *, add_special_tokens: bool, max_bytes: int | None, max_model_len: int
+    ) -> tuple[int, ...]:
+        size = len(text.encode(errors="replace"))
+        if max_bytes is not None and size > max_bytes:
+            raise text_too_long(max_model_len, size, param)
+        try:
+            return self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_tokens=max_model_len
+            )
+        except TextTooLong as error:
+            check_context(error.num_tokens, None, max_model_len)
+            raise
 
     def _render(self, body: ChatBody) -> str:
         if self._tokenizer.chat_template is None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 
 from kvferry.proxy.wire.messages import NodeState
 from kvferry.transfer.state_machine import transition, transitions
@@ -20,7 +20,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state: NodeState = "starting"
-        self.changed = asyncio.Event()
+        self.changed = threading.Event()
 
     def transition(self, to: NodeState) -> None:
         """Move to another state. Raises `IllegalTransition`."""

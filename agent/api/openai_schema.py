@@ -7,6 +7,7 @@ supported are refused by name.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -24,6 +25,8 @@ MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIASES = 300
 """As many as OpenAI takes."""
 MAX_STOP_TOKEN_IDS = 1024
+MAX_OMITTED = 4
+"""How many times the context the contents of a chat may be: templates leave out earlier reasoning."""
 # Dividing float32 logits by less than this could overflow; sampling would be greedy anyway.
 _MIN_TEMPERATURE = 1e-5
 
@@ -193,9 +196,10 @@ def decode_body(raw: bytes, body_type: type[_Body]) -> _Body:
     return body
 
 
-def completion_prompt(body: CompletionBody) -> str | tuple[int, ...]:
+def completion_prompt(body: CompletionBody, max_model_len: int) -> str | tuple[int, ...]:
     """The one prompt of a completion: text to encode, or ids to take as they are.
 
+    Raises `ApiError` 400, for more ids than the context holds before looking at them.
     OpenAI allows a list of prompts; one request is one prompt here, so such a list must have one element.
     """
     prompt = body.prompt
@@ -203,6 +207,8 @@ def completion_prompt(body: CompletionBody) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
+    if len(prompt) >= max_model_len:
+        check_context(len(prompt), None, max_model_len)
     try:
         return tuple(msgspec.convert(prompt, list[TokenId]))
     except msgspec.ValidationError as error:
@@ -213,6 +219,30 @@ def completion_prompt(body: CompletionBody) -> str | tuple[int, ...]:
 def chat_messages(body: ChatBody) -> list[dict[str, Any]]:
     """Messages as chat templates read them: content is one string, parts joined by newlines."""
     return [{**msgspec.to_builtins(each), "content": _content_text(each)} for each in body.messages]
+
+
+def check_chat_size(body: ChatBody, max_model_len: int, max_bytes: int | None) -> int:
+    """Return the bytes of all contents. Raises `ApiError` 400 for what no template makes fit.
+
+    `max_bytes` is what the context can hold; a template may leave out a part of a long conversation.
+    """
+    parts = [each.content for each in body.messages if isinstance(each.content, list)]
+    if len(body.messages) + sum(map(len, parts)) > max_model_len:
+        message = f"messages and their parts may be {max_model_len} in all, as many as the context has tokens"
+        raise bad_request(message, "messages", "context_length_exceeded")
+    size = sum(
+        len(each.content.encode(errors="replace")) for each in body.messages if isinstance(each.content, str)
+    )
+    size += sum(len((part.text or "").encode(errors="replace")) for part in itertools.chain(*parts))
+    if max_bytes is not None and size > MAX_OMITTED * max_bytes:
+        raise text_too_long(max_model_len, size, "messages")
+    return size
+
+
+def text_too_long(max_model_len: int, size: int, param: str) -> ApiError:
+    """The error for a text that has more bytes than the context's tokens could spell."""
+    message = f"the context holds {max_model_len} tokens, which {size} bytes of text cannot fit"
+    return bad_request(message, param, "context_length_exceeded")
 
 
 def check_token_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
@@ -238,7 +268,7 @@ def sampling_params(
     """
     check_token_ids(tuple(body.stop_token_ids or ()), vocab_size, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias or ()), vocab_size, "logit_bias")
-    max_tokens = _resolve_limit(body.limit, prompt_len, max_model_len)
+    max_tokens = check_context(prompt_len, body.limit, max_model_len)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(f"min_tokens {min_tokens} is above the limit of {max_tokens} tokens", "min_tokens")
@@ -262,7 +292,8 @@ def sampling_params(
     )
 
 
-def _resolve_limit(limit: int | None, prompt_len: int, max_model_len: int) -> int:
+def check_context(prompt_len: int, limit: int | None, max_model_len: int) -> int:
+    """Return how long the answer may be. Raises `ApiError` 400 if the request does not fit the context."""
     if prompt_len == 0:
         raise bad_request("the prompt is empty", "prompt")
     room = max_model_len - prompt_len

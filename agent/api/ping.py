@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 _MAX_RESPONSES_PER_PING = 16
 _BYE_LINGER_MS = 200
 _CLOSE_S = 0.5
+LOOP_HUNG_S = 30.0
+"""An event loop that has not run for so long does not serve: the agent counts as dead."""
 
 
 class ProxyConnection:
@@ -98,13 +101,14 @@ class Announcer:
 
     Args:
         describe: Returns the registration that carries a given ping counter; None for no ping this time.
+            It is called in the thread that pings.
         key: When given, only proxies with the same key are announced to.
     """
 
     def __init__(
         self,
         proxies: Sequence[str],
-        changed: asyncio.Event,
+        changed: threading.Event,
         describe: Callable[[int], Register | None],
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
@@ -113,28 +117,57 @@ class Announcer:
         self._changed = changed
         self._describe = describe
         self._interval_s = interval_s
+        self._stopping = threading.Event()
+        # Sockets are no thread's own: one uses them at a time. Nothing that is done meanwhile waits.
+        self._sending = threading.Lock()
+        self._loop_ran_at = time.monotonic()
 
     async def run(self) -> None:
-        """Ping until cancelled."""
-        index = 0
-        while True:
-            self._changed.clear()
-            ping = self._describe(index)
+        """Ping until cancelled, from a thread: an event loop that is busy is not one that is dead.
+
+        No ping is sent while the loop has not run for `LOOP_HUNG_S`.
+        """
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+        thread = threading.Thread(target=self._ping, args=(loop, failed), name="pings", daemon=True)
+        self._loop_ran_at = time.monotonic()
+        thread.start()
+        try:
+            while not failed.done():
+                self._loop_ran_at = time.monotonic()
+                await asyncio.wait({failed}, timeout=PING_INTERVAL_S)
+            failed.result()
+        finally:
+            self._stopping.set()
+            self._changed.set()
+            thread.join()
+
+    def _ping(self, loop: asyncio.AbstractEventLoop, failed: asyncio.Future[None]) -> None:
+        """Ping until `_stopping`; what goes wrong is raised in `run`."""
+        try:
+            for index in itertools.count():
+                self._changed.clear()
+                if self._stopping.is_set():
+                    return
+                self._ping_once(index)
+                self._changed.wait(self._interval_s)
+        except BaseException as error:  # noqa: BLE001 (it is raised in `run`)
+            loop.call_soon_threadsafe(failed.set_exception, error)
+
+    def _ping_once(self, index: int) -> None:
+        hung = time.monotonic() - self._loop_ran_at > LOOP_HUNG_S
+        with self._sending:
+            ping = None if hung else self._describe(index)
             for connection in self._connections:
                 connection.read_responses()
                 if ping is not None:
                     connection.send(encode(ping))
-            index += 1
-            try:
-                async with asyncio.timeout(self._interval_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
 
     def send_bye(self, incarnation: Incarnation) -> None:
-        """Send a bye to every proxy that is connected."""
-        for connection in self._connections:
-            connection.send(encode(Bye(incarnation=incarnation)))
+        """Send a bye to every proxy that is connected. No ping that was described before comes after it."""
+        with self._sending:
+            for connection in self._connections:
+                connection.send(encode(Bye(incarnation=incarnation)))
 
     def close(self) -> None:
         """Close all links. Returns once what was queued is sent, or soon."""

@@ -63,7 +63,7 @@ class RequestSampling:
         self.banned_ids = torch.tensor(in_vocabulary, dtype=torch.long)
         """What may not be sampled before `min_tokens`."""
 
-    def draw(self, row: SamplingRow) -> Draw:
+    def resolve(self, row: SamplingRow) -> TokenSample:
         """Return what one row asks for, with the row's new tokens counted."""
         history = None
         if uses_earlier_ids(self.params):
@@ -72,11 +72,11 @@ class RequestSampling:
                 history = TokenHistory(self.params, self._prompt_ids, self._vocab_size)
                 self._histories[row.choice] = history
             history.add(row.output_ids)
-        return Draw(self, row.choice, row.position, history)
+        return TokenSample(self, row.choice, row.position, history)
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class TokenSample:
     """One token to be sampled: output token `position` of a choice."""
 
     settings: RequestSampling
@@ -108,7 +108,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampleOutput]:
         """Sample one token per row; each row's request has begun."""
-        return sample_tokens(logits, [self._requests[row.key].draw(row) for row in rows])
+        return sample_tokens(logits, [self._requests[row.key].resolve(row) for row in rows])
 
 
 class _Key(ISeedSequence):
@@ -121,32 +121,32 @@ class _Key(ISeedSequence):
         return self._key
 
 
-def gumbel_noise(draws: Sequence[Draw], size: int) -> torch.Tensor:
-    """Standard Gumbel noise, float32, shape [len(draws), size].
+def gumbel_noise(samples: Sequence[TokenSample], size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32, shape [len(samples), size].
 
     A row depends on its sample's seed, choice and position, and on nothing else. Philox is counter based
     (Salmon et al., SC 2011): the key alone fixes the whole stream, on every machine. Uniforms and logarithms
     are taken in float64 so that rounding to float32 hides differences in `log`.
     """
-    uniform = np.empty((len(draws), size))
-    for row, draw in zip(uniform, draws, strict=True):
-        seed = draw.sampling.seed & _UINT64
-        key = np.array([seed, (draw.choice << 32) | draw.position], dtype=np.uint64)
+    uniform = np.empty((len(samples), size))
+    for row, sample in zip(uniform, samples, strict=True):
+        seed = sample.sampling.seed & _UINT64
+        key = np.array([seed, (sample.choice << 32) | sample.position], dtype=np.uint64)
         philox = np.random.Philox(_Key(key))  # type: ignore[arg-type]  # numpy's stub lacks ISeedSequence
         np.random.Generator(philox).random(out=row)
     np.maximum(uniform, np.finfo(np.float64).tiny, out=uniform)
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
-def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOutput]:
+def sample_tokens(logits: torch.Tensor, samples: Sequence[TokenSample]) -> list[SampleOutput]:
     """Sample one token per row.
 
     Args:
-        logits: float32, shape [len(draws), vocabulary], any device; it is not changed.
-        draws: What to sample from each row.
+        logits: float32, shape [len(samples), vocabulary], any device; it is not changed.
+        samples: What to sample from each row.
     """
-    plain = [index for index, draw in enumerate(draws) if _is_plain_greedy(draw)]
-    outputs: list[SampleOutput | None] = [None] * len(draws)
+    plain = [index for index, sample in enumerate(samples) if _is_plain_greedy(sample)]
+    outputs: list[SampleOutput | None] = [None] * len(samples)
     if plain:
         rows = logits[torch.tensor(plain, device=logits.device)]
         for index, token_id in zip(plain, rows.argmax(dim=-1).tolist(), strict=True):
@@ -154,32 +154,32 @@ def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOut
     others = [index for index, output in enumerate(outputs) if output is None]
     if others:
         raw = logits[torch.tensor(others, device=logits.device)].cpu()
-        sampled = _sample_rows(raw, [draws[index] for index in others])
+        sampled = _sample_rows(raw, [samples[index] for index in others])
         for index, output in zip(others, sampled, strict=True):
             outputs[index] = output
     return [output for output in outputs if output is not None]
 
 
-def _changes_logits(draw: Draw) -> bool:
+def _changes_logits(sample: TokenSample) -> bool:
     """Whether penalties, bias or bans apply."""
-    sampling = draw.sampling
-    return draw.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
+    sampling = sample.sampling
+    return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
 
 
-def _is_plain_greedy(draw: Draw) -> bool:
-    sampling = draw.sampling
-    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(draw)
+def _is_plain_greedy(sample: TokenSample) -> bool:
+    sampling = sample.sampling
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not _changes_logits(sample)
 
 
-def _sample_rows(raw: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOutput]:
+def _sample_rows(raw: torch.Tensor, samples: Sequence[TokenSample]) -> list[SampleOutput]:
     """Sample one token per row of `raw`. What is the same for every row is done for all of them at once."""
-    scores = decision_scores(raw, draws)
+    scores = decision_scores(raw, samples)
     token_ids = scores.argmax(dim=-1)
-    reports: list[TokenLogprob | None] = [None] * len(draws)
+    reports: list[TokenLogprob | None] = [None] * len(samples)
     wanted: dict[int, list[int]] = {}
-    for index, draw in enumerate(draws):
-        if draw.sampling.logprobs is not None:
-            wanted.setdefault(draw.sampling.logprobs, []).append(index)
+    for index, sample in enumerate(samples):
+        if sample.sampling.logprobs is not None:
+            wanted.setdefault(sample.sampling.logprobs, []).append(index)
     for count, indices in wanted.items():
         rows = torch.tensor(indices)
         made = _reports(raw[rows], scores[rows], token_ids[rows], count)
@@ -191,28 +191,28 @@ def _sample_rows(raw: torch.Tensor, draws: Sequence[Draw]) -> list[SampleOutput]
     ]
 
 
-def decision_scores(raw: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def decision_scores(raw: torch.Tensor, samples: Sequence[TokenSample]) -> torch.Tensor:
     """Return the scores whose argmax is the sampled token, one row a sample; excluded tokens are -inf.
 
     Args:
-        raw: float32, shape [len(draws), vocabulary], in host memory; it is not changed.
+        raw: float32, shape [len(samples), vocabulary], in host memory; it is not changed.
 
     Returns:
         float32, of the same shape.
     """
     scores = raw.clone()
-    for row, draw in enumerate(draws):
-        if _changes_logits(draw):
-            scores[row] = _adjusted(raw[row], draw)
-    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0.0]
+    for row, sample in enumerate(samples):
+        if _changes_logits(sample):
+            scores[row] = _adjusted(raw[row], sample)
+    random = [row for row, sample in enumerate(samples) if sample.sampling.temperature > 0.0]
     if not random:
         return scores
-    random_draws, rows = [draws[row] for row in random], torch.tensor(random)
-    likely = scores[rows] / torch.tensor([draw.sampling.temperature for draw in random_draws])[:, None]
-    for row, draw in enumerate(random_draws):
-        if _excludes(draw.sampling, raw.shape[-1]):
-            likely[row] = _keep_likely(likely[row], draw.sampling)
-    scores[rows] = likely + gumbel_noise(random_draws, raw.shape[-1])
+    random_samples, rows = [samples[row] for row in random], torch.tensor(random)
+    likely = scores[rows] / torch.tensor([sample.sampling.temperature for sample in random_samples])[:, None]
+    for row, sample in enumerate(random_samples):
+        if _excludes(sample.sampling, raw.shape[-1]):
+            likely[row] = _keep_likely(likely[row], sample.sampling)
+    scores[rows] = likely + gumbel_noise(random_samples, raw.shape[-1])
     return scores
 
 
@@ -247,13 +247,13 @@ def _reports(
         yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
 
 
-def _adjusted(raw: torch.Tensor, draw: Draw) -> torch.Tensor:
+def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
     """Return logits after penalties, bias and bans.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
     """
-    sampling, settings, history = draw.sampling, draw.settings, draw.history
+    sampling, settings, history = sample.sampling, sample.settings, sample.history
     score = raw.clone()
     if history is not None and history.seen is not None:
         penalty = sampling.repetition_penalty
@@ -263,7 +263,7 @@ def _adjusted(raw: torch.Tensor, draw: Draw) -> torch.Tensor:
         counts = history.counts
         score -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     score.index_add_(0, settings.bias_ids, settings.bias)
-    if draw.position < sampling.min_tokens:
+    if sample.position < sampling.min_tokens:
         score[settings.banned_ids] = -torch.inf
     return score
 

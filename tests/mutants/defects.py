@@ -74,8 +74,8 @@ DEFECTS = (
     Defect(
         sentence="The noise does not depend on the choice.",
         file="agent/worker/sampler.py",
-        old="(draw.choice << 32) | draw.position",
-        new="draw.position",
+        old="(sample.choice << 32) | sample.position",
+        new="sample.position",
         tests=(SAMPLER,),
     ),
     Defect(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,17 @@ from kvferry.agent.api.text.chat_template import ChatTemplate
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Three bytes of three letters each can become one syllable of three bytes (Hangul); Greek comes close.
+_NFC_SHRINKS = 4
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TextTooLong(ValueError):
+    """A text has more tokens than its caller takes; `num_tokens` says how many."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -35,15 +46,27 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )
-        decoders = _decoder_types(json.loads(self._fast.to_str())["decoder"])
+        spec = json.loads(self._fast.to_str())
+        decoders = _decoder_types(spec["decoder"])
         self.byte_level = decoders == {"ByteLevel"}
         """Whether the text of ids is exactly the UTF-8 reading of their bytes, one after another."""
         self._byte_fallback = "ByteFallback" in decoders
+        self.max_token_bytes = _max_token_bytes(spec, self._fast.get_vocab(), byte_level=self.byte_level)
+        """How many bytes of text one token can stand for; None where a text may lose bytes on its way."""
         self.token_bytes = lru_cache(maxsize=self.vocab_size)(self._token_bytes)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Return the ids of a text; with `add_special_tokens` after the tokenizer's own post-processor."""
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ids of a text; with `add_special_tokens` after the tokenizer's own post-processor.
+
+        Other threads run meanwhile. Raises `TextTooLong` beyond `max_tokens`.
+        """
+        # `encode` holds the interpreter's lock all the time, `encode_batch` releases it.
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TextTooLong(len(encoding))
+        return tuple(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens left out; what no valid UTF-8 spells is shown as U+FFFD."""
@@ -96,6 +119,41 @@ def _decoder_types(spec: dict[str, Any] | None) -> set[str]:
     if spec["type"] == "Sequence":
         return set().union(*(_decoder_types(part) for part in spec["decoders"]))
     return {spec["type"]}
+
+
+def _max_token_bytes(spec: dict[str, Any], vocabulary: Iterable[str], *, byte_level: bool) -> int | None:
+    """Return the length of the longest token's text, if every byte of a text ends up in some token."""
+    model, vocabulary = spec["model"], frozenset(vocabulary)
+    whole = byte_level and vocabulary.issuperset(_BYTE_OF_CHAR)
+    if model["type"] != "BPE" or not (whole or model.get("byte_fallback")):
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
+        return None  # they swallow the spaces beside them
+    steps = [*_steps(spec["normalizer"], "normalizers"), *_steps(spec["pre_tokenizer"], "pretokenizers")]
+    if not all(_keeps_text(step) for step in steps):
+        return None
+    added = {token["content"] for token in spec["added_tokens"]}
+    spelled = {token for token in vocabulary if byte_level and token not in added}
+    longest = max(len(token) if token in spelled else len(token.encode()) for token in vocabulary)
+    return longest * (_NFC_SHRINKS if any(step["type"] == "NFC" for step in steps) else 1)
+
+
+def _steps(spec: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
+    if spec is None:
+        return []
+    if spec["type"] == "Sequence":
+        return [step for part in spec[parts] for step in _steps(part, parts)]
+    return [spec]
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer drops nothing (NFC composes, by a known factor)."""
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(pattern.encode()) <= len(step["content"].encode())
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace")
 
 
 def _fingerprint(directory: Path) -> str:

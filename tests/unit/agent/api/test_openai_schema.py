@@ -232,13 +232,13 @@ def test_logprobs_of_both_apis() -> None:
     [("p", "p"), ([1, 2], (1, 2)), (["p"], "p"), ([[1, 2]], (1, 2)), ([], ()), ([[]], ())],
 )
 def test_prompts_in_every_shape(prompt: object, expected: object) -> None:
-    assert completion_prompt(completion(prompt=prompt)) == expected
+    assert completion_prompt(completion(prompt=prompt), 10) == expected
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [None], [{}], [[["a"]]]])
 def test_prompts_that_are_not_one_prompt_are_refused(prompt: object) -> None:
     with pytest.raises(ApiError) as caught:
-        completion_prompt(completion(prompt=prompt))
+        completion_prompt(completion(prompt=prompt), 10)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.api.lifecycle import Lifecycle
-from kvferry.agent.api.ping import Announcer
+from kvferry.agent.api.ping import LOOP_HUNG_S, Announcer
 from kvferry.agent.ids import host_id
 from kvferry.proxy.wire.messages import (
     Ack,
@@ -128,6 +128,42 @@ async def test_a_proxy_that_comes_back_is_found_again_and_reads_no_old_news() ->
         assert ping.state == "ready"
 
 
+async def test_pings_go_out_while_the_event_loop_is_busy() -> None:
+    """D2: an agent that is busy is not one that is dead; one whose loop hangs for long is."""
+    received: list[float] = []
+    stopped = threading.Event()
+    address: list[str] = []
+    bound = threading.Event()
+
+    def listen() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            address.append(f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+            bound.set()
+            while not stopped.is_set():
+                if socket.poll(20):
+                    socket.recv_multipart()
+                    received.append(time.monotonic())
+
+    proxy = threading.Thread(target=listen)
+    proxy.start()
+    try:
+        bound.wait(DEADLINE_S)
+        async with announced(lambda _: address) as (_, announcer, _):
+            while not received:
+                await asyncio.sleep(0.01)
+            busy_from = time.monotonic()
+            time.sleep(0.5)  # noqa: ASYNC251 (this is what a busy loop is)
+            assert sum(at > busy_from for at in received) >= 3
+            announcer._loop_ran_at -= LOOP_HUNG_S
+            time.sleep(0.2)  # noqa: ASYNC251
+            count = len(received)
+            time.sleep(0.3)  # noqa: ASYNC251
+            assert len(received) == count, "a loop that hangs for long does not serve"
+    finally:
+        stopped.set()
+        proxy.join()
+
+
 async def test_goodbye_is_said_when_the_agent_leaves() -> None:
     context = zmq.asyncio.Context()  # its own: the agent's ends with the agent
     proxy = Proxy(context)
@@ -188,7 +224,7 @@ def test_the_host_id_is_the_same_for_all_processes_of_a_boot() -> None:
 def test_one_proxys_name_that_is_not_resolved_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZMQ resolves on a context's I/O thread, and ends the context only after that."""
     resolved = threading.Event()
-    announcer = Announcer(["127.0.0.1:9", "127.0.0.1:10"], asyncio.Event(), lambda index: None)
+    announcer = Announcer(["127.0.0.1:9", "127.0.0.1:10"], threading.Event(), lambda index: None)
     ended: list[object] = []
     term = zmq.Context.term
 

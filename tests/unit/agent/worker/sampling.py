@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.worker.messages import SamplingRow, SamplingSetup
-from kvferry.agent.worker.sampler import Draw, RequestSampling
+from kvferry.agent.worker.sampler import RequestSampling, TokenSample
 
 
-def make_draw(
+def make_token_sample(
     sampling: SamplingParams,
     *,
     vocab_size: int,
@@ -17,7 +17,7 @@ def make_draw(
     position: int = 0,
     prompt_ids: tuple[int, ...] = (),
     output_ids: tuple[int, ...] = (),
-) -> Draw:
+) -> TokenSample:
     setup = SamplingSetup(key=1, sampling=sampling, prompt_ids=prompt_ids)
     row = SamplingRow(key=1, choice=choice, position=position, output_ids=output_ids)
-    return RequestSampling(setup, eos_ids, vocab_size).draw(row)
+    return RequestSampling(setup, eos_ids, vocab_size).resolve(row)

@@ -12,14 +12,14 @@ import torch
 from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.worker.messages import SampleOutput, SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import (
-    Draw,
     Sampler,
+    TokenSample,
     decision_scores,
     gumbel_noise,
     margins,
     sample_tokens,
 )
-from tests.unit.agent.worker.sampling import make_draw
+from tests.unit.agent.worker.sampling import make_token_sample
 
 VOCABULARY = 40
 EOS = (3,)
@@ -27,18 +27,20 @@ PINNED_NOISE = [1.4470843, 0.7705508, 1.6040896, 1.5900173]
 LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
 
 
-def make_sample(choice: int = 0, position: int = 0, **changes: Any) -> Draw:
+def make_sample(choice: int = 0, position: int = 0, **changes: Any) -> TokenSample:
     ids = {name: changes.pop(name) for name in ("prompt_ids", "output_ids") if name in changes}
     sampling = SamplingParams(**{"seed": 5, "max_tokens": 9, **changes})
-    return make_draw(sampling, vocab_size=VOCABULARY, eos_ids=EOS, choice=choice, position=position, **ids)
+    return make_token_sample(
+        sampling, vocab_size=VOCABULARY, eos_ids=EOS, choice=choice, position=position, **ids
+    )
 
 
-def draw_one(sample: Draw, logits: torch.Tensor = LOGITS) -> SampleOutput:
+def draw_one(sample: TokenSample, logits: torch.Tensor = LOGITS) -> SampleOutput:
     (sampled,) = sample_tokens(logits[None], [sample])
     return sampled
 
 
-def scores_of(sample: Draw) -> torch.Tensor:
+def scores_of(sample: TokenSample) -> torch.Tensor:
     (scores,) = decision_scores(LOGITS[None], [sample])
     return scores
 

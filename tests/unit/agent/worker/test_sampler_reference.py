@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.worker.sampler import decision_scores, gumbel_noise
-from tests.unit.agent.worker.sampling import make_draw
+from tests.unit.agent.worker.sampling import make_token_sample
 
 VOCABULARY = 300
 EOS = (3,)
@@ -87,7 +87,7 @@ def test_every_distribution_is_that_of_transformers(settings: dict[str, Any]) ->
     logits = torch.randn((ROWS, VOCABULARY), generator=generator) * 3
     history = torch.randint(0, VOCABULARY, (ROWS, 30), generator=generator).tolist()
     rows = [
-        make_draw(
+        make_token_sample(
             sampling,
             vocab_size=VOCABULARY,
             eos_ids=EOS,
@@ -107,7 +107,7 @@ def test_every_distribution_is_that_of_transformers(settings: dict[str, Any]) ->
 def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it() -> None:
     """Probabilities of exactly a quarter: two of them are 0.5, and a third is not needed."""
     logits = torch.tensor([1.0, 1.0, 1.0, 1.0])
-    draw = make_draw(SamplingParams(seed=5, max_tokens=9, top_p=0.5), vocab_size=4)
+    draw = make_token_sample(SamplingParams(seed=5, max_tokens=9, top_p=0.5), vocab_size=4)
     (ours,) = decision_scores(logits[None], [draw])
     expected = TopPLogitsWarper(0.5)(torch.zeros((1, 0)), logits[None])
     assert int(torch.isfinite(ours).sum()) == int(torch.isfinite(expected).sum()) == 2

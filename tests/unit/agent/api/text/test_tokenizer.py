@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from kvferry.agent.api.text.chat_template import ChatTemplate, TemplateRefused
-from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from tests.standins.checkpoint import (
     ASSISTANT,
     BOS,
@@ -43,6 +46,47 @@ def test_token_bytes_of_a_text_join_to_its_utf8(directory: Path, tmp_path: Path)
     fallback = Tokenizer(write_checkpoint(tmp_path, byte_fallback_tokenizer()))
     ids = fallback.encode(text, add_special_tokens=False)
     assert b"".join(map(fallback.token_bytes, ids)) == b" " + text.encode()
+
+
+def test_other_threads_run_while_a_text_is_encoded(directory: Path) -> None:
+    """D2: `encode` of the library holds the interpreter's lock, and with it the event loop, to the end."""
+    tokenizer, text = Tokenizer(directory), "the quick brown fox " * 20_000
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,), kwargs={"add_special_tokens": True})
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
+
+
+def test_a_text_of_too_many_tokens_is_not_turned_into_ids(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    assert len(tokenizer.encode("fox" * 5, add_special_tokens=False, max_tokens=15)) <= 15
+    with pytest.raises(TextTooLong) as error:
+        tokenizer.encode("é" * 50, add_special_tokens=False, max_tokens=20)
+    assert error.value.num_tokens > 20
+
+
+def test_the_longest_token_bounds_a_text_unless_texts_may_shrink(directory: Path, tmp_path: Path) -> None:
+    byte_level = Tokenizer(directory)
+    assert byte_level.max_token_bytes == len("<|assistant|>")
+    assert Tokenizer(write_checkpoint(tmp_path / "a", byte_fallback_tokenizer())).max_token_bytes == 13
+    shrinking = byte_level_tokenizer()
+    shrinking.normalizer = normalizers.NFC()
+    assert Tokenizer(write_checkpoint(tmp_path / "b", shrinking)).max_token_bytes == 4 * 13
+    for number, normalizer in enumerate(
+        (normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " "))
+    ):
+        shrinking.normalizer = normalizer
+        made = Tokenizer(write_checkpoint(tmp_path / f"{number}", shrinking))
+        assert made.max_token_bytes is None
+    greedy = byte_level_tokenizer()
+    greedy.add_tokens([AddedToken("<x>", rstrip=True)])
+    assert Tokenizer(write_checkpoint(tmp_path / "greedy", greedy)).max_token_bytes is None
+    partial = byte_level_tokenizer()
+    partial.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    assert Tokenizer(write_checkpoint(tmp_path / "partial", partial)).max_token_bytes is None
 
 
 def test_ids_beyond_the_tokenizer_are_empty_text(directory: Path) -> None:
