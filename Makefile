@@ -40,7 +40,7 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) --jobs 2 check test-parts
-	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --durations 12 tests/system tests/chaos
+	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --durations 12 tests/system tests/chaos tests/abuse
 
 test-parts: $(STAMP) ## the tests that need no cluster
 	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
