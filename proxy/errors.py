@@ -96,22 +96,6 @@ class WrongMethod(NotFound):
         return {"Allow": self._allowed}
 
 
-class HeadTooSlow(ProxyError):
-    """The client did not send the request's head in time."""
-
-    status = 408
-    kind = "invalid_request_error"
-    code = "head_timeout"
-
-
-class HeadTooLarge(ProxyError):
-    """The request's line and headers exceed the limit."""
-
-    status = 431
-    kind = "invalid_request_error"
-    code = "head_too_large"
-
-
 class BodyTooSlow(ProxyError):
     """The client did not send the request's body in time."""
 

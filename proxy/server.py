@@ -282,6 +282,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
                 stall_s=services.config.client_stall_s,
             ),
         ),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

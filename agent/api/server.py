@@ -9,7 +9,8 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -27,12 +28,13 @@ from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
-from kvferry.proxy.wire.http_server import HttpServer
+from kvferry.proxy.wire.http_server import GuardedConnection, HttpServer
 from kvferry.proxy.wire.messages import Incarnation
 
 log = logging.getLogger(__name__)
 
 _BODY_TIMEOUT_S = 60
+_HEAD_TIMEOUT_S = 30
 # Longer than any client keeps an unused connection: the side that reuses it should be the one to close it.
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048
@@ -176,7 +178,7 @@ def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=cast(Any, partial(GuardedConnection, head_s=_HEAD_TIMEOUT_S)),
             ws="none",
             lifespan="off",
             log_config=None,

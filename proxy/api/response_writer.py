@@ -10,9 +10,10 @@ from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.exchange.request_log import RequestLog
-from kvferry.proxy.http.client_connection import ClientResponse, Header
+from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
+from kvferry.proxy.wire.http_server import Header
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""

@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's connection: uvicorn's, extended so that a response can be written without an await.
 
-The only module that depends on uvicorn's internals (its version is pinned): `ClientResponse` updates
+Depends on uvicorn's internals (its version is pinned), as its base class does: `ClientResponse` updates
 uvicorn's request cycle as ASGI's `send` would have. Everything else on the connection is uvicorn's own:
-parsing, keep-alive, pipelining, TLS, shutdown.
+parsing, keep-alive, TLS, shutdown.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvferry.proxy.errors import HeadTooLarge, HeadTooSlow, ProxyError
+from kvferry.proxy.wire.http_server import CLOSE, GuardedConnection, Header, response_head
 
 EXTENSION = "kvferry.response"
 """The ASGI extension of a request's scope whose `response` is its `ClientResponse`."""
-MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
-
-Header = tuple[bytes, bytes]
-CLOSE: Header = (b"connection", b"close")
 
 
 class AlreadyResponded(RuntimeError):
@@ -93,7 +87,7 @@ class ClientResponse:
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
         last = () if cycle.keep_alive else (CLOSE,)
-        return _head(status, (*self._connection.server_state.default_headers, *headers, *last))
+        return response_head(status, (*self._connection.server_state.default_headers, *headers, *last))
 
     def _complete(self) -> None:
         cycle = self._cycle
@@ -104,68 +98,24 @@ class ClientResponse:
         cycle.on_response()
 
 
-class ClientConnection(HttpToolsProtocol):
-    """uvicorn's connection, for use as its `http` class.
+class ClientConnection(GuardedConnection):
+    """A guarded connection whose requests have a `ClientResponse`, and whose client must read.
 
     Args:
-        head_s: Deadline for the head of a request, from the connection's start or from the first byte after
-            the last response. uvicorn itself only limits how long a connection may be idle after a response.
         stall_s: How long a client may read nothing, while the transport's buffer (64 KiB) is full, before it
-        is
-            disconnected.
+            is disconnected.
     """
 
-    def __init__(self, *args: Any, head_s: float, stall_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stall_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_s = head_s
-        self._head_deadline: asyncio.TimerHandle | None = None
-        self._head_room = MAX_HEAD_BYTES
-        """Bytes that the pending head (or trailers) may still have; unlimited while a body is received."""
         self._stall_s = stall_s
         self._stall_deadline: asyncio.TimerHandle | None = None
         self._response: ClientResponse | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._start_head_deadline()
-
-    def data_received(self, data: bytes) -> None:
-        now, later = data[: self._head_room], data[self._head_room :]
-        self._head_room -= len(now)
-        super().data_received(now)
-        if self.transport.is_closing():
-            return
-        if not later:
-            self._start_head_deadline()
-        elif self._head_room:
-            self.data_received(later)
-        else:
-            self._reject(HeadTooLarge(f"the request's head exceeds {MAX_HEAD_BYTES} bytes"))
-
-    def on_headers_complete(self) -> None:
-        self._head_room = sys.maxsize
-        self._cancel_head_deadline()
-        super().on_headers_complete()
-
-    def on_chunk_header(self) -> None:
-        self._head_room = MAX_HEAD_BYTES  # after the last one, trailers come
-
-    def on_body(self, body: bytes) -> None:
-        self._head_room = sys.maxsize
-        super().on_body(body)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._response = ClientResponse(self, cycle)
         cycle.scope["extensions"] = {EXTENSION: {"response": self._response}}
         super()._start_asgi_task(cycle, app)
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._head_room = MAX_HEAD_BYTES
-        # uvicorn stopped reading at 64 KiB, and resumes when the application asks for more. It does not ask
-        # after the end of the body, but a disconnect is noticed only while reading.
-        if not self.pipeline:
-            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self._response = None
@@ -179,7 +129,6 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._cancel_stall()
-        self._cancel_head_deadline()
         if (response := self._response) is not None:
             self._response = None
             response._cycle.disconnected = True  # of pipelined requests, uvicorn marks the last one only
@@ -202,37 +151,3 @@ class ClientConnection(HttpToolsProtocol):
         if self._stall_deadline is not None:
             self._stall_deadline.cancel()
             self._stall_deadline = None
-
-    def _start_head_deadline(self) -> None:
-        """Start the deadline for the next request's head, unless a request is being served."""
-        if self._response is None and self._head_deadline is None:
-            self._head_deadline = self.loop.call_later(self._head_s, self._on_head_deadline)
-
-    def _cancel_head_deadline(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
-
-    def _on_head_deadline(self) -> None:
-        if self._head_room < MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._reject(HeadTooSlow("the request's head did not arrive in time"))
-        else:
-            self.transport.close()
-
-    def _reject(self, error: ProxyError) -> None:
-        """Answer a malformed request head with an error, and close the connection."""
-        if self._response is not None:
-            self.transport.abort()  # an error cannot be sent in the middle of another request's response
-            return
-        body = error.body()
-        content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
-        self.transport.write(_head(error.status, (*self.server_state.default_headers, *content)) + body)
-        self.transport.close()
-
-
-def _head(status: int, headers: Iterable[Header]) -> bytes:
-    lines = [STATUS_LINE[status]]
-    for name, value in headers:
-        lines += (name, b": ", value, b"\r\n")
-    lines.append(b"\r\n")
-    return b"".join(lines)

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.proxy.wire.http_server import MAX_HEAD_BYTES
 from kvferry.proxy.wire.messages import Bye, Register, decode_agent_message
 from tests.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
@@ -271,6 +272,29 @@ async def test_the_openai_client_understands_everything(agent: Agent) -> None:
         assert seen[-1].usage is not None and seen[-1].usage.completion_tokens == 4
         with pytest.raises(openai.NotFoundError, match="gpt-9"):
             await client.completions.create(model="gpt-9", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("sent", "first"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Pad: ".ljust(MAX_HEAD_BYTES + 1, b"a"), b"HTTP/1.1 431 "),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2000, b""),
+    ],
+    ids=["a head without end", "a flood of pipelined requests"],
+)
+async def test_a_client_is_disconnected_that_sends_too_much(agent: Agent, sent: bytes, first: bytes) -> None:
+    """D1, D6."""
+    host, _, port = agent.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    received = b""
+    async with asyncio.timeout(DEADLINE_S):
+        with suppress(ConnectionResetError):
+            while more := await reader.read(2**16):
+                received += more
+    writer.close()
+    assert received.startswith(first)
+    assert received.count(b"HTTP/1.1 ") <= 100
 
 
 # Legs of a request (docs/architecture.md#one-request).

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.proxy.http.client_connection import MAX_HEAD_BYTES
+from kvferry.proxy.wire.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -179,3 +179,25 @@ async def test_a_head_without_end_behind_a_request_ends_that_too(stage: Stage) -
         client.send(TOO_MUCH)
         assert await client.rest() == b""
         await prefill.until(lambda: prefill.aborted == 1)
+
+
+async def test_a_flood_of_pipelined_requests_ends_the_connection(stage: Stage) -> None:
+    """D1: each took 2 KB here for 40 bytes sent, without an end."""
+    async with client_of(stage) as client:
+        client.send(HEALTH * 5000)
+        with suppress(ConnectionResetError):
+            assert (await client.rest()).count(b"HTTP/1.1 200") <= MAX_PIPELINED
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+async def test_a_websocket_upgrade_is_ignored(
+    stage: Stage, path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D7: it was a 500 with a traceback in the log."""
+    async with client_of(stage) as client:
+        client.send(
+            b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
+        assert (await client.answer())[0] in (404, 405)
+    assert not caplog.records
