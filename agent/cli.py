@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import uvloop
@@ -21,7 +22,7 @@ from kvferry.proxy.wire.tls import BadCertificate
 
 log = logging.getLogger(__name__)
 
-BUNDLED_MODELS = Path(__file__).parents[1] / "deploy" / "models"
+BUNDLED_MODELS = Path(str(files("kvferry.models")))
 _PROG = "kvferry agent"
 _DESCRIPTION = (
     "Run a model, serve it over HTTP, and announce it to proxies. "

@@ -69,7 +69,7 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     [wheel] = wheels.glob("kvferry-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {f"kvferry/{name}" for name in files}
+    assert held == {f"kvferry/{name.replace('deploy/models/', 'models/', 1)}" for name in files}
 
     _run(sys.executable, "-m", "venv", "--without-pip", venv)
     _run(sys.executable, "-m", "pip", "--python", venv, "install", "-qq", "--no-deps", "--no-index", wheel)
@@ -84,6 +84,9 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     assert Path(where.strip()).is_relative_to(venv)
     assert "kvferry COMMAND --help" in _run(venv / "bin/kvferry", "--help", cwd=tmp_path)
     assert "--max-model-len" in _run(venv / "bin/kvferry", "agent", "--help", cwd=tmp_path)
+    found = "import kvferry.agent.cli as cli; print(cli.parse_config(['--model', 'ferry-tiny']).model)"
+    model = _run(venv / "bin/python", "-c", found, cwd=tmp_path).strip()
+    assert Path(model).is_relative_to(venv) and Path(model, "model.safetensors").is_file()
 
 
 def _run(*words: str | Path, cwd: Path = ROOT) -> str:

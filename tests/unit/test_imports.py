@@ -287,9 +287,11 @@ def test_proxy_imports_nothing_of_the_others() -> None:
 
 def test_every_package_is_installed() -> None:
     """A folder that `pyproject.toml` does not list is missing from the wheel."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = {folder: name for name, folder in setuptools["package-dir"].items()}
     folders = {path.parent.relative_to(ROOT) for top in ALLOWED for path in (ROOT / top).rglob("__init__.py")}
-    assert sorted(listed) == sorted(".".join(("kvferry", *folder.parts)) for folder in folders)
+    installed = [names.get(str(folder), ".".join(("kvferry", *folder.parts))) for folder in folders]
+    assert sorted(setuptools["packages"]) == sorted(installed)
 
 
 def test_every_source_file_has_a_licence_line() -> None:
