@@ -82,6 +82,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_room = sys.maxsize
         self._cancel_head_deadline()
         super().on_headers_complete()
+        self.headers = []  # trailers go here, and are no headers of the request
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
             raise BadHead(f"more than {MAX_PIPELINED} requests are pipelined")

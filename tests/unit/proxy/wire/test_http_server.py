@@ -157,3 +157,14 @@ async def test_a_malformed_request_gets_a_typed_error() -> None:
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["code"] == "bad_request"
         writer.close()
+
+
+async def test_trailers_are_no_headers() -> None:
+    """D9: a key sent as one opened the API."""
+    async with served() as app:
+        _, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\na\r\n0\r\nAuthorization: Bearer k\r\n\r\n")
+        await until(lambda: app.scopes and not app.connection.cycle.more_body)
+        assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
+        writer.close()
