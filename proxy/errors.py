@@ -123,6 +123,17 @@ class NoAgent(ProxyError):
         return {"Retry-After": str(RETRY_AFTER_S)}
 
 
+class OutOfDescriptors(ProxyError):
+    """This proxy may open no more connections: no agent has failed."""
+
+    status = 503
+    code = "out_of_descriptors"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)}
+
+
 class TooManyViewers(ProxyError):
     """The dashboard has as many viewers as it serves at once."""
 

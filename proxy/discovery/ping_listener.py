@@ -16,7 +16,7 @@ from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import messages as wire
-from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.addresses import check_dialable, host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey, ClusterKeyAuthenticator
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ def _check_addresses(info: wire.Register) -> None:
     try:
         url = urlsplit(info.address)
         usable = url.scheme in ("http", "https") and url.hostname and url.port
+        check_dialable(url.hostname or "")
     except ValueError as error:
         raise wire.BadFrame(f"address {info.address!r}: {error}") from error
     if not usable or url.path.strip("/") or url.query or url.fragment or url.username:

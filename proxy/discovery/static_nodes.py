@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvferry.proxy.wire.addresses import bracketed, host_port
+from kvferry.proxy.wire.addresses import bracketed, check_dialable, host_port
 from kvferry.proxy.wire.messages import Role, TransferMode
 
 EngineDialect = Literal["vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
@@ -93,6 +93,10 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         url = urlsplit(self.url)
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query:
             raise ValueError(f"{self.url!r} is not http://host:port")
+        try:
+            check_dialable(url.hostname)
+        except ValueError as error:
+            raise ValueError(f"{self.url!r} cannot be dialled: {error}") from error
         if not 0 < (url.port or 80) <= 65535:
             raise ValueError(f"{self.url!r} has no usable port")
 

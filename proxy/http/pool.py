@@ -12,7 +12,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, error_object
+from kvferry.proxy.errors import (
+    AgentLost,
+    AgentRejected,
+    AgentTimeout,
+    BadResponse,
+    OutOfDescriptors,
+    ProxyError,
+    error_object,
+)
 from kvferry.proxy.http.hang_detector import HangDetector
 from kvferry.proxy.http.upstream_connection import (
     AgentUnresponsive,
@@ -270,6 +278,7 @@ class UpstreamPool:
             AgentLost: connection refused or reset, a truncated response, or a 5xx.
             AgentTimeout: a deadline passed.
             AgentRejected: a 4xx, with the agent's body.
+            OutOfDescriptors: this process may open no more connections.
         """
         origin = origin_of(agent.address)
         head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
@@ -341,7 +350,10 @@ class UpstreamPool:
                     origin.port,
                     ssl=self._tls if origin.is_tls else None,
                 )
-        except OSError as error:  # a TimeoutError is one
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # UnicodeError: IDNA rejects the name
             raise _cannot_connect(error, agent) from error
         self._open.add(connection)
         if connection.state is ConnectionState.CLOSED:  # it was lost before this task could run
@@ -416,11 +428,14 @@ def _failure(error: ConnectionBroken | TimeoutError, agent: Register) -> ProxyEr
     return AgentLost(f"connection to {agent.address} broken: {error}", lost)
 
 
-def _cannot_connect(error: OSError, agent: Register) -> AgentLost:
+def _cannot_connect(error: OSError | UnicodeError, agent: Register) -> ProxyError:
     lost = Incarnation(agent.incarnation)
     if isinstance(error, TimeoutError):
         return AgentLost(f"connecting to {agent.address} timed out", lost, status=504)
-    refused = error.errno == errno.ECONNREFUSED
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return OutOfDescriptors("the proxy has no file descriptor left to connect to an agent")
+    refused = number == errno.ECONNREFUSED
     return AgentLost(f"cannot connect to {agent.address}: {error}", lost, connection_refused=refused)
 
 

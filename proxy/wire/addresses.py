@@ -14,6 +14,14 @@ def host_port(host: str, port: int | str) -> str:
     return f"{bracketed(host)}:{port}"
 
 
+def check_dialable(host: str) -> None:
+    """Raise `ValueError` unless the host can be looked up: ASCII, with labels of 1 to 63 characters."""
+    if not host.isascii():
+        raise ValueError(f"host {host!r} is not ASCII")
+    if ":" not in host:  # IPv6
+        host.encode("idna")
+
+
 def check_host_port(name: str, address: str) -> None:
     """Raise `ValueError`, which names the setting, unless `address` is HOST:PORT with a port above 0."""
     host, _, port = address.rpartition(":")

@@ -79,7 +79,7 @@ async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "address",
     ["", "10.0.0.1:8000", "ftp://h:1", "http://h", "http://:80", "http://h:1/v1", "http://u@h:1", "http://h:99999",
-     "http://[::1", "http://h:1?q"],
+     "http://[::1", "http://h:1?q", "http://gpu..7:1", f"http://{'g' * 64}:1", "http://gpu-\u4e03:1"],
 )  # fmt: skip
 async def test_an_address_that_nobody_can_dial_is_a_bad_ping(setting: Setting, address: str) -> None:
     assert setting.handle(wire.encode(registration("decode", 1, address=address))) is None

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 
 import pytest
 
-from kvferry.proxy.errors import AgentLost
+from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError
 from kvferry.proxy.http.pool import ConnectionLimit, PoolSettings, UpstreamPool
 from tests.standins.agents import Fault, StandInAgent
+from tests.unit.proxy.builders import registration
 
 BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()
 FOREVER = float("inf")
@@ -41,6 +44,33 @@ async def test_a_waiting_request_takes_over_from_one_at_another_agent() -> None:
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(ask(upstream, agent) for agent in (one, other, one, other)))
         assert len(one.asked) == len(other.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "fault", "failure"),
+    [
+        ("gpu..7", None, AgentLost),
+        ("g" * 64, None, AgentLost),
+        ("127.0.0.1", errno.EMFILE, OutOfDescriptors),
+        ("127.0.0.1", errno.ENFILE, OutOfDescriptors),
+    ],
+)
+async def test_an_agent_that_cannot_be_dialled_is_lost_unless_the_fault_is_ours(
+    monkeypatch: pytest.MonkeyPatch, host: str, fault: int | None, failure: type[ProxyError]
+) -> None:
+    """D5, D13: the one was an internal error, the other opened the circuit breakers of all agents."""
+
+    async def fail(*_: object, **__: object) -> None:
+        assert fault is not None
+        raise OSError(fault, os.strerror(fault))
+
+    loop = asyncio.get_running_loop()
+    if fault is not None:
+        monkeypatch.setattr(loop, "create_connection", fail)
+    by = loop.time() + SOON_S
+    async with UpstreamPool(PoolSettings()) as upstream:
+        with pytest.raises(failure):
+            await upstream.get(registration("decode", 1), f"http://{host}:9/", deadline=by)
 
 
 async def test_a_failed_request_releases_its_connection() -> None:
