@@ -177,3 +177,14 @@ def test_metrics_named_on_pages_are_in_the_code() -> None:
     for page in PAGES:
         for name in re.findall(r"`(?:kvferry_)([a-z_]+[a-z])\b", page.read_text()):
             assert re.search(rf"\b(kvferry_)?{name.removesuffix('_total')}\b", code), (page, name)
+
+
+def test_the_folders_of_tests_are_explained() -> None:
+    """In CONTRIBUTING; and unit tests lie in the rooms of what they test."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for folder in (ROOT / "tests").iterdir():
+        if folder.is_dir() and any(path.suffix != ".pyc" for path in folder.rglob("*") if path.is_file()):
+            assert f"`tests/{folder.name}/`" in text, folder
+    for path in (ROOT / "tests" / "unit").rglob("test_*.py"):
+        room = path.parent.relative_to(ROOT / "tests" / "unit")
+        assert (ROOT / room).is_dir(), path
