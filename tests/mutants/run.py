@@ -78,6 +78,7 @@ def copied_tree() -> Iterator[Path]:
             (tree / name).symlink_to(ROOT / name)
         for name in ("agent", "deploy", "proxy", "transfer"):
             (tree / "kvferry" / name).symlink_to(tree / name)
+        (tree / "kvferry" / "models").symlink_to(tree / "deploy" / "models")
         yield tree
 
 
