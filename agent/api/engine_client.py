@@ -14,7 +14,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.engine.messages import (
+from kvferry.agent.errors import ApiError, unavailable
+from kvferry.agent.messages.requests import (
     Abort,
     DropTransfer,
     EngineReady,
@@ -27,7 +28,6 @@ from kvferry.agent.engine.messages import (
     Submit,
     ToEngine,
 )
-from kvferry.agent.errors import ApiError, unavailable
 
 log = logging.getLogger(__name__)
 

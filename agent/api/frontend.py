@@ -46,9 +46,9 @@ from kvferry.agent.api.text.chat_template import TemplateRefused
 from kvferry.agent.api.text.text_pool import TextPool
 from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.engine.messages import Output, Submit
 from kvferry.agent.errors import ApiError, bad_request, unavailable
 from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, mint_seed
+from kvferry.agent.messages.requests import Output, Submit
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from kvferry.agent.api.kv_params import Resume
 from kvferry.agent.api.text.detokenizer import Detokenizer
 from kvferry.agent.api.text.logprobs import RENDER_LOGPROBS, merge_logprobs
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.agent.engine.messages import FinishReason, RemoteKV, SamplingParams, Timing, Token
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import AnswerId, AnswerKind
+from kvferry.agent.messages.requests import FinishReason, RemoteKV, SamplingParams, Timing, Token
 from kvferry.proxy.wire.kv_params import FirstToken
 
 

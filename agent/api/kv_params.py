@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.agent.engine.messages import RemoteKV, ResumedChoice
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
+from kvferry.agent.messages.requests import RemoteKV, ResumedChoice
 from kvferry.proxy.wire.kv_params import FirstToken, TokenId
 from kvferry.transfer.plane import RemotePrompt
 

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.agent.api.kv_params import KVTransferParams, Resume, check_resume
-from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED
+from kvferry.agent.messages.requests import SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024

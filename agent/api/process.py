@@ -28,9 +28,9 @@ from kvferry.agent.api.ping import Announcer
 from kvferry.agent.api.server import create_app, create_server, listen_http
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.engine.messages import EngineReady
 from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.messages.requests import EngineReady
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.proxy.wire.addresses import host_port

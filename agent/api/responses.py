@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, TokenUsage
-from kvferry.agent.engine.messages import Timing
+from kvferry.agent.messages.requests import Timing
 from kvferry.proxy.wire.kv_params import FirstToken
 
 DONE_EVENT = b"data: [DONE]\n\n"

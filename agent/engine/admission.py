@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.agent.engine.messages import RequestFailed, Submit
+from kvferry.agent.messages.requests import RequestFailed, Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

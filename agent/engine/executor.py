@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.agent.process.children import ChildProcess
-from kvferry.agent.worker.messages import (
+from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
     RankReady,
@@ -22,6 +21,7 @@ from kvferry.agent.worker.messages import (
     ToRank,
     step_address,
 )
+from kvferry.agent.process.children import ChildProcess
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
 
 RANK_MODULE = "kvferry.agent.worker.process"

@@ -25,7 +25,9 @@ from kvferry.agent.config import AgentConfig, configure_logging
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
-from kvferry.agent.engine.messages import (
+from kvferry.agent.engine.scheduler import Scheduler
+from kvferry.agent.ids import host_id
+from kvferry.agent.messages.requests import (
     Abort,
     DropTransfer,
     EngineReady,
@@ -38,10 +40,8 @@ from kvferry.agent.engine.messages import (
     Submit,
     ToEngine,
 )
-from kvferry.agent.engine.scheduler import Scheduler
-from kvferry.agent.ids import host_id
+from kvferry.agent.messages.steps import Boot, RankReady, transfer_address
 from kvferry.agent.process.children import die_with_parent
-from kvferry.agent.worker.messages import Boot, RankReady, transfer_address
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.layout import KVGeometry

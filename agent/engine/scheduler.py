@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
-from kvferry.agent.engine.messages import Output, RequestFailed, Submit, Token
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
-from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingSetup, Step
+from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
+from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer

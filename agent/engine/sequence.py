@@ -11,8 +11,8 @@ from enum import Enum
 import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
-from kvferry.agent.engine.messages import FinishReason, Output, ResumedChoice, Submit, Timing, Token
-from kvferry.agent.worker.messages import (
+from kvferry.agent.messages.requests import FinishReason, Output, ResumedChoice, Submit, Timing, Token
+from kvferry.agent.messages.steps import (
     Chunk,
     SampleOutput,
     SamplingRow,

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvferry.agent.worker.messages import Chunk
+from kvferry.agent.messages.steps import Chunk
 
 ATTENTION_NAME = "kvferry_paged"
 

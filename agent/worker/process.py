@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from kvferry.agent.config import configure_logging
+from kvferry.agent.messages.steps import Boot
 from kvferry.agent.process.children import die_with_parent
-from kvferry.agent.worker.messages import Boot
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST_FROM_THE_HEAP = 32 << 20  # glibc's maximum

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.worker.messages import (
+from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
     RankReady,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvferry.agent.messages.steps import Chunk, SampleOutput, Step
 from kvferry.agent.worker.attention import make_batch
-from kvferry.agent.worker.messages import Chunk, SampleOutput, Step
 from kvferry.agent.worker.model import ModelShard
 from kvferry.agent.worker.sampler import Sampler
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
-from kvferry.agent.worker.messages import SampleOutput, SamplingRow, SamplingSetup, uses_earlier_ids
+from kvferry.agent.messages.requests import SamplingParams, TokenLogprob
+from kvferry.agent.messages.steps import SampleOutput, SamplingRow, SamplingSetup, uses_earlier_ids
 
 _UINT64 = 2**64 - 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for an agent's API process: starts a real engine and speaks agent/engine/messages.py to it."""
+"""A stand-in for an agent's API process: starts a real engine and speaks agent/messages/requests.py to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.engine.messages import (
+from kvferry.agent.messages.requests import (
     EngineReady,
     FromEngine,
     Output,
@@ -24,8 +24,8 @@ from kvferry.agent.engine.messages import (
     Stats,
     ToEngine,
 )
+from kvferry.agent.messages.steps import Boot
 from kvferry.agent.process.children import ChildProcess
-from kvferry.agent.worker.messages import Boot
 
 Answer = list[Output | RequestFailed]
 

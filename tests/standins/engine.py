@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the engine process: speaks `agent.engine.messages` over the real sockets, but has no model.
+"""A stand-in for the engine process: speaks `agent.messages.requests` over the real sockets, but has no
+model.
 
 Choice i's output at position p is `prompt_ids[(p + i) % len(prompt_ids)]`, so a test writes the answer it
 wants into the prompt. What it was told is counted in its Stats as "pull failures" (submit, abort, stop,
@@ -24,7 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.engine.messages import (
+from kvferry.agent.messages.requests import (
     Abort,
     DropTransfer,
     EngineReady,

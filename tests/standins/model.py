@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import (
+from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.steps import (
     Chunk,
     SampleOutput,
     SamplingRow,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.agent.engine.messages import TokenLogprob
 from kvferry.agent.ids import AnswerKind
+from kvferry.agent.messages.requests import TokenLogprob
 
 # JSON has no infinity; OpenAI's reference documents this value for tokens that cannot be sampled.
 _LOWEST = -9999.0

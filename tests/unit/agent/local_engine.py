@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator
-from kvferry.agent.engine.messages import (
+from kvferry.agent.engine.scheduler import Scheduler
+from kvferry.agent.messages.requests import (
     Output,
     RemoteKV,
     RequestFailed,
@@ -17,8 +18,7 @@ from kvferry.agent.engine.messages import (
     SamplingParams,
     Submit,
 )
-from kvferry.agent.engine.scheduler import Scheduler
-from kvferry.agent.worker.messages import SampleOutput, Step
+from kvferry.agent.messages.steps import SampleOutput, Step
 from kvferry.transfer.plane import RemotePrompt
 from tests.standins.connector import StandInConnector
 

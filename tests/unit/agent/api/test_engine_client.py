@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient, EngineStream
-from kvferry.agent.engine.messages import (
+from kvferry.agent.errors import ApiError
+from kvferry.agent.messages.requests import (
     Abort,
     FromEngine,
     Output,
@@ -26,7 +27,6 @@ from kvferry.agent.engine.messages import (
     ToEngine,
     Token,
 )
-from kvferry.agent.errors import ApiError
 
 DEADLINE_S = 5.0
 

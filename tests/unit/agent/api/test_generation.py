@@ -20,9 +20,9 @@ from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.kv_params import Resume
 from kvferry.agent.api.text.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.agent.engine.messages import FinishReason, SamplingParams, Timing, Token, TokenLogprob
 from kvferry.agent.errors import ApiError
 from kvferry.agent.ids import AnswerId, AnswerKind
+from kvferry.agent.messages.requests import FinishReason, SamplingParams, Timing, Token, TokenLogprob
 from kvferry.proxy.wire.kv_params import FirstToken
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 

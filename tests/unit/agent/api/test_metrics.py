@@ -6,7 +6,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.metrics import AgentMetrics
-from kvferry.agent.engine.messages import Stats, Timing
+from kvferry.agent.messages.requests import Stats, Timing
 from kvferry.transfer.events import PlaneStats
 
 STATS = Stats(

@@ -19,8 +19,8 @@ from kvferry.agent.api.openai_schema import (
     decode_body,
     sampling_params,
 )
-from kvferry.agent.engine.messages import SamplingParams
 from kvferry.agent.errors import ApiError
+from kvferry.agent.messages.requests import SamplingParams
 
 PREFILL = {"do_remote_decode": True, "transfer_id": "t1"}
 DECODE = {

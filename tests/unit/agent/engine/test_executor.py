@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from kvferry.agent.engine.executor import BrokenRank, Executor
-from kvferry.agent.worker.messages import (
+from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
     RankReady,

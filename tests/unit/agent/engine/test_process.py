@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from kvferry.agent.engine.messages import (
+from kvferry.agent.messages.requests import (
     Abort,
     DropTransfer,
     Output,

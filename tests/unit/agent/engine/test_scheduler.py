@@ -6,8 +6,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from kvferry.agent.engine.messages import Output, RequestFailed, ResumedChoice
-from kvferry.agent.worker.messages import Chunk, SampleOutput
+from kvferry.agent.messages.requests import Output, RequestFailed, ResumedChoice
+from kvferry.agent.messages.steps import Chunk, SampleOutput
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.agent.engine.messages import Output, RequestFailed, Submit
+from kvferry.agent.messages.requests import Output, RequestFailed, Submit
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices

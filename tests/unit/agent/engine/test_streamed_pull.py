@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.agent.engine.messages import Output, RequestFailed, SamplingParams, Submit
+from kvferry.agent.messages.requests import Output, RequestFailed, SamplingParams, Submit
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers

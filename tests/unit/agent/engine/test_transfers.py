@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.agent.engine.messages import SamplingParams, Token, TokenLogprob
 from kvferry.agent.engine.transfers import from_wire, to_wire
+from kvferry.agent.messages.requests import SamplingParams, Token, TokenLogprob
 
 
 def test_first_tokens_survive_the_wire() -> None:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import SamplingRow, SamplingSetup
+from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.steps import SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import RequestSampling, TokenSample
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.agent.engine.messages import Output, ResumedChoice, Submit, Token
+from kvferry.agent.messages.requests import Output, ResumedChoice, Submit, Token
 from kvferry.agent.worker.model import ModelShard
 from kvferry.agent.worker.runner import StepRunner
 from tests.unit.agent.local_engine import LocalEngine, remote, request

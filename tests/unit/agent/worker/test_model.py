@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, Qwen2Config
 
-from kvferry.agent.engine.messages import SamplingParams
+from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.attention import PagedBatch
-from kvferry.agent.worker.messages import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.model import (
     ModelShard,
     ModelSpec,

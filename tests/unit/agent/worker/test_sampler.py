@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import SampleOutput, SamplingRow, SamplingSetup
+from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.steps import SampleOutput, SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import (
     Sampler,
     TokenSample,

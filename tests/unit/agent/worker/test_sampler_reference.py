@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvferry.agent.engine.messages import SamplingParams
+from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.worker.sampler import decision_scores, gumbel_noise
 from tests.unit.agent.worker.sampling import make_token_sample
 

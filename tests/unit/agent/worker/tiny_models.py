@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from kvferry.agent.engine.messages import SamplingParams
-from kvferry.agent.worker.messages import Chunk, SamplingRow, SamplingSetup, Step
+from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.steps import Chunk, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.model import ModelShard, ModelSpec
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.tensor_parallel import Group

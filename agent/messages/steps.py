@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.engine.messages import SamplingParams, TokenLogprob
+from kvferry.agent.messages.requests import SamplingParams, TokenLogprob
 
 
 def uses_earlier_ids(sampling: SamplingParams) -> bool:
