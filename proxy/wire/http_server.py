@@ -81,6 +81,9 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_room = sys.maxsize
         self._cancel_head_deadline()
+        if [name for name, _ in self.headers].count(b"host") != 1 and self.parser.get_http_version() == "1.1":
+            self._reject(400, "bad_request", "a request must have exactly one Host header")
+            raise BadHead
         super().on_headers_complete()
         self.headers = []  # trailers go here, and are no headers of the request
         if len(self.pipeline) >= MAX_PIPELINED:

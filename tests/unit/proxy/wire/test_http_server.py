@@ -168,3 +168,14 @@ async def test_trailers_are_no_headers() -> None:
         await until(lambda: app.scopes and not app.connection.cycle.more_body)
         assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
         writer.close()
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: x\r\nHost: y\r\n"], ids=["none", "two"])
+async def test_a_request_has_one_host(hosts: bytes) -> None:
+    """D16."""
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"GET / HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 400 ")
+        assert not app.scopes
+        writer.close()
