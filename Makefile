@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer mutants \
-	check format bench-proxy bench-streams bench-streamed bench-transfer dialect-table lifecycles train clean
+	check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer dialect-table lifecycles train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -104,6 +104,9 @@ bench-proxy: $(STAMP) $(RIVALS:%=build/rivals/%) ## what the proxy costs per SSE
 build/rivals/%:
 	$(PYTHON) -m venv $@
 	-$@/bin/pip install --quiet $*
+
+bench-fleet: $(STAMP) ## what the number of agents costs the proxy per request, per ping and per page
+	$(BIN)/python -m tests.bench.fleet_cost
 
 bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
 	$(BIN)/python -m tests.bench.stream_memory

@@ -63,6 +63,11 @@ class Breaker:
         """Return whether an attempt may be sent there."""
         return self.state is BreakerState.CLOSED or now >= self._due_at
 
+    @property
+    def due_at(self) -> float | None:
+        """When time alone makes `allows` true, if it is not; None while closed."""
+        return None if self.state is BreakerState.CLOSED else self._due_at
+
     def sent(self, now: float) -> None:
         """Count an attempt that is sent there; only while `allows` it."""
         if self.state is BreakerState.OPEN:

@@ -66,7 +66,8 @@ class Fleet:
         self.slots = Slots()
         self.admission = Admission(self.slots, metrics, settings.queue_limit)
         self.registry = Registry(self.slots.in_flight, settings.breakers, settings.rules)
-        self.registry.subscribe(lambda _: self.admission.pump())
+        self.registry.subscribe(lambda _: self._pump_if_changed())
+        self._pumped_at = -1
         self.router = _router(settings, self.slots)
         self.clock = clock
 
@@ -105,6 +106,15 @@ class Fleet:
         """Take an agent out of rotation, or put it back; one that is not known is ignored."""
         self.registry.drain(agent, drained)
         self.admission.pump()
+
+    def _pump_if_changed(self) -> None:
+        """Admit waiting requests after a ping, unless it and time have changed nothing since the last one."""
+        if not self.admission.waiting:
+            return
+        revision = self.registry.revision(self.clock())
+        if revision != self._pumped_at:
+            self._pumped_at = revision
+            self.admission.pump()
 
     def _route(self, request: AcquireRequest) -> Pair | NoPair:
         now = self.clock()

@@ -11,7 +11,7 @@ import enum
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvferry.proxy.fleet.address_rules import (
@@ -38,6 +38,8 @@ Leg = Literal["prefill", "decode"]
 STALL_S = 30.0
 MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
+ROUNDING_S = 1e-3
+"""More than floats lose in adding intervals to the clock."""
 MAX_NODES = 4096
 MAX_RETIRED = 4096
 # Other engines ping more slowly: three of their intervals and a half, as for our own.
@@ -87,6 +89,13 @@ class Node:
         return self.state is NodeState.READY and self.info.role in (leg, "both")
 
 
+@dataclass(slots=True, eq=False)
+class Memo:
+    """What `proxy.fleet.groups` derives from the registrations, kept until their `pairing_terms` change."""
+
+    groups: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All agents at one moment, ordered by address so that a rotation over them is stable.
@@ -98,6 +107,16 @@ class Snapshot:
     nodes: tuple[Node, ...]
     models: frozenset[str]
     rejected: tuple[RejectedAgent, ...] = ()
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
+
+    def up(self, leg: Leg) -> list[int]:
+        """Return the positions in `nodes` of the agents that serve the leg now."""
+        return [position for position, node in enumerate(self.nodes) if node.serves(leg)]
+
+    def only(self, keep: Callable[[Node], bool]) -> Snapshot:
+        """Return the snapshot with all other agents out of rotation."""
+        nodes = tuple(node if keep(node) else replace(node, state=NodeState.DRAINING) for node in self.nodes)
+        return replace(self, nodes=nodes)
 
 
 @dataclass(slots=True)
@@ -109,6 +128,31 @@ class _Record:
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
     drained: bool = False
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept from one snapshot to the next.
+
+    `order`: positions by incarnation; None when agents came, went or moved. `stale`: whose nodes are to be
+    made anew. `changes_at`: when the first node's state may change by the passing of time.
+    """
+
+    order: dict[Incarnation, int] | None = None
+    nodes: list[Node] = field(default_factory=list)
+    stale: set[Incarnation] = field(default_factory=set)
+    changes_at: float = float("inf")
+    refreshed_at: float = float("-inf")
+    memo: Memo = field(default_factory=Memo)
+    snapshot: Snapshot | None = None
+    revision: int = 0
+
+    def order_changed(self) -> None:
+        self.order = self.snapshot = None
+        self.terms_changed()
+
+    def terms_changed(self) -> None:
+        self.memo, self.snapshot = Memo(), None
 
 
 class Registry:
@@ -135,6 +179,7 @@ class Registry:
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
         self._models: dict[str, float] = {}
         self._swept_at = float("-inf")
+        self._kept = _Kept()
 
     def subscribe(self, subscriber: Callable[[Register | Bye], None]) -> None:
         """Have every registration that is accepted, and every goodbye, passed to `subscriber`."""
@@ -158,12 +203,17 @@ class Registry:
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
             self._records[incarnation] = record = _Record(info, now, now, breaker)
+            self._kept.order_changed()
         else:
             if info.address != record.info.address:
                 self._by_address.pop(record.info.address, None)
                 self._replace_at(info.address)
+                self._kept.order_changed()
+            elif pairing_terms(info) != pairing_terms(record.info):
+                self._kept.terms_changed()
             self._update(record, info, now)
         record.ours_at_ping = self._in_flight(incarnation)
+        self._kept.stale.add(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
             self._note_model(info.model, now)
@@ -202,6 +252,7 @@ class Registry:
         if record is not None:
             logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
             record.connection_refused_at = now
+            self._kept.stale.add(incarnation)
 
     def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
         """Take the agent out of rotation, or put it back; what runs there goes on. False: no such agent."""
@@ -211,6 +262,7 @@ class Registry:
         if record.drained != drained:
             logger.info("agent %s was %s", incarnation, "drained" if drained else "undrained")
         record.drained = drained
+        self._kept.stale.add(incarnation)
         return True
 
     def sent(self, agents: Iterable[Incarnation], now: float) -> None:
@@ -218,16 +270,19 @@ class Registry:
         for incarnation in agents:
             if (record := self._records.get(incarnation)) is not None:
                 record.breaker.sent(now)
+                self._kept.stale.add(incarnation)
 
     def leg_succeeded(self, incarnation: Incarnation) -> None:
         """Report a leg that ended as it should to the agent's circuit breaker."""
         if (record := self._records.get(incarnation)) is not None:
             record.breaker.succeeded()
+            self._kept.stale.add(incarnation)
 
     def leg_failed(self, incarnation: Incarnation, now: float) -> None:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
         if (record := self._records.get(incarnation)) is not None:
             record.breaker.failed(now)
+            self._kept.stale.add(incarnation)
 
     def sweep(self, now: float) -> None:
         """Remove the agents whose pings have stopped, and the models that have long not been served.
@@ -247,11 +302,22 @@ class Registry:
             del self._models[model]
 
     def snapshot(self, now: float) -> Snapshot:
-        """Return all agents as they are now."""
+        """Return all agents as they are now; the same object while nothing changes."""
         self.sweep(now)
-        nodes = [_node(record, now) for record in self._records.values()]
-        nodes.sort(key=lambda node: (node.info.address, node.info.incarnation))
-        return Snapshot(tuple(nodes), frozenset(self._models), self._rejected.lately(now))
+        kept = self._kept
+        self._refresh(now)
+        rejected = self._rejected.lately(now)
+        last = kept.snapshot
+        if last is None or rejected != last.rejected or self._models.keys() != last.models:
+            names = last.models if last and self._models.keys() == last.models else frozenset(self._models)
+            kept.snapshot = last = Snapshot(tuple(kept.nodes), names, rejected, kept.memo)
+        return last
+
+    def revision(self, now: float) -> int:
+        """Return a number that grows whenever the agents differ in anything that routing goes by."""
+        self.sweep(now)
+        self._refresh(now)
+        return self._kept.revision
 
     def is_alive(self, incarnation: Incarnation, now: float) -> bool:
         """Return whether the agent pings and makes progress; it may be out of rotation."""
@@ -276,6 +342,36 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+
+    def _refresh(self, now: float) -> None:
+        """Bring the kept nodes up to date: the stale ones, or all where time may have changed them."""
+        kept = self._kept
+        if kept.order is None:
+            by_address = sorted(self._records, key=lambda key: (self._records[key].info.address, key))
+            kept.order = {incarnation: position for position, incarnation in enumerate(by_address)}
+            kept.nodes = [_node(self._records[incarnation], now) for incarnation in by_address]
+            kept.stale.clear()
+            kept.terms_changed()
+            kept.revision += 1
+            kept.changes_at = min(
+                (_changes_at(each, now) for each in self._records.values()), default=float("inf")
+            )
+        elif now >= kept.changes_at or now < kept.refreshed_at:
+            kept.stale.update(kept.order)
+            kept.changes_at = float("inf")
+        kept.refreshed_at = now
+        for incarnation in kept.stale:
+            position = kept.order.get(incarnation)
+            if position is None:
+                continue
+            record = self._records[incarnation]
+            node, before = _node(record, now), kept.nodes[position]
+            kept.changes_at = min(kept.changes_at, _changes_at(record, now))
+            if node != before:
+                kept.nodes[position] = node
+                kept.snapshot = None
+                kept.revision += _routed_by(node) != _routed_by(before)
+        kept.stale.clear()
 
     def _publish(self, update: Register | Bye) -> None:
         for subscriber in self._subscribers:
@@ -306,6 +402,7 @@ class Registry:
     def _remove(self, incarnation: Incarnation, why: str) -> None:
         record = self._records.pop(incarnation)
         del self._by_address[record.info.address]
+        self._kept.order_changed()
         logger.info("agent %s at %s %s", incarnation, record.info.address, why)
 
     def _retire(self, incarnation: Incarnation) -> None:
@@ -342,6 +439,40 @@ def _state(record: _Record, now: float) -> NodeState:
     if _stalled(record, now):
         return NodeState.STALLED
     return NodeState.READY
+
+
+def _changes_at(record: _Record, now: float) -> float:
+    """Return when the passing of time may next change the agent's state."""
+    at, due = float("inf"), record.breaker.due_at
+    if due is not None and due > now:
+        at = due
+    if record.info.load.running > 0 and not _stalled(record, now):
+        at = min(at, record.progress_at + STALL_S - ROUNDING_S)
+    return at
+
+
+def pairing_terms(info: Register) -> tuple[object, ...]:
+    """Return all that decides with whom an agent can serve; the groups hold while it stays the same."""
+    return (
+        info.role,
+        info.dialect,
+        info.model,
+        info.weights,
+        info.tokenizer,
+        info.layout,
+        info.transfer_mode,
+        info.transfers,
+        info.host_id,
+        info.refusals,
+    )
+
+
+def _routed_by(node: Node) -> tuple[object, ...]:
+    info = node.info
+    return (
+        node.state, node.breaker, node.ours_at_ping, info.load, info.max_model_len, info.prefill_chunk,
+        pairing_terms(info),
+    )  # fmt: skip
 
 
 def _stalled(record: _Record, now: float) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from kvferry.proxy.dialects.catalogue import SERVING_ALONE
-from kvferry.proxy.fleet.compatibility import mismatch
+from kvferry.proxy.fleet.groups import Matching, groups_of
 from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.policy import (
     LeastLoaded,
@@ -109,8 +109,10 @@ class Router:
             chosen = self._choose(agents, request, apart)
             if isinstance(chosen, Pair) or chosen is NoPair.FULL:
                 return chosen
-        later = _fitting(_after_trials(snapshot), request.model, apart)
-        return chosen if isinstance(later, NoPair) else NoPair.FULL
+        if not any(node.on_trial for node in snapshot.nodes):
+            return chosen
+        later = _no_pair(_after_trials(snapshot), request.model, apart)
+        return NoPair.FULL if later is None else chosen
 
     def _choose(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
         if (request.one_token or request.undivided) and not apart:
@@ -127,24 +129,25 @@ class Router:
         return self._pair(snapshot, request, apart)
 
     def _pair(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
-        fitting = _fitting(snapshot, request.model, apart)
-        if isinstance(fitting, NoPair):
-            return fitting
-        decodes = {node.incarnation: node for _, partners in fitting for node in partners}
-        able = {key for key, node in decodes.items() if self._loads.has_room(node, "decode", request.n)}
+        ready = _ready(snapshot, request.model)
+        if isinstance(ready, NoPair):
+            return ready
+        nodes, (all_prefills, all_decodes) = snapshot.nodes, ready
+        has_room = self._loads.has_room
+        decodes = [each for each in all_decodes if has_room(nodes[each], "decode", request.n)]
+        with_room = Matching(groups_of(snapshot), "prefill", decodes, apart=apart)
         # A prefill agent without a partner must not cost its neighbour two turns, so it is left out first.
-        open_pairs = {
-            prefill.incarnation: (prefill, with_room)
-            for prefill, partners in fitting
-            if self._loads.has_room(prefill, "prefill", 1)
-            and (with_room := [node for node in partners if node.incarnation in able])
+        prefills = {
+            nodes[each].incarnation: each
+            for each in all_prefills
+            if with_room.has_partner(each) and has_room(nodes[each], "prefill", 1)
         }
-        if not open_pairs:
-            return NoPair.FULL
-        prefills = [prefill for prefill, _ in open_pairs.values()]
+        if not prefills:
+            fitting = Matching(groups_of(snapshot), "prefill", all_decodes, apart=apart)
+            return NoPair.FULL if any(map(fitting.has_partner, all_prefills)) else NoPair.INCOMPATIBLE
         count = _turn(self._pair_turns, request.model, snapshot)
-        prefill = self._pick("prefill", prefills, request, count)
-        _, partners = open_pairs[prefill.incarnation]
+        prefill = self._pick("prefill", [nodes[each] for each in prefills.values()], request, count)
+        partners = [nodes[each] for each in with_room.partners(prefills[prefill.incarnation])]
         decode = self._pick("decode", partners, request, _skewed(count, len(prefills), len(partners)))
         streamed = _has_spare_room(decode) and self._is_long(request, prefill)
         return self._noted(Pair(prefill, decode, streamed), request)
@@ -202,40 +205,38 @@ def make_policy(name: PolicyName, rng: Random) -> Policy:
 
 def can_serve(snapshot: Snapshot, model: str) -> NoPair | None:
     """Return None if a request of `model` could be served, if need be after a wait; else why not."""
-    fitting = _fitting(snapshot, model, apart=False)
-    return fitting if isinstance(fitting, NoPair) else None
+    return _no_pair(snapshot, model, apart=False)
 
 
-def _fitting(snapshot: Snapshot, model: str, apart: bool) -> list[tuple[Node, list[Node]]] | NoPair:
-    """Return the prefill agents that have partners, with their partners."""
+def _no_pair(snapshot: Snapshot, model: str, apart: bool) -> NoPair | None:
+    """Return None if any two agents in rotation fit, whether they have room or not; else why none do."""
+    ready = _ready(snapshot, model)
+    if isinstance(ready, NoPair):
+        return ready
+    prefills, decodes = ready
+    fitting = Matching(groups_of(snapshot), "prefill", decodes, apart=apart)
+    return None if any(map(fitting.has_partner, prefills)) else NoPair.INCOMPATIBLE
+
+
+def _ready(snapshot: Snapshot, model: str) -> tuple[list[int], list[int]] | NoPair:
+    """Return the positions of the prefill and the decode agents of the model that are in rotation."""
     unknown = _unknown(snapshot, model)
     if unknown is not None:
         return unknown
-    nodes = [node for node in snapshot.nodes if node.info.model == model]
-    prefills = [node for node in nodes if node.serves("prefill")]
-    decodes = [node for node in nodes if node.serves("decode")]
+    prefills, decodes = (_in_rotation(snapshot, model, leg) for leg in ("prefill", "decode"))
     if not prefills:
         return NoPair.NO_PREFILL
-    if not decodes:
-        return NoPair.NO_DECODE
-    fitting = [(node, fits) for node in prefills if (fits := _partners(node, decodes, apart))]
-    return fitting or NoPair.INCOMPATIBLE
+    return (prefills, decodes) if decodes else NoPair.NO_DECODE
 
 
-def _partners(prefill: Node, decodes: Sequence[Node], apart: bool) -> list[Node]:
-    return [
-        node
-        for node in decodes
-        if mismatch(prefill.info, node.info) is None and not (apart and node is prefill)
-    ]
+def _in_rotation(snapshot: Snapshot, model: str, leg: Leg) -> list[int]:
+    nodes, ready = snapshot.nodes, NodeState.READY
+    return [each for each in groups_of(snapshot).serving(model, leg) if nodes[each].state is ready]
 
 
 def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
-    return [
-        node
-        for node in snapshot.nodes
-        if node.info.model == model and node.serves(leg) and node.info.dialect in SERVING_ALONE
-    ]
+    nodes = [snapshot.nodes[each] for each in _in_rotation(snapshot, model, leg)]
+    return [node for node in nodes if node.info.dialect in SERVING_ALONE]
 
 
 def _has_spare_room(decode: Node) -> bool:
@@ -256,14 +257,13 @@ def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:
 
 
 def _without(snapshot: Snapshot, exclude: frozenset[Incarnation]) -> Snapshot:
-    kept = tuple(node for node in snapshot.nodes if node.incarnation not in exclude)
-    return Snapshot(kept, snapshot.models)
+    return snapshot.only(lambda node: node.incarnation not in exclude)
 
 
 def _after_trials(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot as if the probe of every agent on trial had succeeded."""
     nodes = tuple(replace(node, state=NodeState.READY) if node.on_trial else node for node in snapshot.nodes)
-    return Snapshot(nodes, snapshot.models)
+    return replace(snapshot, nodes=nodes)
 
 
 def _skewed(count: int, prefills: int, decodes: int) -> int:

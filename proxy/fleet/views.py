@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
@@ -17,13 +18,14 @@ from prometheus_client.registry import Collector
 
 from kvferry.proxy.dialects.catalogue import SUPPORTED
 from kvferry.proxy.errors import NotFound
-from kvferry.proxy.fleet.compatibility import Mismatch, incompatible_pairs, mismatch, reason
+from kvferry.proxy.fleet.compatibility import Mismatch, count_incompatible, incompatible_pairs, reason
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
+from kvferry.proxy.fleet.groups import Matching, groups_of
+from kvferry.proxy.fleet.registry import NodeState, Snapshot
 from kvferry.proxy.fleet.router import can_serve
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.messages import Incarnation
 
 JSON = "application/json"
 MAX_SHOWN = 200
@@ -119,7 +121,7 @@ class FleetCollector(Collector):
         refused = GaugeMetricFamily(
             "kvferry_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
         )
-        by_reason = Counter(pair.why for pair in incompatible_pairs(view.snapshot))
+        by_reason = count_incompatible(view.snapshot)
         for why in Mismatch:
             refused.add_metric([why], by_reason[why])
         yield refused
@@ -144,9 +146,9 @@ def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: Fleet
 
 def node_page(view: FleetView, agent: Incarnation) -> Page:
     """Return an agent's entry in `/nodes`, or a 404."""
-    for node in view.snapshot.nodes:
+    for position, node in enumerate(view.snapshot.nodes):
         if node.incarnation == agent:
-            return _json(_node(node, view))
+            return _json(_node(position, view, _Apart(view.snapshot)))
     error = NotFound(404, f"no agent has the incarnation {agent!r}")
     return Page(status=error.status, body=error.body())
 
@@ -158,8 +160,6 @@ def dashboard_page(
 
     `in_flight`: requests now in each phase.
     """
-    fleet = nodes_page(view)
-    nodes, refused = fleet["nodes"], fleet["refused_pairings"]
     shown = [
         {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(view.now - each.at, 1)}
         for each in failures
@@ -168,11 +168,11 @@ def dashboard_page(
         {
             "time": time.time(),
             "readiness": readiness(view.snapshot),
-            "nodes": nodes[:MAX_SHOWN],
-            "num_nodes": len(nodes),
-            "refused_pairings": refused[:MAX_SHOWN],
-            "num_refused_pairings": len(refused),
-            "refused_agents": fleet["refused_agents"],
+            "nodes": _nodes(view, MAX_SHOWN),
+            "num_nodes": len(view.snapshot.nodes),
+            "refused_pairings": _refused_pairings(view, MAX_SHOWN),
+            "num_refused_pairings": count_incompatible(view.snapshot).total(),
+            "refused_agents": _rejected_agents(view.snapshot, view.now),
             "in_flight": in_flight,
             "charts": history.charts(),
             "failures": shown,
@@ -205,13 +205,11 @@ def readiness(snapshot: Snapshot) -> dict[str, Any]:
 
 def nodes_page(view: FleetView) -> dict[str, Any]:
     """Return every known agent, and every incompatible pair and rejected agent with the reason."""
-    refused = [
-        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
-        for pair in incompatible_pairs(view.snapshot)
-    ]
-    nodes = [_node(node, view) for node in view.snapshot.nodes]
-    refused_agents = _rejected_agents(view.snapshot, view.now)
-    return {"nodes": nodes, "refused_pairings": refused, "refused_agents": refused_agents}
+    return {
+        "nodes": _nodes(view),
+        "refused_pairings": _refused_pairings(view),
+        "refused_agents": _rejected_agents(view.snapshot, view.now),
+    }
 
 
 def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -229,7 +227,20 @@ def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _node(node: Node, view: FleetView) -> dict[str, Any]:
+def _nodes(view: FleetView, most: int | None = None) -> list[dict[str, Any]]:
+    apart = _Apart(view.snapshot)
+    return [_node(position, view, apart) for position in range(len(view.snapshot.nodes))[:most]]
+
+
+def _refused_pairings(view: FleetView, most: int | None = None) -> list[dict[str, str]]:
+    return [
+        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
+        for pair in islice(incompatible_pairs(view.snapshot), most)
+    ]
+
+
+def _node(position: int, view: FleetView, apart: _Apart) -> dict[str, Any]:
+    node = view.snapshot.nodes[position]
     info = node.info
     return {
         "address": info.address,
@@ -254,7 +265,7 @@ def _node(node: Node, view: FleetView) -> dict[str, Any]:
         },
         "in_flight": view.in_flight(node.incarnation),
         "last_ping_s": round(view.now - node.heard_at, 3),
-        "not_paired": _not_paired(node, view.snapshot),
+        "not_paired": apart.not_paired(position),
     }
 
 
@@ -272,32 +283,37 @@ def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def _not_paired(node: Node, snapshot: Snapshot) -> str | None:
-    """Return why no request is routed to this agent, or None if one could be."""
-    if node.info.dialect not in SUPPORTED:
-        return Mismatch.DIALECT.value
-    if node.state is not NodeState.READY:
-        return f"its state is {node.state.value}"
-    reasons = [
-        why for leg in ("prefill", "decode") if node.serves(leg) for why in _apart(node, leg, snapshot)
-    ]
-    if not reasons:
+class _Apart:
+    """Why agents of one snapshot have no partner."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._prefills, self._decodes = snapshot.up("prefill"), snapshot.up("decode")
+        self._of_prefills = Matching(groups_of(snapshot), "prefill", self._decodes)
+        self._of_decodes = Matching(groups_of(snapshot), "decode", self._prefills)
+
+    def not_paired(self, position: int) -> str | None:
+        """Return why no request is routed to this agent, or None if one could be."""
+        node = self._snapshot.nodes[position]
+        if node.info.dialect not in SUPPORTED:
+            return Mismatch.DIALECT.value
+        if node.state is not NodeState.READY:
+            return f"its state is {node.state.value}"
+        prefills, decodes = node.serves("prefill"), node.serves("decode")
+        if prefills and self._of_prefills.has_partner(position):
+            return None
+        if decodes and self._of_decodes.has_partner(position):
+            return None
+        if prefills and self._decodes:
+            return self._reason(position, self._decodes[0])
+        if decodes and self._prefills:
+            return self._reason(self._prefills[0], position)
         return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
-    return None if None in reasons else next(why for why in reasons if why is not None)
 
-
-def _apart(node: Node, leg: Leg, snapshot: Snapshot) -> Iterator[str | None]:
-    """Yield, for each ready agent of the other leg, why it cannot serve with this one, or None."""
-    for other in snapshot.nodes:
-        if leg == "prefill" and other.serves("decode"):
-            yield _keeps_apart(node.info, other.info)
-        if leg == "decode" and other.serves("prefill"):
-            yield _keeps_apart(other.info, node.info)
-
-
-def _keeps_apart(prefill: Register, decode: Register) -> str | None:
-    why = mismatch(prefill, decode)
-    return None if why is None else reason(prefill, decode, why)
+    def _reason(self, prefill: int, decode: int) -> str:
+        nodes, why = self._snapshot.nodes, groups_of(self._snapshot).why(prefill, decode)
+        assert why is not None, "they fit"
+        return reason(nodes[prefill].info, nodes[decode].info, why)
 
 
 def _json(value: Any, status: int = 200) -> Page:
