@@ -7,20 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.proxy.fleet.groups import Mismatch, common_transfers, groups_of, mismatch, reason
+from kvferry.proxy.fleet.groups import Mismatch, groups_of, reason
 from kvferry.proxy.fleet.registry import Snapshot
 from kvferry.proxy.wire.messages import Register
-
-__all__ = [
-    "IncompatiblePair",
-    "Mismatch",
-    "alike",
-    "common_transfers",
-    "count_incompatible",
-    "incompatible_pairs",
-    "mismatch",
-    "reason",
-]
 
 
 class IncompatiblePair(NamedTuple):

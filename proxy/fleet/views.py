@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector
 
 from kvferry.proxy.dialects.catalogue import SUPPORTED
 from kvferry.proxy.errors import NotFound
-from kvferry.proxy.fleet.compatibility import Mismatch, count_incompatible, incompatible_pairs, reason
+from kvferry.proxy.fleet.compatibility import count_incompatible, incompatible_pairs
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.groups import Matching, groups_of
+from kvferry.proxy.fleet.groups import Matching, Mismatch, groups_of, reason
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
 from kvferry.proxy.fleet.router import can_serve
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.fleet.compatibility import Mismatch, common_transfers, incompatible_pairs, mismatch
+from kvferry.proxy.fleet.compatibility import incompatible_pairs
+from kvferry.proxy.fleet.groups import Mismatch, common_transfers, mismatch
 from kvferry.proxy.fleet.registry import NodeState
 from tests.unit.proxy.builders import registration, snapshot
 

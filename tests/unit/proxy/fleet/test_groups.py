@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 
 from kvferry.proxy.fleet import compatibility, groups
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.compatibility import (
-    Mismatch,
-    count_incompatible,
-    incompatible_pairs,
-    mismatch,
-    reason,
-)
+from kvferry.proxy.fleet.compatibility import count_incompatible, incompatible_pairs
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.groups import Matching, groups_of
+from kvferry.proxy.fleet.groups import Matching, Mismatch, groups_of, mismatch, reason
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Registry, Snapshot, _Kept
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.compatibility import mismatch
+from kvferry.proxy.fleet.groups import mismatch
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
