@@ -16,8 +16,9 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm chaos model-check fuzz-api fuzz-discovery hammer mutants \
-	check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer dialect-table lifecycles train clean
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-atom test-rdma chaos soak model-check fuzz-api \
+	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer \
+	dialect-table model-table field-table lifecycles train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -67,6 +68,10 @@ chaos: $(STAMP) ## requests by the thousand while agents are killed, stopped and
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(REQUESTS),--requests $(REQUESTS)) \
 		$(if $(BACKEND),--backend $(BACKEND))
 
+# make soak SECONDS=600 SEED=17
+soak: $(STAMP) ## ten minutes of ordinary load while every attack of tests/abuse goes on
+	$(BIN)/python -m tests.abuse $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
 	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
@@ -74,6 +79,21 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
 	$(BIN)/python -m tests.system.vllm.install .venv-vllm
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
+# What ATOM's server imports beside what is in .venv.
+ATOM_NEEDS := fastapi==0.128.0 starlette==0.50.0 annotated-doc==0.0.4 xxhash==3.6.0
+ATOM ?=
+test-atom: $(STAMP) ## ATOM's own servers behind the proxy: make test-atom ATOM=/path/to/a/clone/of/ROCm/ATOM
+	@test -n "$(ATOM)" && git -C "$(ATOM)" rev-parse --git-dir > /dev/null 2>&1 || \
+		{ echo "make test-atom: say where ATOM's repository is: ATOM=/path/to/ATOM, a clone of ROCm/ATOM" >&2; exit 2; }
+	$(BIN)/pip install -qq --upgrade --no-deps --target build/atom $(ATOM_NEEDS)
+	ATOM="$(ATOM)" RECORD="$(RECORD)" $(BIN)/python -m pytest -m atom -rs tests/atom
+
+# make test-rdma STAGES="mori-contract mori-agents" runs some of it; MORI=/path/to/a/clone/of/ROCm/mori adds MORI's own
+# tests; tests/rdma/README.md has the list.
+test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; installs Debian packages as root
+	$(PIP_INSTALL) --editable '.[rdma]'
+	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
 
 fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
 	$(BIN)/python -m tests.fuzz api
@@ -122,6 +142,12 @@ bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they c
 
 dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
+
+model-table: $(STAMP) ## bring the tables in docs/models.md up to date with the tests
+	$(BIN)/python -m tests.unit.agent.worker.model_table --write
+
+field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the code
+	$(BIN)/python -m tests.unit.agent.api.field_table --write
 
 lifecycles: $(STAMP) ## bring the state diagrams in docs/architecture.md up to date with the code
 	$(BIN)/python -m tools.lifecycles --write

@@ -6,19 +6,33 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import msgspec
 import uvloop
 from jsonargparse import ArgumentParser
 
+from kvferry.agent.api.openai_schema import read_sampling_defaults
 from kvferry.agent.api.process import run_agent
+from kvferry.agent.architectures import (
+    REFUSED_STATUS,
+    architecture_of,
+    is_tested,
+    read_config,
+    refusal_line,
+    unsupported_reason,
+)
 from kvferry.agent.config import AgentConfig, configure_logging
 from kvferry.proxy.wire.addresses import check_host_port
 from kvferry.proxy.wire.cluster_key import BadClusterKey
-from kvferry.proxy.wire.flags import flag_parser, parse_flags
+from kvferry.proxy.wire.flags import check_files, flag_parser, parse_flags
+from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers
 from kvferry.proxy.wire.tls import BadCertificate
+from kvferry.transfer.engine import parse_backend_options
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +41,67 @@ _PROG = "kvferry agent"
 _DESCRIPTION = (
     "Run a model, serve it over HTTP, and announce it to proxies. "
     "With --attach URL, announce a running server of another engine instead: "
-    "kvferry agent --attach URL --help lists the options of that."
+    "kvferry agent --attach URL --help lists the options of that. "
+    "With --engine vllm, start a vLLM server with kvferry's transfer plane inside: "
+    "kvferry agent --engine vllm --help lists the options of that."
 )
+_SELF_CHECK_TIMEOUT_S = 1800.0
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def run(argv: Sequence[str], engine_module: str) -> int:
-    """Run one agent; returns its exit status. A wrong command line exits with status 2 and a message."""
+    """Run one agent; returns its exit status.
+
+    A wrong command line exits with status 2 and a message, and so does a model that this engine would not
+    serve right, before any port opens.
+    """
     config = parse_config(argv)
     configure_logging("api", config.log_level)
+    raise_file_limit()
+    return_large_buffers()
+    refused = model_refusal(config)
+    if refused is not None:
+        print(f"{_PROG}: {refused}", file=sys.stderr)
+        return REFUSED_STATUS
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_agent(config, engine_module=engine_module))
     except (OSError, BadClusterKey, BadCertificate) as error:
         log.error("cannot start: %s", error)
         return 1
+
+
+def model_refusal(config: AgentConfig) -> str | None:
+    """Return in one line why the model cannot be served here, or None.
+
+    An architecture that no test covers is tried first, in a process of its own: see `self_check`.
+    """
+    model = read_config(Path(config.model))
+    reason = unsupported_reason(model, config.tp)
+    if reason is not None:
+        return refusal_line(architecture_of(model), reason)
+    if config.self_check == "off" or (config.self_check == "auto" and is_tested(model)):
+        return None
+    argv = [sys.executable, "-m", "kvferry.agent.worker.process", "--self-check"]
+    boot = {"config": config, "incarnation": ""}
+    try:
+        checked = subprocess.run(
+            argv,
+            input=msgspec.json.encode(boot),
+            stdout=subprocess.PIPE,
+            timeout=_SELF_CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return refusal_line(
+            architecture_of(model), f"its self-check took more than {_SELF_CHECK_TIMEOUT_S:.0f} s"
+        )
+    if checked.returncode == 0:
+        return None
+    printed = checked.stdout.decode(errors="replace").strip()
+    return printed or refusal_line(
+        architecture_of(model), f"its self-check ended with status {checked.returncode}"
+    )
 
 
 def parse_config(argv: Sequence[str]) -> AgentConfig:
@@ -64,24 +124,46 @@ def build_parser() -> ArgumentParser:
 
 
 def with_model_directory(config: AgentConfig) -> AgentConfig:
-    """Resolve the model to a checkpoint directory: a path, or else the name of a bundled model.
+    """Resolve the model to a checkpoint directory: a path, or the name of a bundled model or of one in the
+    Hugging Face cache on this machine. Nothing is downloaded.
 
     Raises:
-        ValueError: neither exists, or a file that every checkpoint has is missing.
+        ValueError: there is none of them, a file that every checkpoint has is missing, or
+            generation_config.json has a value out of its range.
     """
     candidates = (Path(config.model), BUNDLED_MODELS / config.model)
-    directory = next((path for path in candidates if path.is_dir()), None)
+    directory = next((path.resolve() for path in candidates if path.is_dir()), None)
     if directory is None:
-        raise ValueError(f"model: {config.model!r} is neither a directory nor a bundled model")
-    directory = directory.resolve()
+        directory, served = _cached_model(config.model), config.served_model_name or config.model
+    else:
+        served = config.served_model_name or directory.name
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise ValueError(f"model: {directory} has no {name}")
-    served = config.served_model_name or directory.name
+    read_sampling_defaults(directory, config.generation_config)
     return dataclasses.replace(config, model=str(directory), served_model_name=served)
 
 
+def _cached_model(name: str) -> Path:
+    """Return the newest snapshot of a model that is in the Hugging Face cache. Raises ValueError."""
+    # Not at the top: most models are directories, and this takes a while.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        bundled = ", ".join(sorted(path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")))
+        hint = f"; to fetch it: hf download {name}" if name.count("/") == 1 else ""
+        raise ValueError(
+            f"model: {name!r} is no directory, no bundled model ({bundled}), "
+            f"and not in the Hugging Face cache{hint}"
+        ) from None
+
+
 def _checked(config: AgentConfig) -> AgentConfig:
+    check_files(config, ("cluster_key", "tls_cert", "tls_key"))
+    parse_backend_options(config.transfer_options)
     for address in config.proxy:
         check_host_port("proxy", address)
     if config.proxy and config.advertised_host in _WILDCARDS:

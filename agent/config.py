@@ -11,6 +11,9 @@ from typing import Literal
 
 Role = Literal["prefill", "decode", "both"]
 
+START_TIMEOUT_S = 600.0
+"""Longest time that an agent takes to start; nearly all of it goes into loading the model."""
+
 _DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
@@ -19,7 +22,8 @@ class AgentConfig:
     """Settings of one agent.
 
     Args:
-        model: Checkpoint directory (Hugging Face layout), or the name of a bundled model.
+        model: Checkpoint directory (Hugging Face layout), or the name of a bundled model, or of one in the
+            Hugging Face cache on this machine.
         role: Which legs of a request this agent serves.
         served_model_name: Name that clients ask for; the directory's name when not given.
         host: Address that the HTTP server and the control channel bind.
@@ -30,6 +34,11 @@ class AgentConfig:
         device: Where the model runs: cpu; cuda, one GPU per rank from GPU 0 on; or cuda:N, from GPU N on.
         dtype: Element type of weights and KV; auto is float32 on CPU and the checkpoint's own on CUDA.
         load_format: safetensors reads the checkpoint; dummy makes random weights from its config.
+        self_check: Compare the model with transformers' own forward on CPU before the start; auto does so for
+            architectures that are not in the table of docs/models.md.
+        generation_config: auto takes the sampling settings that a request leaves out from the checkpoint's
+            generation_config.json; none takes OpenAI's defaults.
+        trust_request_chat_template: Let requests bring a chat_template, which can take any amount of work.
         tp: Tensor-parallel ranks, one process each.
         max_model_len: Longest prompt plus answer, in tokens; the checkpoint's own limit when not given.
         block_size: Tokens per KV block.
@@ -46,6 +55,8 @@ class AgentConfig:
         on_pull_failure: What a decode agent does when the KV cannot be proven right.
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
         max_body_bytes: Largest request body accepted.
+        drain_s: Seconds that SIGTERM or POST /drain give to what runs, is on its way, or is leased, before
+            the agent ends; Ctrl-C gives 3 at most, and a second signal none.
         cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.
         tls_cert: PEM file with the certificate (and its chain) for serving by https; needs tls_key.
         tls_key: PEM file with the key that belongs to it, without a password.
@@ -64,6 +75,9 @@ class AgentConfig:
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
+    self_check: Literal["auto", "on", "off"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
+    trust_request_chat_template: bool = False
     tp: int = 1
     max_model_len: int | None = None
     block_size: int = 16
@@ -80,6 +94,7 @@ class AgentConfig:
     on_pull_failure: Literal["recompute", "fail"] = "recompute"
     threads: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
+    drain_s: float = 60.0
     cluster_key: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -94,6 +109,8 @@ class AgentConfig:
         for name in ("lease_s", "pull_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        if not self.drain_s >= 0:
+            raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
         for name in ("port", "control_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import zmq
 
+from kvferry.proxy.wire.flags import CommandParser
+
 
 def main(argv: Sequence[str]) -> int:
     """Write a new key, readable by its owner alone. Returns the exit status; never overwrites a file."""
-    parser = argparse.ArgumentParser(
-        prog="kvferry keygen", description="Make a cluster key for --cluster-key of proxies and agents."
-    )
+    parser = CommandParser("kvferry keygen", "Make a cluster key for --cluster-key of proxies and agents.")
     parser.add_argument("file", type=Path, help="where to write it; must not exist yet")
     path: Path = parser.parse_args(argv).file
     _, secret = zmq.curve_keypair()

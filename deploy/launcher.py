@@ -12,21 +12,27 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import aiohttp
 
+from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.agent.process.children import die_with_parent
 
 Role = Literal["prefill", "decode", "both"]
 
-READY_TIMEOUT_S = 180.0
+LISTENING_TIMEOUT_S = 180.0
 STOP_GRACE_S = 10.0
 POLL_INTERVAL_S = 0.2
+MIN_RESTART_PAUSE_S = 1.0
+MAX_RESTART_PAUSE_S = 30.0
+STABLE_S = 60.0
+WILDCARDS = ("0.0.0.0", "::", "")
 PIPE_CLOSE_S = 5.0
 LISTENING_LINE_LIMIT = 4096
 
@@ -72,7 +78,11 @@ class Process:
     name: str
     process: asyncio.subprocess.Process
     log: Path
+    log_start: int = 0
+    """Size of the log before this process was started: what precedes is of another run."""
     listening: dict[str, Any] = field(default_factory=dict)
+    is_asked: bool = False
+    """Whether it was asked to end. A second signal would make it end at once."""
 
     @property
     def pid(self) -> int:
@@ -84,16 +94,20 @@ class Process:
 
     def log_tail(self, lines: int = 8) -> str:
         """Return the last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        with self.log.open("rb") as log:
+            log.seek(self.log_start)
+            written = log.read().decode(errors="replace")
+        return "\n".join(written.splitlines()[-lines:])
 
-    def terminate(self) -> None:
-        """Send it SIGTERM, if it has not ended; `stop` waits for it."""
-        if self.process.returncode is None:
-            self.process.terminate()
+    def terminate(self, signum: signal.Signals = signal.SIGTERM) -> None:
+        """Ask it to end, once, if it has not ended; `stop` waits for it."""
+        if self.process.returncode is None and not self.is_asked:
+            self.is_asked = True
+            self.process.send_signal(signum)
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`. Returns once it is reaped."""
-        self.terminate()
+    async def stop(self, grace_s: float = STOP_GRACE_S, signum: signal.Signals = signal.SIGTERM) -> None:
+        """Ask it to end, and kill it after `grace_s`. Returns once it is reaped."""
+        self.terminate(signum)
         if self.process.returncode is None:
             try:
                 await asyncio.wait_for(self.process.wait(), grace_s)
@@ -112,6 +126,7 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
     log = log_dir / f"{name}.log"
     parent = os.getpid()
     with _open_log(log) as stderr:
+        log_start = stderr.seek(0, os.SEEK_END)
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *argv,
@@ -123,10 +138,10 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
-    process = Process(name, child, log)
+    process = Process(name, child, log, log_start)
     assert child.stdout is not None
     try:
-        line = await asyncio.wait_for(child.stdout.readline(), READY_TIMEOUT_S)
+        line = await asyncio.wait_for(child.stdout.readline(), LISTENING_TIMEOUT_S)
         process.listening = json.loads(line)["listening"]
     except (TimeoutError, ValueError, KeyError) as error:
         await process.stop()
@@ -152,14 +167,9 @@ class Cluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Cluster:
-        spec = self.spec
         try:
-            self.proxy = await self._start(
-                "proxy",
-                "-m", "kvferry.proxy", "--host", spec.host, "--port", str(spec.port),
-                "--discovery-port", str(spec.discovery_port), *spec.proxy_args,
-            )  # fmt: skip
-            starts = [self.start_agent(agent) for agent in spec.agents]
+            await self._start_proxy(self.spec.port, self.spec.discovery_port)
+            starts = [self.start_agent(agent) for agent in self.spec.agents]
             await asyncio.gather(*starts)
         except BaseException:
             await self._stack.aclose()
@@ -168,7 +178,7 @@ class Cluster:
 
     async def __aexit__(self, *_: object) -> None:
         for agent in self.agents.values():
-            agent.terminate()  # all at once; the proxy is stopped after them
+            agent.terminate(signal.SIGINT)  # all at once; the proxy is stopped after them
         await self._stack.aclose()
 
     @property
@@ -184,15 +194,15 @@ class Cluster:
         """Start one agent, or restart one that has ended."""
         process = await self._start(
             agent.name,
-            "-m", agent.module, "--role", agent.role, "--model", self.spec.model, "--host", self.spec.host,
+            "-m", agent.module, "--role", agent.role, "--model", self.spec.model, "--host", self._agent_host,
             "--port", "0", "--control-port", "0",
-            "--proxy", f"{self.spec.host}:{self.proxy.listening['discovery_port']}", *agent.args,
+            "--proxy", f"{self._agent_host}:{self.proxy.listening['discovery_port']}", *agent.args,
         )  # fmt: skip
         self.agents[agent.name] = process
         return process
 
     async def wait_ready(
-        self, timeout_s: float = READY_TIMEOUT_S, progress: Callable[[str], None] = lambda _: None
+        self, timeout_s: float = START_TIMEOUT_S, progress: Callable[[str], None] = lambda _: None
     ) -> None:
         """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline.
 
@@ -226,17 +236,62 @@ class Cluster:
                     f"{process.name} ended with {process.process.returncode}:\n{process.log_tail()}"
                 )
 
-    async def wait_for_death(self) -> None:
-        """Wait until a process ends, then raise `LaunchError`."""
-        waits = [asyncio.ensure_future(process.process.wait()) for process in self.processes]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        self.check_alive()
+    async def keep_running(self, progress: Callable[[str], None]) -> None:
+        """Restart every process that ends, until cancelled; `progress` is called with what happens.
+
+        Each pause before a restart is twice the one before, unless the process ran for `STABLE_S` meanwhile.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep("proxy", lambda: self.proxy, self._restart_proxy, progress))
+            for agent in self.spec.agents:
+                current, restart = (
+                    partial(self.agents.__getitem__, agent.name),
+                    partial(self.start_agent, agent),
+                )
+                tasks.create_task(self._keep(agent.name, current, restart, progress))
+
+    async def _keep(
+        self,
+        name: str,
+        current: Callable[[], Process],
+        restart: Callable[[], Awaitable[Process]],
+        progress: Callable[[str], None],
+    ) -> None:
+        pause_s, clock = MIN_RESTART_PAUSE_S, asyncio.get_running_loop().time
+        while True:
+            process, since = current(), clock()
+            status = await process.process.wait()
+            if clock() - since > STABLE_S:
+                pause_s = MIN_RESTART_PAUSE_S
+            progress(
+                f"{name} ended with {status}: {process.log_tail(1) or 'its log is empty'}; "
+                f"it is started again in {pause_s:.0f} s"
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
+            with suppress(LaunchError):  # then the process that has ended is still the current one
+                again = await restart()
+                progress(f"{name} is started again: process {again.pid}, {again.url}")
+
+    @property
+    def _agent_host(self) -> str:
+        """Where agents listen, and find the proxy: on this machine."""
+        return "127.0.0.1" if self.spec.host in WILDCARDS else self.spec.host
+
+    async def _restart_proxy(self) -> Process:
+        ports = self.proxy.listening
+        return await self._start_proxy(ports["port"], ports["discovery_port"])
+
+    async def _start_proxy(self, port: int, discovery_port: int) -> Process:
+        self.proxy = await self._start(
+            "proxy",
+            "-m", "kvferry.proxy", "--host", self.spec.host, "--port", str(port),
+            "--discovery-port", str(discovery_port), *self.spec.proxy_args,
+        )  # fmt: skip
+        return self.proxy
 
     async def _start(self, name: str, *argv: str) -> Process:
         process = await start_process(name, argv, self.spec.log_dir)
-        self._stack.push_async_callback(process.stop)
+        # As Ctrl-C does: draining may take a minute.
+        self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
         return process

@@ -24,14 +24,14 @@ import aiohttp
 import msgspec
 import uvloop
 
-from kvferry.agent.api.ping import Announcer
 from kvferry.agent.config import configure_logging
+from kvferry.agent.ping import Announcer
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
 from kvferry.proxy.wire.addresses import check_host_port
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
-from kvferry.proxy.wire.flags import parse_flags
-from kvferry.proxy.wire.messages import Bye, Incarnation, Register, Role, TransferMode
+from kvferry.proxy.wire.flags import check_files, parse_flags
+from kvferry.proxy.wire.messages import Bye, Register, Role, TransferMode
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ class SidecarConfig:
         proxy: Discovery addresses (HOST:PORT) of the proxies to announce it to.
         kv_host: Where its peers reach it for KV; the advertised URL's host when not given.
         bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
-        handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM).
+        handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM); ATOM servers report theirs.
         notify_port: Port for notifications of KV transfers (MoRIIO).
-        tp_size: Tensor-parallel size.
-        dp_size: Data-parallel size.
+        tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
+        dp_size: Data-parallel size; likewise.
         transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
         model: Which of the models that it lists to serve; the first when not given.
         max_running: Most sequences that it runs at once; unlimited when not given.
@@ -68,8 +68,8 @@ class SidecarConfig:
     bootstrap_port: int | None = None
     handshake_port: int | None = None
     notify_port: int | None = None
-    tp_size: int = 1
-    dp_size: int = 1
+    tp_size: int | None = None
+    dp_size: int | None = None
     transfer_mode: TransferMode | None = None
     model: str | None = None
     max_running: int | None = None
@@ -118,7 +118,7 @@ class Sidecar:
     def _publish(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
             self._latest.clear()
-            self._announcer.send_bye(Incarnation(message.incarnation))
+            self._announcer.send_bye(message.incarnation)
         else:
             self._latest.append(message)
             self._changed.set()
@@ -136,6 +136,7 @@ def main(argv: Sequence[str]) -> int:
         argv,
         prog="kvferry agent",
         description="Announce a running server of another engine to proxies, and watch it.",
+        check=_checked,
     )
     configure_logging("sidecar", config.log_level)
     try:
@@ -145,6 +146,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvferry agent: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _checked(config: SidecarConfig) -> SidecarConfig:
+    check_files(config, ("cluster_key",))
+    return config
 
 
 async def _run(config: SidecarConfig, key: ClusterKey | None) -> None:

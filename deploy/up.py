@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C."""
+"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C, and restart what ends."""
 
 from __future__ import annotations
 
@@ -7,19 +7,37 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
+from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
-from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.config import parse_config as parse_proxy_config
+from kvferry.proxy.wire.flags import exit_with, parse_flags
+
+PARTS = ("agent", "prefill", "decode", "proxy")
+_AGENTS_CHOSEN = frozenset(
+    {"config", "model", "role", "host", "port", "control-port", "proxy", "advertise-host"}
+)
+CHOSEN = {
+    **dict.fromkeys(("agent", "prefill", "decode"), _AGENTS_CHOSEN),
+    "proxy": frozenset({"config", "host", "port", "discovery-port"}),
+}
+"""Options of each part that `kvferry up` sets itself."""
+DESCRIPTION = (
+    "Start a proxy and its agents on this machine, and restart what ends. Any option of the processes can be "
+    "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
+    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """The options of `kvferry up`.
+    """The options of `kvferry up`. Those of the processes follow a part's name: see `PassedOn`.
 
     Args:
         model: Checkpoint directory, or the name of a bundled model.
@@ -28,7 +46,7 @@ class UpConfig:
         tp: Tensor-parallel ranks of every agent.
         transfer: KV transfer backend; auto takes the best that works between two agents.
         device: Where the model runs.
-        host: Address that everything binds.
+        host: Address that the proxy binds, and the agents too unless it stands for all addresses.
         port: HTTP port of the proxy.
         discovery_port: Port at which agents announce themselves to the proxy.
         log_dir: Folder for one log file per process.
@@ -51,7 +69,43 @@ class UpConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def cluster_spec(config: UpConfig) -> ClusterSpec:
+class PassedOn:
+    """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
+
+    The parts are agent (all agents), prefill, decode and proxy.
+
+    Raises:
+        SystemExit: as `parse_flags` does, for an option that the part does not have.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.rest: list[str] = []
+        """The words that are for `kvferry up` itself."""
+        self._words: dict[str, list[str]] = {part: [] for part in PARTS}
+        into = self.rest
+        for word in argv:
+            if word.startswith("--"):
+                part, dot, option = word.removeprefix("--").partition(".")
+                into = self._words[part] if dot and part in PARTS else self.rest
+                if into is not self.rest:
+                    word = f"--{option}"
+                    if option.partition("=")[0] in CHOSEN[part]:
+                        exit_with("kvferry up", f"--{part}.{option}: `kvferry up` itself chooses this")
+            into.append(word)
+
+    def proxy(self) -> tuple[str, ...]:
+        """Return the proxy's options."""
+        parse_proxy_config(self._words["proxy"])
+        return tuple(self._words["proxy"])
+
+    def agent(self, role: Role, model: str) -> tuple[str, ...]:
+        """Return the options of the agents of one role."""
+        words = (*self._words["agent"], *self._words[role])
+        parse_agent_config(("--model", model, "--role", role, *words))
+        return words
+
+
+def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
     """Return the processes to start. Cores are divided evenly among all ranks."""
     ranks = (config.prefill + config.decode) * config.tp
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -61,7 +115,7 @@ def cluster_spec(config: UpConfig) -> ClusterSpec:
     )  # fmt: skip
     counts: tuple[tuple[Role, int], ...] = (("prefill", config.prefill), ("decode", config.decode))
     agents = tuple(
-        AgentSpec(name=f"{role}-{index}", role=role, args=args)
+        AgentSpec(name=f"{role}-{index}", role=role, args=(*args, *passed_on.agent(role, config.model)))
         for role, count in counts
         for index in range(count)
     )
@@ -72,17 +126,18 @@ def cluster_spec(config: UpConfig) -> ClusterSpec:
         host=config.host,
         port=config.port,
         discovery_port=config.discovery_port,
+        proxy_args=passed_on.proxy(),
     )
 
 
-async def run(config: UpConfig, console: Console) -> int:
-    """Run the cluster until a signal (returns 0) or until one of its processes ends (returns 1)."""
+async def run(spec: ClusterSpec, console: Console) -> int:
+    """Run the cluster until a signal (returns 0); returns 1 if it does not start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.ensure_future(stop.wait())
-    serving = asyncio.ensure_future(_serve(config, console))
+    serving = asyncio.ensure_future(_serve(spec, console))
     try:
         await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -98,16 +153,19 @@ async def run(config: UpConfig, console: Console) -> int:
             await serving
 
 
-async def _serve(config: UpConfig, console: Console) -> None:
-    async with Cluster(cluster_spec(config)) as cluster:
-        await cluster.wait_ready(progress=lambda words: console.print(words, highlight=False))
-        console.print(f"serving {config.model} at {cluster.url}/v1; logs in {config.log_dir}; Ctrl-C ends it")
-        await cluster.wait_for_death()
+async def _serve(spec: ClusterSpec, console: Console) -> None:
+    def show(words: str) -> None:
+        console.print(words, highlight=False, markup=False)
+
+    async with Cluster(spec) as cluster:
+        await cluster.wait_ready(progress=show)
+        show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
+        await cluster.keep_running(show)
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `kvferry up`; returns the exit status."""
-    config = parse_flags(
-        UpConfig, argv, prog="kvferry up", description="Start a proxy and its agents on this machine."
-    )
-    return asyncio.run(run(config, Console()))
+    passed_on = PassedOn(argv)
+    config = parse_flags(UpConfig, passed_on.rest, prog="kvferry up", description=DESCRIPTION)
+    spec = cluster_spec(config, passed_on)
+    return asyncio.run(run(spec, Console(soft_wrap=True)))

@@ -19,6 +19,7 @@ from kvferry.proxy.discovery.static_nodes import BadEngineServer
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.exceptions import leaves
+from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
 from kvferry.proxy.wire.tls import BadCertificate
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
@@ -34,6 +35,8 @@ def run(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
     )
+    raise_file_limit()
+    return_large_buffers()
     status = 0
     try:
         uvloop.run(_serve(config))
@@ -53,5 +56,6 @@ async def _serve(config: ProxyConfig) -> None:
     async with running as proxy:
         # Launchers read this line: with port 0 only the proxy knows where it listens.
         where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
+        spare_full_collections()
         print(json.dumps({"listening": where}), flush=True)
         await stop.wait()

@@ -16,7 +16,7 @@ from kvferry.proxy.discovery.static_nodes import (
 )
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.flags import check_files, parse_flags
 from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
 
 
@@ -56,8 +56,9 @@ class ProxyConfig:
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
         breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
-            `kv_lease_duration`.
-        moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`.
+            `kv_lease_duration`. Nothing is proven by it: decode legs that take longer are cancelled.
+        moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`. They do not count
+            expired leases, so their responses rest on this number; without it READ mode is not served.
         max_connections: Maximum of open connections to all agents together.
         keepalive_s: Seconds that an idle connection to an agent stays open.
         client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is
@@ -100,8 +101,8 @@ class ProxyConfig:
     queue_timeout_s: float = 30.0
     breaker_failures: int = 5
     breaker_pause_s: float = 1.0
-    nixl_lease_s: float = 30.0
-    moriio_lease_s: float = 60.0
+    nixl_lease_s: float | None = None
+    moriio_lease_s: float | None = None
     max_connections: int = 4096
     keepalive_s: float = 30.0
     client_stall_s: float = 60.0
@@ -131,8 +132,9 @@ class ProxyConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         for field in fields(self):
-            if field.name.endswith("_s") and not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} must be greater than 0, got {getattr(self, field.name)}")
+            value = getattr(self, field.name)
+            if field.name.endswith("_s") and value is not None and not value > 0:
+                raise ValueError(f"{field.name} must be greater than 0, got {value}")
         self.named_servers()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be given together")
@@ -161,4 +163,10 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         argv,
         prog="kvferry proxy",
         description="Serve an OpenAI-compatible API through pairs of prefill and decode agents.",
+        check=_checked,
     )
+
+
+def _checked(config: ProxyConfig) -> ProxyConfig:
+    check_files(config, ("api_keys", "cluster_key", "tls_cert", "tls_key", "agent_ca"))
+    return config

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from kvferry.proxy.wire.messages import Incarnation
 
 RETRY_AFTER_S = 1
+MAX_AGENT_MESSAGE_CHARS = 2000
+"""Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
 
@@ -134,6 +136,28 @@ class OutOfDescriptors(ProxyError):
         return {"Retry-After": str(RETRY_AFTER_S)}
 
 
+class TooManyBodies(ProxyError):
+    """More large bodies wait to be read than may, or this one has waited for too long."""
+
+    status = 503
+    code = "too_many_bodies"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)}
+
+
+class TooManyResponses(ProxyError):
+    """The proxy holds too much of servers' responses, most of it of this one."""
+
+    status = 503
+    code = "too_many_responses"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)}
+
+
 class TooManyViewers(ProxyError):
     """The dashboard has as many viewers as it serves at once."""
 
@@ -176,8 +200,9 @@ class AgentLost(ProxyError):
     """An agent broke the connection before the end of its leg, or reported a failure: the request may be
     retried.
 
-    `connection_refused`: it accepts no connections. `unresponsive`: the request was aborted, since the
-    agent's pings have stopped (`proxy.http.hang_detector`).
+    `not_connected`: the agent never got the request. `connection_refused`: for it accepts no connections.
+    `unresponsive`: the request was aborted, since the agent's pings have stopped or it makes no progress
+    (`proxy.http.hang_detector`).
     """
 
     status = 502
@@ -188,12 +213,14 @@ class AgentLost(ProxyError):
         message: str,
         agent: Incarnation,
         *,
+        not_connected: bool = False,
         connection_refused: bool = False,
         unresponsive: bool = False,
         status: int = 502,
     ) -> None:
         super().__init__(message)
         self.agent = agent
+        self.not_connected = not_connected
         self.connection_refused = connection_refused
         self.unresponsive = unresponsive
         self.status = status if status in (503, 504) else 502
@@ -202,6 +229,44 @@ class AgentLost(ProxyError):
     def is_down(self) -> bool:
         """Whether the agent does no work at all, so that retrying elsewhere adds no load to the cluster."""
         return self.connection_refused or self.unresponsive
+
+    @property
+    def may_be_caused(self) -> bool:
+        """Whether the request itself may have made the agent fail. A 503 rejects it for the time being."""
+        return not self.not_connected and self.status != 503
+
+
+class SuspectRequest(ProxyError):
+    """Agents died or fell silent while they served the request, as many as one request may cost.
+
+    Its status is not one that gateways retry, and OpenAI's clients, which retry any 5xx, go by the header.
+    """
+
+    status = 500
+    code = "suspect_request"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Should-Retry": "false"}
+
+
+class KvUnproven(AgentLost):
+    """Nothing shows that KV was still its prompt's when it was read: the response was discarded.
+
+    It says nothing about the health of the agent that a retry is to avoid.
+    """
+
+    code = "kv_unproven"
+
+    def __init__(self, message: str, agent: Incarnation) -> None:
+        super().__init__(message, agent, status=503)
+
+
+class LeaseUnknown(ProxyError):
+    """The servers do not say how long they keep KV, nor does the operator."""
+
+    status = 503
+    code = "lease_unknown"
 
 
 class StreamBroken(ProxyError):
@@ -233,34 +298,59 @@ class AgentTimeout(ProxyError):
 
 
 class AgentRejected(ProxyError):
-    """An agent rejected the request with a 4xx, which is passed through to the client."""
+    """An agent rejected the request with a 4xx, which is passed through to the client.
+
+    `error` is the agent's, None where its body has none. `retry_after_s` is its `Retry-After`.
+    """
 
     kind = "invalid_request_error"
     code = "agent_refused"
 
-    def __init__(self, status: int, content_type: str, raw: bytes, retry_after: str | None) -> None:
+    def __init__(self, status: int, error: AgentError | None, retry_after_s: int | None = None) -> None:
         super().__init__(f"the agent returned HTTP {status}")
         self.status = status
-        self.content_type = content_type
-        self.raw = raw
-        self.retry_after = retry_after
+        self.error = error
+        self.retry_after_s = retry_after_s
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": self.retry_after}
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
     def body(self) -> bytes:
         """The agent's own error object, or a generic one if its body contains none."""
-        return (
-            msgspec.json.encode({"error": parsed}) if (parsed := error_object(self.raw)) else super().body()
-        )
+        return super().body() if self.error is None else msgspec.json.encode({"error": self.error})
 
 
-def error_object(raw: bytes) -> dict[str, object] | None:
-    """The `error` member of a JSON error body, or None if it has none."""
+class AgentError(msgspec.Struct, frozen=True, kw_only=True):
+    """The `error` of an agent's body, in OpenAI's shape and of bounded size."""
+
+    message: str = "no reason given"
+    type: str | None = None
+    param: str | None = None
+    code: str | int | None = None
+
+
+def agent_error(raw: bytes) -> AgentError | None:
+    """The error in an agent's JSON body; None if it has none.
+
+    It is the `error` member, or the whole of a body whose `object` is "error" (SGLang). What is not of
+    OpenAI's types is left out, and what is long is shortened.
+    """
     try:
         body = msgspec.json.decode(raw, type=dict[str, object])
     except NOT_JSON:
         return None
-    error = body.get("error")
-    return error if isinstance(error, dict) else None
+    error = body if body.get("object") == "error" else body.get("error")
+    if not isinstance(error, dict):
+        return None
+    members: dict[str, Any] = {
+        name: shorten(value) if isinstance(value, str) else value
+        for name in ("message", "type", "param", "code")
+        if isinstance(value := error.get(name), str) or (name == "code" and type(value) is int)
+    }
+    return AgentError(**members)
+
+
+def shorten(text: str) -> str:
+    """An agent's words, as far as they are passed on."""
+    return text if len(text) <= MAX_AGENT_MESSAGE_CHARS else text[: MAX_AGENT_MESSAGE_CHARS - 1] + "…"

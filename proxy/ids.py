@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import time
-from dataclasses import dataclass
 from typing import Literal, NewType
+
+import msgspec
 
 RequestId = NewType("RequestId", str)
 AnswerId = NewType("AnswerId", str)
@@ -21,8 +22,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions": "chatcmpl-"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What identifies one request, the same on every leg and attempt.
 
     `created` is in Unix seconds. `seed` makes sampling reproducible, so a retry samples the same tokens (I4).
@@ -39,14 +39,14 @@ class Identity:
 
 def new_transfer_id() -> TransferId:
     """128 random bits, one per attempt, never reused."""
-    return TransferId(secrets.token_hex(16))
+    return TransferId(os.urandom(16).hex())
 
 
 def request_id_from(header: str | None) -> RequestId:
     """The client's `X-Request-Id` if it is short and printable, else a new one."""
     if header and len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable():
         return RequestId(header)
-    return RequestId(secrets.token_hex(16))
+    return RequestId(os.urandom(16).hex())
 
 
 def new_identity(
@@ -60,7 +60,7 @@ def new_identity(
 
     An invalid `traceparent` is dropped.
     """
-    entropy = secrets.token_bytes(24)
+    entropy = os.urandom(24)
     return Identity(
         request_id=request_id,
         answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + entropy[8:].hex()),

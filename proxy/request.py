@@ -1,95 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies, validated once at the edge. Fields that the proxy does not know pass through unchanged."""
+"""Request bodies, validated once at the edge. Fields that the proxy does not know pass through unchanged.
+
+A body may have megabytes, and decoding runs on the event loop that relays everybody's tokens. So nothing is
+decoded that the proxy does not read: a field is kept as the JSON that it came as (`msgspec.Raw`), of which
+decoding checks the syntax without making objects. What is decoded has bounds of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw, field
 
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest
 from kvferry.proxy.ids import Endpoint
 
 MAX_CHOICES = 128
+MAX_MODEL_CHARS = 1024
+MAX_SETTING_BYTES = 64 * 1024
+"""Of `stop` and of `logit_bias`, as JSON."""
+MAX_MEMBERS = 32768
+"""Of all objects in a body, those within prompts, messages, tools and documents not counted."""
+MAX_MESSAGES_CHECKED = 16384
+"""Of a chat with more objects than these in it, roles are left to the agent to check."""
+_NOT_GIVEN = (b"", b"null")
+_EMPTY = (b'""', b"[]")
+_SPACE = b" \t\r\n"
+_OF_TOKEN_IDS = b"0123456789,[]" + _SPACE
 
 Count = Annotated[int, Meta(ge=1)]
-TokenId = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, gc=False):
     role: str
 
 
-class _Sampling(msgspec.Struct, kw_only=True):
+class _CommonFields(msgspec.Struct, kw_only=True):
     """The fields that both endpoints share, with their types and ranges."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
     seed: Seed | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: Raw = field(default_factory=Raw)
+    stop: Raw = field(default_factory=Raw)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    echo: bool | None = None
+    prompt_logprobs: Raw = field(default_factory=Raw)
+    cache_salt: Raw = field(default_factory=Raw)
+    kvferry_timing: bool | None = None
+    kv_transfer_params: Raw = field(default_factory=Raw)
+    resume: Raw = field(default_factory=Raw)
+    tools: Raw = field(default_factory=Raw)
+    documents: Raw = field(default_factory=Raw)
 
 
-class CompletionRequest(_Sampling, kw_only=True):
+class CompletionRequest(_CommonFields, kw_only=True):
     """A body of `/v1/completions`, as far as the proxy reads it."""
 
-    prompt: str | list[Any]
+    prompt: Raw
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
-class ChatRequest(_Sampling, kw_only=True):
+class ChatRequest(_CommonFields, kw_only=True):
     """A body of `/v1/chat/completions`, as far as the proxy reads it."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Raw
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
-    """A validated request. `body` is the client's own, complete; the other fields are what the proxy reads
-    of it.
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated request. `body` is the client's own, complete, each field as `Raw`; the other fields are
+    what the proxy reads of it.
 
-    `max_tokens` is the client's limit on output tokens, None for what the context allows. `prompts` is the
-    number of prompts, each with `n` choices. `prompt_tokens` is known only for prompts of token ids, and is
-    the longest one's.
+    `prompt` is text, token ids, a list of either, or a chat's messages. `max_tokens` is the client's limit on
+    output tokens, None for what the context allows. `prompts` is the number of prompts, each with `n`
+    choices. `prompt_tokens` is known only for prompts of token ids, and is the longest one's.
+    `continuous_usage`: whether every event of a stream should carry the token counts so far. `cache_salt`
+    keeps the prefixes of those who have another one apart. `include_timing`: whether the answer should report
+    how long its parts took. `undivided`: whether one agent must do it all, since logprobs of the prompt
+    itself are requested, or nothing but the prompt.
     """
 
     endpoint: Endpoint
     body: dict[str, Any]
     model: str
+    prompt: Raw
     stream: bool
     include_usage: bool
+    include_timing: bool
     return_token_ids: bool
+    undivided: bool
     n: int
+    best_of: int
+    min_tokens: int | None
     max_tokens: int | None
     seed: int | None
     prompts: int = 1
-    prompt_tokens: int | None
-
-    @property
-    def include_timing(self) -> bool:
-        """Whether the answer should report how long its parts took (`kvferry_timing`)."""
-        return self.body.get("kvferry_timing") is True
+    prompt_tokens: int | None = None
+    continuous_usage: bool = False
+    cache_salt: Raw = field(default_factory=Raw)
 
     @property
     def sequences(self) -> int:
@@ -97,55 +128,84 @@ class ClientRequest:
         return self.n * self.prompts
 
     @property
-    def undivided(self) -> bool:
-        """Whether one agent must do it all, since logprobs of the prompt itself are requested."""
-        body = self.body
-        logprobs = body.get("logprobs")
-        echoed = bool(body.get("echo")) and logprobs is not None and logprobs is not False
-        return echoed or body.get("prompt_logprobs") is not None
-
-    @property
     def chat(self) -> bool:
         return self.endpoint == "chat/completions"
 
-    @property
-    def prompt(self) -> str | list[Any]:
-        """Text, token ids, or a chat's messages."""
-        prompt: str | list[Any] = self.body["messages" if self.chat else "prompt"]
-        return prompt
+    def asks_for(self, name: str) -> bool:
+        """Whether the client set this field to anything but null or false."""
+        value = self.body.get(name)
+        return value is not None and bytes(value) not in (b"null", b"false")
+
+
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_MESSAGES = msgspec.json.Decoder(Annotated[list[Message], Meta(min_length=1)])
+_TEXTS = msgspec.json.Decoder(list[str])
+_STOP = msgspec.json.Decoder(str | list[str] | None)
+_LOGIT_BIAS = msgspec.json.Decoder(dict[str, float] | None)
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Validate a request's body. Raises `InvalidRequest`, which names the invalid field."""
-    body = _parse_json(raw)
-    fields = _convert(body, ChatRequest if endpoint == "chat/completions" else CompletionRequest)
-    for name in ("kv_transfer_params", "resume"):
-        if body.pop(name, None) is not None:
+    try:
+        if not raw.isascii():
+            str(raw, "utf-8")  # of what is not decoded, nothing else would notice
+        fields: CompletionRequest | ChatRequest
+        fields = _CHAT.decode(raw) if endpoint == "chat/completions" else _COMPLETION.decode(raw)
+        _check_setting("stop", fields.stop, _STOP)
+        _check_setting("logit_bias", fields.logit_bias, _LOGIT_BIAS)
+        _check_members(raw, fields)
+        body = _FIELDS.decode(raw)
+    except msgspec.ValidationError as error:
+        param = _invalid_field(str(error))
+        raise InvalidRequest(f"{param}: {error}" if param else f"the body: {error}", param=param) from error
+    except NOT_JSON as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    for name, value in (("kv_transfer_params", fields.kv_transfer_params), ("resume", fields.resume)):
+        if bytes(value) not in _NOT_GIVEN:
             raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
+        body.pop(name, None)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
-    prompts = _prompts(fields.prompt) if isinstance(fields, CompletionRequest) else []
-    lengths = [len(prompt) for prompt in prompts if not isinstance(prompt, str)]
-    if len(prompts) * (fields.n or 1) > MAX_CHOICES:
+    n, prompts, longest = fields.n or 1, 1, None
+    newer = fields.max_completion_tokens
+    max_tokens = fields.max_tokens if newer is None else newer
+    if isinstance(fields, ChatRequest):
+        prompt = fields.messages
+        _check_messages(prompt)
+    else:
+        prompt = fields.prompt
+        prompts, longest = _count_prompts(prompt)
+    if prompts * n > MAX_CHOICES:
         raise InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="n")
     return ClientRequest(
         endpoint=endpoint,
         body=body,
         model=fields.model,
+        prompt=prompt,
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        include_timing=bool(fields.kvferry_timing),
         return_token_ids=bool(fields.return_token_ids),
-        n=fields.n or 1,
-        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        undivided=bool(fields.echo and fields.logprobs is not None and fields.logprobs is not False)
+        or bytes(fields.prompt_logprobs) not in _NOT_GIVEN
+        or max_tokens == 0,
+        n=n,
+        best_of=fields.best_of or 1,
+        min_tokens=fields.min_tokens,
+        max_tokens=max_tokens,
         seed=fields.seed,
-        prompts=len(prompts) or 1,
-        prompt_tokens=max(lengths, default=None),
+        prompts=prompts,
+        prompt_tokens=longest,
+        continuous_usage=bool(fields.stream_options and fields.stream_options.continuous_usage_stats),
+        cache_salt=Raw() if bytes(fields.cache_salt) == b"null" else fields.cache_salt,
     )
 
 
 def check_context(request: ClientRequest, max_model_len: int | None) -> None:
     """Raise `InvalidRequest` if prompt and output exceed the agents' context; None when that is unknown."""
-    wanted = request.max_tokens or 1
+    wanted = 1 if request.max_tokens is None else request.max_tokens
     if max_model_len is None:
         return
     if request.prompt_tokens is not None and request.prompt_tokens + wanted > max_model_len:
@@ -173,26 +233,6 @@ def completion_tokens(answer: bytes) -> int:
     return 0 if usage is None else usage.completion_tokens
 
 
-def _parse_json(raw: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(raw)
-    except NOT_JSON as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return body
-
-
-def _convert(
-    body: dict[str, Any], kind: type[CompletionRequest] | type[ChatRequest]
-) -> CompletionRequest | ChatRequest:
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        param = _invalid_field(str(error))
-        raise InvalidRequest(f"{param}: {error}" if param else str(error), param=param) from error
-
-
 def _invalid_field(message: str) -> str | None:
     """The field that msgspec's message names: ``... - at `$.n` `` or ``... required field `model` ``."""
     if "`$." in message:
@@ -202,22 +242,98 @@ def _invalid_field(message: str) -> str | None:
     return None
 
 
-def prompts_of(body: dict[str, Any]) -> list[Any]:
-    """The prompts of a validated completion's body, either all text or all token ids."""
-    prompt = body["prompt"]
-    return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+def split_prompts(prompt: Raw) -> list[Raw]:
+    """The prompts of a completion, either all text or all token ids.
+
+    Raises `InvalidRequest` for what is no prompt, for an empty one, and for more than `MAX_CHOICES`.
+    """
+    raw = bytes(prompt)
+    if raw.startswith(b'"'):
+        empty, prompts = raw == b'""', [prompt]
+    elif not raw.startswith(b"["):
+        raise _no_prompt()
+    else:
+        lists = _split_texts(raw) if raw.translate(None, _OF_TOKEN_IDS) else _split_ids(raw)
+        empty, prompts = not lists or any(each in _EMPTY for each in lists), [Raw(each) for each in lists]
+    if empty:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    return prompts
 
 
-def _prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """Validate a completion's `prompt`, one or many, all of one kind. Raises `InvalidRequest`."""
-    if not prompt:
-        raise InvalidRequest("the prompt is empty", param="prompt")
-    prompts = prompts_of({"prompt": prompt})
-    if not all(prompts):
-        raise InvalidRequest("the prompt is empty", param="prompt")
+def _split_ids(raw: bytes) -> list[bytes]:
+    """Split a list of token ids, or of such lists: nothing but numbers, brackets and commas."""
+    count = raw.count(b"[") - 1
+    if count > MAX_CHOICES:
+        raise _too_many_prompts()
+    compact = raw.translate(None, _SPACE)
+    if not count:
+        return [compact]
+    lists = compact[2:-2].split(b"],[")
+    # Brackets at any other place would be found in another number.
+    if not (len(lists) == count and compact.startswith(b"[[") and compact.endswith(b"]]")):
+        raise _no_prompt()
+    return [b"[%b]" % each for each in lists]
+
+
+def _split_texts(raw: bytes) -> list[bytes]:
+    if not raw[1:].lstrip(_SPACE).startswith(b'"'):
+        raise _no_prompt()
+    # The quote that opens a text has no backslash before it, so there are no more texts than these quotes.
+    if raw.count(b'"') - raw.count(b'\\"') > 2 * MAX_CHOICES:
+        raise _too_many_prompts()
     try:
-        if isinstance(prompts[0], str):
-            return msgspec.convert(prompts, list[str])
-        return msgspec.convert(prompts, list[list[TokenId]])
+        return [msgspec.json.encode(text) for text in _TEXTS.decode(raw)]
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"prompt: {error}", param="prompt") from error
+        raise _no_prompt() from error
+
+
+def _count_prompts(prompt: Raw) -> tuple[int, int | None]:
+    """The number of a completion's prompts, and the tokens of the longest if they are of token ids."""
+    prompts = split_prompts(prompt)
+    if bytes(prompts[0]).startswith(b'"'):
+        return len(prompts), None
+    return len(prompts), max(bytes(each).count(b",") for each in prompts) + 1
+
+
+def _check_messages(messages: Raw) -> None:
+    raw = bytes(messages)
+    if raw.count(b"{") > MAX_MESSAGES_CHECKED and raw.startswith(b"["):
+        return
+    try:
+        _MESSAGES.decode(raw)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"messages: {error}", param="messages") from error
+
+
+def _check_setting(name: str, value: Raw, decoder: msgspec.json.Decoder[object]) -> None:
+    raw = bytes(value)
+    if raw in _NOT_GIVEN:
+        return
+    if len(raw) > MAX_SETTING_BYTES:
+        raise InvalidRequest(f"{name} may have at most {MAX_SETTING_BYTES} bytes", param=name)
+    try:
+        decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from error
+
+
+def _check_members(raw: bytes, fields: CompletionRequest | ChatRequest) -> None:
+    """Raise `InvalidRequest` for more members than a body is decoded with, counted by their colons."""
+    if len(raw) <= MAX_MEMBERS:
+        return
+    large = (
+        fields.messages if isinstance(fields, ChatRequest) else fields.prompt,
+        fields.tools,
+        fields.documents,
+    )
+    members = raw.count(b":") - sum(bytes(value).count(b":") for value in large)
+    if members > MAX_MEMBERS:
+        raise InvalidRequest(f"the body may have at most {MAX_MEMBERS} members")
+
+
+def _no_prompt() -> InvalidRequest:
+    return InvalidRequest("the prompt must be text, token ids, or a list of either", param="prompt")
+
+
+def _too_many_prompts() -> InvalidRequest:
+    return InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="prompt")

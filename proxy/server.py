@@ -18,14 +18,16 @@ from quart import Quart
 
 from kvferry.proxy.api.app import create_app
 from kvferry.proxy.api.auth import ApiKeys
-from kvferry.proxy.api.completions import Completions, RequestTasks
+from kvferry.proxy.api.completions import ENDPOINTS, Completions
 from kvferry.proxy.api.dashboard import DashboardFeed
+from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
 from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
+from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
@@ -38,7 +40,7 @@ from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.http_server import HttpServer
+from kvferry.proxy.wire.http_server import HttpServer, ServerBounds
 from kvferry.proxy.wire.tls import server_context
 
 BACKLOG = 2048
@@ -74,7 +76,6 @@ class Services:
     retry_budget: RetryBudget
     upstream: UpstreamPool
     drops: KvDrops
-    request_tasks: RequestTasks
     metrics: Metrics
     failures: FailureLog
     views: OperatorViews
@@ -82,7 +83,18 @@ class Services:
     api_keys: ApiKeys | None
 
     def create_app(self) -> Quart:
-        """Wire the HTTP application; it must not outlive `upstream`."""
+        """Wire the HTTP application, for all but the completion endpoints."""
+        return create_app(
+            views=self.views,
+            dashboard=self.dashboard,
+            tokenizers=TokenizerRelay(self.fleet, self.upstream),
+            api_keys=self.api_keys,
+            max_body_bytes=self.config.max_body_bytes,
+            body_timeout_s=self.config.body_timeout_s,
+        )
+
+    def create_completions(self) -> Completions:
+        """Wire the completion endpoints; they must not outlive `upstream`."""
         config = self.config
         context = ExchangeContext(
             settings=ExchangeSettings(
@@ -98,26 +110,17 @@ class Services:
             drops=self.drops,
             dialects=other_dialects(nixl_lease_s=config.nixl_lease_s, moriio_lease_s=config.moriio_lease_s),
             kv_endpoints=KvEndpointCache(),
+            expiry_counts=ExpiryCounts(self.upstream),
             metrics=self.metrics,
         )
-        completions = partial(
-            Completions,
+        return Completions(
             new_exchange=partial(Exchange, context),
-            request_tasks=self.request_tasks,
             api_keys=self.api_keys,
             metrics=self.metrics,
             failures=self.failures,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
             log_prompts=config.log_prompts,
-        )
-        return create_app(
-            views=self.views,
-            dashboard=self.dashboard,
-            api_keys=self.api_keys,
-            completions=completions,
-            max_body_bytes=config.max_body_bytes,
-            body_timeout_s=config.body_timeout_s,
         )
 
 
@@ -152,7 +155,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     metrics.add_collector(FleetCollector(views.view))
     with listening_socket(config.host, config.port) as listener:
         async with (
-            discovery.running() as discovery_port,
+            discovery.running(fleet.slots.in_flight) as discovery_port,
             history.recording(metrics.totals),
             serving(config, keys, fleet, metrics, failures, views, listener) as services,
         ):
@@ -181,7 +184,6 @@ async def serving(
             retry_budget=RetryBudget(),
             upstream=upstream,
             drops=drops,
-            request_tasks=RequestTasks(),
             metrics=metrics,
             failures=failures,
             views=views,
@@ -201,7 +203,7 @@ async def serving(
                     services.dashboard.close()
                     server.should_exit = True
                     await asyncio.wait([clients])
-                    await services.request_tasks.cancel_all()
+                    await server.cancel_requests()
                     watching.cancel()
         finally:
             await drops.settle()
@@ -272,13 +274,16 @@ def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolS
 
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    completions = services.create_completions()
     return uvicorn.Config(
         cast(Any, services.create_app()),
         http=cast(
             Any,
             partial(
                 ClientConnection,
+                handlers=dict.fromkeys(ENDPOINTS, completions),
                 head_s=services.config.body_timeout_s,
+                bounds=ServerBounds(),
                 stall_s=services.config.client_stall_s,
             ),
         ),

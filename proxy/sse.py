@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -25,35 +25,73 @@ class Scanner:
     """
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._tail = bytearray()
         self.done = False
         """Whether `[DONE]` has been passed on."""
+        self.between_events = True
+        """Whether the next byte starts an event."""
 
     @property
-    def between_events(self) -> bool:
-        """Whether the next byte starts an event."""
-        return not self._tail and not self.done
+    def num_held(self) -> int:
+        """Bytes of an event that has not ended yet."""
+        return len(self._tail)
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the events completed by `chunk` (perhaps none), up to and including `[DONE]`.
 
         Raises `BadResponse` when an event exceeds `MAX_EVENT_BYTES`.
         """
-        data = self._tail + chunk if self._tail else chunk
-        if data.endswith(END_OF_EVENT):
-            self._tail = b""
-        else:
-            cut = data.rfind(END_OF_EVENT)
-            cut = cut + len(END_OF_EVENT) if cut >= 0 else 0
-            data, self._tail = data[:cut], data[cut:]
-            if len(self._tail) > MAX_EVENT_BYTES:
-                raise BadResponse(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
+        data = chunk if chunk.endswith(END_OF_EVENT) and not self._tail else self._complete(chunk)
         # JSON cannot contain a raw line break, so no text of an answer can look like this.
         end = data.find(DONE)
-        if end < 0:
-            return data
-        self.done = True
-        return data[: end + len(DONE)]
+        if end >= 0:
+            self.done = True
+            data = data[: end + len(DONE)]
+        self.between_events = not self._tail and not self.done
+        return data
+
+    def _complete(self, chunk: bytes) -> bytes:
+        """The whole events of what was held back and `chunk`; the rest is held back.
+
+        What was held back is not searched again, so that an event without end costs no more than its bytes.
+        """
+        cut = chunk.rfind(END_OF_EVENT)
+        if cut >= 0:
+            cut += len(END_OF_EVENT)
+        else:
+            cut = 1 if chunk.startswith(b"\n") and self._tail.endswith(b"\n") else 0
+        data = b""
+        if cut:
+            data = bytes(self._tail) + chunk[:cut]
+            self._tail = bytearray()
+        self._tail += chunk[cut:]
+        if len(self._tail) > MAX_EVENT_BYTES:
+            raise BadResponse(f"an agent's event exceeds {MAX_EVENT_BYTES} bytes")
+        return data
+
+
+def split(events: bytes) -> Iterator[bytes]:
+    """Each of whole events, with its end."""
+    start = 0
+    while (end := events.find(END_OF_EVENT, start)) >= 0:
+        end += len(END_OF_EVENT)
+        yield events[start:end]
+        start = end
+
+
+def data(event: bytes) -> bytes | None:
+    """The data of one event; None for a comment. Raises `BadResponse` for what no engine sends.
+
+    That is an event without data, or with more lines than that one.
+    """
+    if event.startswith(b"data: ") and event.count(b"\n") == 2:
+        return event[len(b"data: ") : -len(END_OF_EVENT)]
+    lines = [line for line in event.split(b"\n") if line and not line.startswith(b":")]
+    if not lines:
+        return None
+    if len(lines) > 1 or not lines[0].startswith(b"data:"):
+        raise BadResponse("an engine's event cannot be read")
+    return lines[0].removeprefix(b"data:").removeprefix(b" ")
 
 
 def event(payload: Any) -> bytes:

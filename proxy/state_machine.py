@@ -10,6 +10,12 @@ from typing import TypeVar
 S = TypeVar("S", bound=enum.Enum)
 
 
+class State(enum.Enum):
+    """A state of what passes through several with each request. Hashed in C: an enum's own hash is Python."""
+
+    __hash__ = object.__hash__
+
+
 class IllegalTransition(RuntimeError):
     """A state change that the table does not allow: an internal error."""
 

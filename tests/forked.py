@@ -12,8 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-READY_S = 60.0
-STOPPED_S = 20.0
+from tests.patience import patient
+
+READY_S = patient(60.0)
+STOPPED_S = patient(20.0)
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.contract.serving_peer", "tests.unit.transfer.agent_process"])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.memory import KVPool
 
 if TYPE_CHECKING:
     import torch
@@ -28,31 +28,44 @@ SumTable = npt.NDArray[np.uint32]
 class PoolSums:
     """Sums of one rank's pool."""
 
-    def __init__(self, pool: torch.Tensor, geometry: KVGeometry) -> None:
+    def __init__(self, pool: KVPool) -> None:
         import torch
 
-        # The elements are of 2 bytes at least; a slice that is not made of whole 32-bit words is rare.
-        word = torch.int32 if geometry.head_block_bytes % 4 == 0 else torch.int16
-        self._words = pool.view(pool.shape[0], pool.shape[1], -1).view(word)
-        self._keys = torch.from_numpy(word_keys(self._words.shape[2])).to(pool.device)
-        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
-        self.block_bytes = pool[0].numel() * pool.element_size()
+        memory, placement = pool.memory, pool.placement
+        # The elements are of 2 bytes at least; a run that is not made of whole 32-bit words is rare.
+        word = torch.int32 if placement.unit_bytes % 4 == 0 else torch.int16
+        words = memory.view(-1).view(torch.uint8).view(word)
+        strides = (placement.block_stride // word.itemsize, placement.head_stride // word.itemsize, 1)
+        pieces = [(offset // word.itemsize, length // word.itemsize) for offset, length in placement.pieces]
+        lengths = [length for _, length in pieces]
+        keys = np.split(word_keys(sum(lengths)), np.cumsum(lengths)[:-1])
+        shape = (placement.num_blocks, placement.num_heads)
+        self._parts = [
+            (words.as_strided((*shape, length), strides, offset), torch.from_numpy(part).to(memory.device))
+            for (offset, length), part in zip(pieces, keys, strict=True)
+        ]
+        """Words [block, head, n] and their keys, piece by piece of what one head has in a block."""
+        self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None  # type: ignore[no-untyped-call]
+        self.block_bytes = placement.num_heads * sum(lengths) * word.itemsize
 
     def sums(self, blocks: Sequence[int]) -> SumTable:
         """The sums of at least one block, row by row. What the blocks hold must not change meanwhile."""
         return self._sums_on_host(blocks) if self._stream is None else self._sums_on_device(blocks)
 
     def _sums_on_host(self, blocks: Sequence[int]) -> SumTable:
-        words, keys = self._words.numpy(), self._keys.numpy()
-        return _folded(
-            np.stack([np.einsum("hw,w->h", words[each].astype(np.int64), keys) for each in blocks])
-        )
+        parts = [(words.numpy(), keys.numpy()) for words, keys in self._parts]
+        rows = []
+        for block in blocks:
+            row = [np.einsum("hw,w->h", words[block].astype(np.int64), keys) for words, keys in parts]
+            rows.append(np.sum(row, axis=0))
+        return _folded(np.stack(rows))
 
     def _sums_on_device(self, blocks: Sequence[int]) -> SumTable:
         import torch
 
         with torch.cuda.stream(self._stream):
-            return _folded(totals(self._words, self._keys, blocks).cpu().numpy())
+            parts = torch.stack([totals(words, keys, blocks) for words, keys in self._parts])
+            return _folded(parts.sum(dim=0).cpu().numpy())
 
 
 def totals(words: torch.Tensor, keys: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:

@@ -28,19 +28,19 @@ class SchedulerConnector:
         self._wake = wake
         self._events: list[PlaneEvent] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._ranks = RankGroup(config.tp_size, config.incarnation)
+        self._ranks = RankGroup(config.tp_size)
         self._producer = Producer(config, self._ranks, self._emit)
         self._consumer = Consumer(config, self._ranks, self._emit)
         self.control_port = config.control_port
 
     async def start(self, timeout_s: float) -> None:
-        """Bind the control channel and the ranks' channel, and wait until every rank has reported.
+        """Connect to the ranks, wait until every one has reported, and bind the control channel.
 
-        Raises TimeoutError naming the ranks that have not, `zmq.ZMQError` or OSError if an address cannot be
-        bound, and RuntimeError if no backend is open on every rank.
+        Raises TimeoutError naming the ranks that have not, OSError if one does not listen or the control
+        channel cannot be bound, and RuntimeError if no backend is open on every rank.
         """
         self._context = zmq.Context()
-        await self._ranks.start(self._config.rank_address, timeout_s, self._consumer)
+        await self._ranks.start(self._config.rank_addresses, timeout_s, self._consumer)
         if not self._ranks.transfers:
             raise RuntimeError("no transfer backend is open on every rank")
         self.control_port = self._producer.start(self._context)

@@ -31,6 +31,8 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     },
 )
 """Backend name to module, best first."""
+CONFIGURABLE = frozenset({"mori", "cuda_ipc"})
+"""Backends that take options."""
 
 
 class TransferError(Exception):
@@ -165,9 +167,9 @@ class Usability:
     reason: str
 
 
-def usable(name: str) -> Usability:
-    """Try a backend in this process. Raises ValueError for an unknown name."""
-    reason = _module(name).probe()
+def usable(name: str, backend_options: Mapping[str, str] | None = None) -> Usability:
+    """Try a backend here, with its own options. Raises ValueError for an unknown name or option."""
+    reason = _module(name).probe(backend_options or {})
     return Usability(reason is None, reason or "")
 
 
@@ -181,13 +183,18 @@ def candidates(transfer: str) -> tuple[str, ...]:
 
 
 def parse_backend_options(text: str) -> Mapping[str, Mapping[str, str]]:
-    """Read `BACKEND.NAME=VALUE,…` into options by backend. Raises ValueError for what is not of that form."""
+    """Read `BACKEND.NAME=VALUE,…` into options by backend.
+
+    Raises ValueError for what is not of that form, or names a backend that takes no options.
+    """
     options: dict[str, dict[str, str]] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         backend, dot, option = name.strip().partition(".")
         if not (equals and dot and option) or backend not in BACKENDS:
             raise ValueError(f"a transfer option must be BACKEND.NAME=VALUE, got {item!r}")
+        if backend not in CONFIGURABLE:
+            raise ValueError(f"the transfer backend {backend} takes no options, got {item!r}")
         options.setdefault(backend, {})[option] = value.strip()
     return options
 
@@ -201,4 +208,4 @@ def _module(name: str) -> _BackendModule:
 class _BackendModule(Protocol):
     def open_backend(self, options: EngineOptions) -> TransferEngine: ...
 
-    def probe(self) -> str | None: ...
+    def probe(self, options: Mapping[str, str]) -> str | None: ...

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.layout import KVGeometry, Placement, SpanTable, placement_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,40 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         madvise(first, end - first, mmap.MADV_HUGEPAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """One rank's KV: memory that backends register, contiguous, and where in it each run of KV lies."""
+
+    memory: torch.Tensor
+    placement: Placement
+
+
+def own_pool(pool: torch.Tensor, geometry: KVGeometry, tp_size: int, rank: int) -> KVPool:
+    """Our own agent's pool: contiguous, of `geometry.pool_shape`. Raises ValueError for another shape."""
+    heads = geometry.local_heads(tp_size, rank)
+    if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], len(heads)):
+        raise ValueError(f"pool of shape {tuple(pool.shape)} does not fit {geometry} with heads {heads}")
+    # Per layer: block, K|V, head, token, dim.
+    layers = [pool[:, :, layer].transpose(1, 2) for layer in range(geometry.num_layers)]
+    if geometry.mla:
+        return KVPool(pool, placement_of([layer[:, 0] for layer in layers], planes=1, heads=heads))
+    return KVPool(pool, placement_of(layers, planes=2, heads=heads))
+
+
+def pool_of_layers(layers: Sequence[torch.Tensor], *, planes: int, heads: range) -> KVPool:
+    """Another engine's pool, by its views of each layer (`layout.placement_of`).
+
+    Raises ValueError if a run of KV is not contiguous, layers differ, or they are not in one allocation.
+    """
+    import torch
+
+    placement = placement_of(layers, planes=planes, heads=heads)
+    if len(placement.regions) != 1:
+        raise ValueError(f"the KV lies in {len(placement.regions)} allocations, not in one")
+    memory = torch.empty(0, dtype=torch.uint8, device=layers[0].device)
+    return KVPool(memory.set_(layers[0].untyped_storage()), placement)
 
 
 class PoolMemory(Protocol):

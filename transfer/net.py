@@ -18,6 +18,10 @@ KEEPALIVE_LIMIT_MS = (KEEPALIVE_PROBES + 1) * KEEPALIVE_INTERVAL_S * 1000
 """When a connection without a reply is dropped."""
 
 
+class CannotBind(OSError):
+    """An address on which this process is to listen is taken, or not this host's; the message names it."""
+
+
 async def resolve(host: str) -> str:
     """The first address of a host; one that is an address already is returned as it is.
 

@@ -38,7 +38,7 @@ class PlaneConfig:
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
-        rank_address: Where this agent's ranks report, as the path of a Unix socket.
+        rank_addresses: Where this agent's ranks listen, in order of rank, as paths of Unix sockets.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         max_staged: Readers that may wait for prefills which have not begun.
         curve_secret: CURVE secret key (Z85) of the control channel: only agents with the same key connect.
@@ -57,7 +57,7 @@ class PlaneConfig:
     num_blocks: int
     weights: str
     host_id: str
-    rank_address: Path
+    rank_addresses: tuple[Path, ...]
     verify_kv: bool = False
     max_staged: int = MAX_STAGED
     curve_secret: str | None = field(default=None, repr=False)

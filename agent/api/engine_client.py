@@ -17,6 +17,8 @@ import zmq.asyncio
 from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.messages.requests import (
     Abort,
+    Drain,
+    Drained,
     DropTransfer,
     EngineReady,
     FromEngine,
@@ -129,6 +131,7 @@ class EngineClient:
         self._is_ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._drained = asyncio.Event()
         self.ready: EngineReady | None = None
         self.stats: Stats | None = None
 
@@ -199,14 +202,15 @@ class EngineClient:
         for stream in self._streams.values():
             stream.fail(error)
 
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False when some still are at the deadline."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+    async def wait_drained(self) -> None:
+        """Wait until the engine runs nothing and leases no KV. Raises `ApiError` when its queue is full."""
+        self._drained.clear()
+        self.send(Drain())
+        await self._drained.wait()
 
     def close(self) -> None:
         self._receiver.close()
@@ -224,6 +228,8 @@ class EngineClient:
                     stream.fail(ApiError(message.status, message.code, message.message), ended=True)
             case Stats():
                 self.stats = message
+            case Drained():
+                self._drained.set()
             case EngineReady():
                 self.ready = message
                 self._is_ready.set()

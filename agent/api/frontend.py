@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.agent.api import responses
 from kvferry.agent.api.engine_client import EngineClient, EngineStream
@@ -31,15 +31,20 @@ from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.openai_schema import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     GenerationBody,
+    SamplingDefaults,
+    TokenizeBody,
     chat_messages,
     check_chat_size,
     check_context,
     check_resumed,
     check_token_ids,
     completion_prompt,
+    decode_body,
     sampling_params,
     text_too_long,
+    truncated,
 )
 from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.api.text.chat_template import TemplateRefused
@@ -58,6 +63,12 @@ _LAST_OUTPUT_TIMEOUT_S = 5.0
 # Longer texts, and chats of more messages, are worked on beside the event loop.
 _INLINE_BYTES = 4096
 _INLINE_MESSAGES = 16
+_BYTES_PER_ID = 4
+"""Of the text of token ids, about."""
+_INLINE_BODY_BYTES = 64 * 1024
+"""Larger bodies are decoded there too: 8 MiB take up to 50 ms."""
+
+_Body = TypeVar("_Body", bound=GenerationBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +84,25 @@ class Frontend:
     """Serves requests with one tokenizer and one engine."""
 
     def __init__(
-        self, config: AgentConfig, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle
+        self,
+        config: AgentConfig,
+        tokenizer: Tokenizer,
+        engine: EngineClient,
+        lifecycle: Lifecycle,
+        defaults: SamplingDefaults,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._engine = engine
         self._lifecycle = lifecycle
         self._texts = TextPool()
+
+    async def decode(self, raw: bytes, body_type: type[_Body], max_model_len: int | None) -> _Body:
+        """Type and check one body, a large one beside the event loop. Raises `ApiError`."""
+        if len(raw) <= _INLINE_BODY_BYTES:
+            return decode_body(raw, body_type, max_model_len)
+        return await self._texts.run(len(raw), partial(decode_body, raw, body_type, max_model_len))
 
     async def complete(
         self, body: GenerationBody, ids: RequestIds, entry: RequestLogEntry
@@ -133,6 +156,43 @@ class Frontend:
                 entry.close(error.status, error.code)
                 yield responses.sse_event(error.body()) + responses.DONE_EVENT
 
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """Return the body that answers /tokenize. Raises `ApiError`."""
+        self._check_ready()
+        self._check_model(body.model)
+        chat = body.chat(self._config.model_name)
+        if chat is not None:
+            ids = await self._encode_prompt(chat)
+        else:
+            text = body.prompt or ""
+            special = body.add_special_tokens is not False
+            encode = partial(self._tokenizer.encode, text, add_special_tokens=special)
+            size = len(text.encode(errors="replace"))
+            ids = encode() if size <= _INLINE_BYTES else await self._texts.run(size, encode)
+        strings = self._tokenizer.tokens(ids) if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": self._max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """Return the body that answers /detokenize. Raises `ApiError`."""
+        self._check_ready()
+        self._check_model(body.model)
+        check_token_ids(tuple(body.tokens), self._tokenizer.vocab_size, "tokens")
+        return {"prompt": await self._decode(body.tokens, show_special=True)}
+
+    async def _decode(self, ids: Sequence[int], *, show_special: bool) -> str:
+        decode = partial(self._tokenizer.decode, list(ids), show_special)
+        size = _BYTES_PER_ID * len(ids)
+        return decode() if size <= _INLINE_BYTES else await self._texts.run(size, decode)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._config.model_name:
+            raise ApiError(404, "model_not_found", f"the model {model!r} is not served here", "model")
+
     def drop(self, transfer_id: str) -> None:
         """Unpin the blocks of a prefill leg whose reader will not come. Idempotent. Raises `ApiError`."""
         self._check_ready()
@@ -157,6 +217,7 @@ class Frontend:
             produce=request.produce,
             remote=request.remote,
             resumed=kv.resumed_choices(request.resume) if kv and request.remote else (),
+            cache_salt=request.cache_salt,
         )
         async with self._engine.submit(submit) as stream:
             yield generation, stream
@@ -178,7 +239,10 @@ class Frontend:
     def _push(self, generation: Generation, stream: EngineStream, output: Output) -> list[Delta]:
         """Advance the choices by one output, and stop those in the engine that a stop string ended."""
         ended_by_engine = {token.index for token in output.tokens if token.finish is not None}
-        deltas = generation.push(output.tokens)
+        sampling = generation.request.sampling
+        if sampling.prompt_logprobs is not None and generation.prompt_logprobs is None:
+            generation.add_prompt_logprobs(output.prompt_logprobs)
+        deltas = generation.push(output.tokens) if sampling.max_tokens else generation.end_empty()
         for delta in deltas:
             if delta.finish_reason is not None and delta.index not in ended_by_engine:
                 stream.stop_choice(delta.index)
@@ -206,25 +270,28 @@ class Frontend:
         )
 
     def _check_ready(self) -> None:
-        if self._lifecycle.state != "ready":
+        """While draining, requests that were on their way still come; `EngineClient.refuse` ends that."""
+        if self._engine.ready is None:
             raise unavailable(self._lifecycle.state, f"this agent is {self._lifecycle.state}")
 
     async def _prepare(self, body: GenerationBody, ids: RequestIds) -> GenerationRequest:
-        if body.model != self._config.model_name:
-            raise ApiError(404, "model_not_found", f"the model {body.model!r} is not served here", "model")
+        self._check_model(body.model)
         kv = self._leg_params(body.kv_transfer_params)
+        max_model_len = self._max_model_len
         if kv is not None and kv.prompt_token_ids is not None:
+            check_context(len(kv.prompt_token_ids), None, max_model_len)
             prompt_ids = tuple(kv.prompt_token_ids)
         else:
             prompt_ids = await self._encode_prompt(body)
         check_token_ids(prompt_ids, self._tokenizer.vocab_size, "prompt")
-        assert self._engine.ready is not None
         sampling = sampling_params(
             body,
             prompt_len=len(prompt_ids),
-            max_model_len=self._engine.ready.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=self._tokenizer.vocab_size,
             seed=mint_seed(),
+            defaults=self._defaults,
+            bad_words=self._tokenizer.encode_bad_words(body.bad_words or ()),
         )
         check_resumed(
             body.resume or [], max_tokens=sampling.max_tokens, vocab_size=self._tokenizer.vocab_size
@@ -247,7 +314,27 @@ class Frontend:
             remote_cached_tokens=(kv.remote_cached_tokens or 0) if kv else 0,
             resume=tuple(body.resume or ()),
             token_lines=bool(body.kvferry_token_lines),
+            include_stop=bool(body.include_stop_str_in_output),
+            show_special=body.skip_special_tokens is False,
+            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+            cache_salt=body.cache_salt or "",
+            first_choice=body.kvferry_first_choice or 0,
+            echo=await self._echoed(body, prompt_ids) if body.echo else None,
+            prompt_logprobs=body.prompt_logprobs,
         )
+
+    async def _echoed(self, body: GenerationBody, prompt_ids: tuple[int, ...]) -> str:
+        """Return the prompt's text: the client's own, or that of its ids, if it gave ids or has them cut."""
+        assert isinstance(body, CompletionBody)
+        prompt = completion_prompt(body, self._max_model_len)
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            return prompt
+        return await self._decode(prompt_ids, show_special=body.skip_special_tokens is False)
+
+    @property
+    def _max_model_len(self) -> int:
+        assert self._engine.ready is not None
+        return self._engine.ready.max_model_len
 
     def _leg_params(self, kv: KVTransferParams | None) -> KVTransferParams | None:
         """Return None for a whole request. Raises `ApiError` for a leg that the role does not serve."""
@@ -260,11 +347,10 @@ class Frontend:
 
     async def _encode_prompt(self, body: GenerationBody) -> tuple[int, ...]:
         """Return the prompt's ids. What cannot fit the context is refused by its size, before any work."""
-        assert self._engine.ready is not None
-        max_model_len = self._engine.ready.max_model_len
+        max_model_len = self._max_model_len
         longest = self._tokenizer.max_token_bytes
         max_bytes = None if longest is None else longest * max_model_len
-        encode = partial(self._encode, max_bytes=max_bytes, max_model_len=max_model_len)
+        encode = partial(self._encode, body, max_bytes=max_bytes, max_model_len=max_model_len)
         if isinstance(body, ChatBody):
             size = check_chat_size(body, max_model_len, max_bytes)
             # The template writes the special tokens itself; adding them again would double them.
@@ -273,11 +359,11 @@ class Frontend:
                 return encode(self._render(body), "messages", add_special_tokens=False)
 
             inline = size <= _INLINE_BYTES and len(body.messages) <= _INLINE_MESSAGES
-            return work() if inline else await self._texts.run(size, work)
+            return work() if inline and body.chat_template is None else await self._texts.run(size, work)
         assert isinstance(body, CompletionBody)
         prompt = completion_prompt(body, max_model_len)
         if isinstance(prompt, tuple):
-            return prompt
+            return truncated(prompt, body.truncate_prompt_tokens, max_model_len)
         if not prompt:
             raise bad_request("the prompt is empty", "prompt")
         size = len(prompt.encode(errors="replace"))
@@ -288,23 +374,54 @@ class Frontend:
         return await self._texts.run(size, partial(encode, prompt, "prompt", add_special_tokens=True))
 
     def _encode(
-        self, text: str, param: str, *, add_special_tokens: bool, max_bytes: int | None, max_model_len: int
+        self,
+        body: GenerationBody,
+        text: str,
+        param: str,
+        *,
+        add_special_tokens: bool,
+        max_bytes: int | None,
+        max_model_len: int,
     ) -> tuple[int, ...]:
+        """Encode a prompt as the body wants it; `add_special_tokens` holds where it does not say."""
         size = len(text.encode(errors="replace"))
         if max_bytes is not None and size > max_bytes:
             raise text_too_long(max_model_len, size, param)
+        if body.add_special_tokens is not None:
+            add_special_tokens = body.add_special_tokens
+        keep = body.truncate_prompt_tokens
         try:
-            return self._tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, max_tokens=max_model_len
+            prompt_ids = self._tokenizer.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                max_tokens=max_model_len if keep is None else None,
             )
         except TextTooLong as error:
             check_context(error.num_tokens, None, max_model_len)
             raise
+        return truncated(prompt_ids, keep, max_model_len)
 
     def _render(self, body: ChatBody) -> str:
-        if self._tokenizer.chat_template is None:
+        template = self._tokenizer.chat_template
+        if body.chat_template is not None and not self._config.trust_request_chat_template:
+            message = "chat_template is only for agents with --trust-request-chat-template"
+            raise bad_request(message, "chat_template", "unsupported_field")
+        if template is None:
             raise bad_request("this model has no chat template", "messages", "no_chat_template")
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        continues = bool(body.continue_final_message)
         try:
-            return self._tokenizer.chat_template.render(chat_messages(body))
+            if body.chat_template is not None:
+                template = template.replaced(body.chat_template)
+            return template.render(
+                chat_messages(body),
+                variables=variables,
+                add_generation_prompt=not continues
+                if body.add_generation_prompt is None
+                else body.add_generation_prompt,
+                continue_final_message=continues,
+            )
         except TemplateRefused as error:
             raise bad_request(str(error), "messages") from error

@@ -9,11 +9,24 @@ from typing import Any
 
 from kvferry.agent.api.kv_params import Resume
 from kvferry.agent.api.text.detokenizer import Detokenizer
-from kvferry.agent.api.text.logprobs import RENDER_LOGPROBS, merge_logprobs
+from kvferry.agent.api.text.logprobs import (
+    RENDER_LOGPROBS,
+    completion_logprobs,
+    merge_logprobs,
+    prompt_logprobs,
+)
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import AnswerId, AnswerKind
-from kvferry.agent.messages.requests import FinishReason, RemoteKV, SamplingParams, Timing, Token
+from kvferry.agent.messages.requests import (
+    FinishReason,
+    PromptLogprob,
+    RemoteKV,
+    SamplingParams,
+    Timing,
+    Token,
+    TokenLogprob,
+)
 from kvferry.proxy.wire.kv_params import FirstToken
 
 
@@ -23,7 +36,10 @@ class GenerationRequest:
 
     `first_tokens` are those that a prefill leg has returned, one per choice; `remote_cached_tokens` is how
     much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown of each
-    choice, token 1 included. With `token_lines` every event of a stream carries its output ids.
+    choice, token 1 included. With `token_lines` every event of a stream carries its output ids, with
+    `continuous_usage` its choice's token counts. With `include_stop` the text ends with what stopped it, with
+    `show_special` special tokens are text. `echo` is what the text begins with, before any token. Of the
+    prompt's tokens `prompt_logprobs` likeliest are reported. A stream's choices count from `first_choice`.
     """
 
     kind: AnswerKind
@@ -42,6 +58,13 @@ class GenerationRequest:
     remote_cached_tokens: int = 0
     resume: tuple[Resume, ...] = ()
     token_lines: bool = False
+    include_stop: bool = False
+    show_special: bool = False
+    continuous_usage: bool = False
+    cache_salt: str = ""
+    first_choice: int = 0
+    echo: str | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def streamed(self) -> bool:
@@ -64,11 +87,13 @@ class TokenUsage:
 class Delta:
     """What a choice gained: text that may be shown, and the tokens of it or of text still held back.
 
-    `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token.
+    `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token,
+    `num_tokens` counts all up to and including these.
     """
 
     index: int
     first: bool = False
+    num_tokens: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, Any] | None = None
@@ -82,6 +107,7 @@ class Delta:
         self.margins += later.margins
         self.logprobs = merge_logprobs(self.logprobs, later.logprobs)
         self.finish_reason = later.finish_reason
+        self.num_tokens = later.num_tokens
 
 
 class GeneratedChoice:
@@ -91,15 +117,28 @@ class GeneratedChoice:
         sampling = request.sampling
         self._index = index
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, request.stop, sampling.min_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            request.stop,
+            sampling.min_tokens,
+            include_stop=request.include_stop,
+            show_special=request.show_special,
+        )
+        self._include_stop = request.include_stop
         self._render = RENDER_LOGPROBS[request.kind] if sampling.logprobs is not None else None
+        self._echo = request.echo or ""
+        self._echo_logprobs: dict[str, Any] | None = None
         self._text_offset = 0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
+    def begin_with(self, echo_logprobs: dict[str, Any], text_offset: int) -> None:
+        """Show the log probabilities of the prompt before those of the first token, at `text_offset`."""
+        self._echo_logprobs, self._text_offset = echo_logprobs, text_offset
+
     def restore(self, first: FirstToken) -> Delta:
         """Restore the state after the prefill leg's token; returns what its response showed."""
-        delta = Delta(self._index, first=True, logprobs=first.logprobs)
+        delta = Delta(self._index, first=True, text=self._echo, logprobs=first.logprobs)
         if first.logprobs is not None:
             delta.margins.append(first.margin)
         self._add_token(delta, first.id, None)
@@ -126,6 +165,8 @@ class GeneratedChoice:
     def push(self, tokens: Iterable[Token]) -> Delta:
         """Add new tokens, except those that the engine sent before it learned of the choice's end."""
         delta = Delta(self._index, first=self.num_tokens == 0)
+        if delta.first:
+            delta.text, delta.logprobs = self._echo, self._echo_logprobs
         sampled = []
         offset = self._text_offset
         for token in tokens:
@@ -137,15 +178,27 @@ class GeneratedChoice:
                 sampled.append((token.token_id, token.logprob))
                 delta.margins.append(token.logprob.margin)
         if self._render is not None and sampled:
-            delta.logprobs = self._render(self._tokenizer, sampled, offset)
+            delta.logprobs = merge_logprobs(delta.logprobs, self._render(self._tokenizer, sampled, offset))
         return delta
+
+    def end_empty(self) -> Delta:
+        """End a choice of which no token is wanted."""
+        self.finish_reason = "length"
+        return Delta(
+            self._index,
+            first=True,
+            text=self._echo,
+            logprobs=self._echo_logprobs,
+            finish_reason=self.finish_reason,
+        )
 
     def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
         self.num_tokens += 1
+        delta.num_tokens = self.num_tokens
         delta.token_ids.append(token_id)
         if self._render is not None:
             self._text_offset += len(self._tokenizer.token_text(token_id))
-        if finish != "stop":  # the stop token is no part of the text
+        if finish != "stop" or self._include_stop:  # the stop token is no part of the text
             delta.text += self._detokenizer.push(token_id)
         if finish is not None:
             delta.text += self._detokenizer.finish()
@@ -160,6 +213,9 @@ class Generation:
         self.choices = [GeneratedChoice(index, request, tokenizer) for index in range(request.sampling.n)]
         self.cached_tokens = request.remote_cached_tokens
         self.timing: Timing | None = None
+        self.prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+        """Of the prompt's second token and all after it; None where they are not known, or not wanted."""
+        self._tokenizer = tokenizer
 
     def restore(self) -> list[Delta]:
         """Restore all choices. Returns what the prefill leg's response showed of each, if there was one.
@@ -174,6 +230,22 @@ class Generation:
             choice.resume(sent)
         return shown
 
+    def add_prompt_logprobs(self, logprobs: Sequence[PromptLogprob]) -> None:
+        """Take the prompt's log probabilities, which come before the first tokens."""
+        self.prompt_logprobs = tuple(logprobs)
+        request, shown = self.request, self.request.sampling.logprobs
+        if request.echo is None or shown is None:
+            return
+        known = [None, *(TokenLogprob(logprob=each.logprob, top=each.top[:shown]) for each in logprobs)]
+        scored = list(zip(request.prompt_ids, known, strict=True))
+        echoed = completion_logprobs(self._tokenizer, scored, 0)
+        for choice in self.choices:
+            choice.begin_with(echoed, sum(map(len, echoed["tokens"])))
+
+    def end_empty(self) -> list[Delta]:
+        """End all choices where no token is wanted. Returns a delta for each."""
+        return [choice.end_empty() for choice in self.choices]
+
     def push(self, tokens: Sequence[Token]) -> list[Delta]:
         """Add one engine output's tokens. Returns one delta for each choice that gained any."""
         by_choice: dict[int, list[Token]] = {}
@@ -181,6 +253,14 @@ class Generation:
             if self.choices[token.index].finish_reason is None:
                 by_choice.setdefault(token.index, []).append(token)
         return [self.choices[index].push(mine) for index, mine in by_choice.items()]
+
+    @property
+    def shown_prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """The prompt's log probabilities as vLLM shows them; None where they are not wanted."""
+        num_top = self.request.prompt_logprobs
+        if num_top is None or self.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self._tokenizer, self.request.prompt_ids, self.prompt_logprobs, num_top)
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,8 @@ from kvferry.proxy.wire.kv_params import FirstToken, TokenId
 from kvferry.transfer.plane import RemotePrompt
 
 _PARAM = "kv_transfer_params"
+MAX_HOST_CHARS = 255
+"""As in the DNS."""
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -45,8 +47,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool = False
     transfer_id: str | None = None
     client_max_tokens: _Count | None = None
-    remote_engine_id: str | None = None
-    remote_host: str | None = None
+    remote_engine_id: Annotated[str, Meta(max_length=MAX_ID_CHARS)] | None = None
+    remote_host: Annotated[str, Meta(max_length=MAX_HOST_CHARS)] | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     remote_num_tokens: _Count | None = None
     remote_tp_size: _Count | None = None

@@ -8,6 +8,7 @@ one end together (I8): the death of either ends the other at once.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import signal
@@ -24,26 +25,27 @@ from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import AgentMetrics
-from kvferry.agent.api.ping import Announcer
+from kvferry.agent.api.openai_schema import SamplingDefaults, read_sampling_defaults
 from kvferry.agent.api.server import create_app, create_server, listen_http
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.architectures import REFUSED_STATUS
+from kvferry.agent.config import START_TIMEOUT_S, AgentConfig
 from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.messages.requests import EngineReady
+from kvferry.agent.ping import Announcer
 from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.http_server import HttpServer
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Incarnation, Load, Register
+from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
 from kvferry.proxy.wire.tls import server_context
 
 log = logging.getLogger(__name__)
 
-_READY_TIMEOUT_S = 180.0
-# Requests under way when the agent is stopped get this long; what is left fails with a typed error.
-_DRAIN_TIMEOUT_S = 3.0
+# Who presses Ctrl-C waits for it.
+_INTERRUPT_DRAIN_S = 3.0
 _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
 _ERROR_RESPONSES_TIMEOUT_S = 0.3
@@ -52,11 +54,20 @@ _ENGINE_STOP_GRACE_S = 5.0
 
 
 class EngineDied(RuntimeError):
-    """The engine process exited, was not ready in time, or sent an invalid message."""
+    """The engine process exited, was not ready in time, or sent an invalid message.
+
+    `status` is what the agent exits with.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
-    """Run one agent until SIGTERM or SIGINT (returns 0) or until a part of it dies (returns 1).
+    """Run one agent until it is asked to end and has drained (returns 0), or a part of it dies (returns 1).
+
+    Returns `REFUSED_STATUS` when a rank refused the model.
 
     `config` names a checkpoint directory (`cli.with_model_directory`). Prints one JSON line on stdout once
     HTTP listens: `{"listening": {"url", "incarnation"}}`.
@@ -66,14 +77,46 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
         BadClusterKey, BadCertificate: the file is none.
     """
     tokenizer = Tokenizer(Path(config.model))
+    defaults = read_sampling_defaults(Path(config.model), config.generation_config)
     key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
     tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen_http(config.host, config.port) as listener, private_run_dir() as run_dir:
-        agent = _Agent(config, tokenizer, key, tls, run_dir, listener.getsockname()[1])
+        agent = _Agent(config, tokenizer, defaults, key, tls, run_dir, listener.getsockname()[1])
         try:
             return await agent.run(listener, engine_module)
         finally:
             agent.close()
+
+
+class _StopRequest:
+    """That the agent is to end: by a signal, or by `POST /drain`."""
+
+    def __init__(self, drain_s: float) -> None:
+        self._drain_s = drain_s
+        self._signals = 0
+        self.limit_s = drain_s
+        """Seconds that draining may take."""
+        self.made = asyncio.Event()
+        self.at_once = asyncio.Event()
+        """A second signal has come: do not wait any longer."""
+
+    def on_signals(self) -> None:
+        """Let SIGTERM and SIGINT make it."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._drain_s)
+        loop.add_signal_handler(signal.SIGINT, self._signalled, min(self._drain_s, _INTERRUPT_DRAIN_S))
+
+    def make(self) -> None:
+        """Let the agent drain, and end. Idempotent."""
+        self.made.set()
+
+    def _signalled(self, limit_s: float) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self.at_once.set()
+        elif not self.made.is_set():
+            self.limit_s = limit_s
+        self.made.set()
 
 
 class _Agent:
@@ -83,6 +126,7 @@ class _Agent:
         self,
         config: AgentConfig,
         tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
         key: ClusterKey | None,
         tls: ssl.SSLContext | None,
         run_dir: Path,
@@ -92,10 +136,12 @@ class _Agent:
         self._tls = tls
         self._config = config
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._run_dir = run_dir
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
         self._lifecycle = Lifecycle()
+        self._stop = _StopRequest(config.drain_s)
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
         self._metrics = AgentMetrics(lambda: self._engine.stats)
@@ -110,10 +156,10 @@ class _Agent:
         server = self._create_server()
         try:
             async with asyncio.TaskGroup() as tasks:
-                stop = _stop_on_signals()
+                self._stop.on_signals()
                 serving = tasks.create_task(server.serve(sockets=[listener]))
                 pinging = tasks.create_task(self._announcer.run())
-                running = tasks.create_task(self._run_engine(engine_module, stop))
+                running = tasks.create_task(self._run_engine(engine_module))
                 self._print_listening()
                 code = await running
                 if code == 0:
@@ -134,8 +180,9 @@ class _Agent:
     def _print_listening(self) -> None:
         print(json.dumps({"listening": {"url": self._url, "incarnation": self._incarnation}}), flush=True)
 
-    async def _run_engine(self, engine_module: str, stop: asyncio.Event) -> int:
+    async def _run_engine(self, engine_module: str) -> int:
         """Run the engine until it or the agent ends; returns the agent's exit status."""
+        status = 1
         stdin = {
             "config": self._config,
             "incarnation": self._incarnation,
@@ -148,25 +195,27 @@ class _Agent:
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(self._engine.run()), tasks.create_task(_watch(child))]
                 starting = tasks.create_task(self._become_ready())
-                await stop.wait()
+                await self._stop.made.wait()
                 await self._drain()
                 for task in (starting, *watches):
                     task.cancel()
             return 0
         except* (EngineDied, BadEngineMessage) as died:
-            log.error("stopping: %s", died.exceptions[0])
+            cause = died.exceptions[0]
+            status = cause.status if isinstance(cause, EngineDied) else 1
+            log.error("stopping: %s", cause)
             self._refuse_all(ApiError(500, "engine_died", "the engine of this agent died"))
             if self._lifecycle.state != "draining":
                 self._lifecycle.transition("draining")
         finally:
-            await child.stop(_ENGINE_STOP_GRACE_S if stop.is_set() else 0.0)
-        return 1
+            await child.stop(_ENGINE_STOP_GRACE_S if self._stop.made.is_set() else 0.0)
+        return status
 
     async def _become_ready(self) -> None:
         try:
-            ready = await self._engine.wait_ready(_READY_TIMEOUT_S)
+            ready = await self._engine.wait_ready(START_TIMEOUT_S)
         except TimeoutError:
-            raise EngineDied(f"the engine was not ready within {_READY_TIMEOUT_S:.0f} s") from None
+            raise EngineDied(f"the engine was not ready within {START_TIMEOUT_S:.0f} s") from None
         facts = {
             "url": self._url,
             "control": _url("tcp", self._config.advertised_host, ready.control_port),
@@ -179,11 +228,34 @@ class _Agent:
         self._lifecycle.transition("ready")
 
     async def _drain(self) -> None:
-        """Refuse new requests, give those under way `_DRAIN_TIMEOUT_S`, then fail the rest."""
+        """Finish everything that counts on this agent, within the limit; then fail the rest."""
         self._lifecycle.transition("draining")
-        if not await self._engine.wait_idle(_DRAIN_TIMEOUT_S):
-            log.info("%d requests are aborted", self._engine.in_flight)
-            self._refuse_all(unavailable("draining", "this agent is shutting down"))
+        waits = [asyncio.ensure_future(each) for each in (self._wait_drained(), self._stop.at_once.wait())]
+        try:
+            done, _ = await asyncio.wait(
+                waits, timeout=self._stop.limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if waits[0] not in done:
+            stats = self._engine.stats
+            log.warning(
+                "not drained: %d requests are aborted, %d KV blocks are still leased",
+                self._engine.in_flight,
+                stats.blocks_leased if stats else 0,
+            )
+        self._refuse_all(_leaving())
+
+    async def _wait_drained(self) -> None:
+        """Wait until no proxy has a request for this agent, none runs, and no KV is leased."""
+        await self._announcer.wait_released()
+        self._engine.refuse(_leaving())
+        await self._engine.wait_idle()
+        if self._engine.ready is not None:
+            await self._engine.wait_drained()
 
     def _refuse_all(self, error: ApiError) -> None:
         self._engine.refuse(error)
@@ -194,10 +266,13 @@ class _Agent:
             create_app(
                 config=self._config,
                 incarnation=self._incarnation,
-                frontend=Frontend(self._config, self._tokenizer, self._engine, self._lifecycle),
+                frontend=Frontend(
+                    self._config, self._tokenizer, self._engine, self._lifecycle, self._defaults
+                ),
                 engine=self._engine,
                 lifecycle=self._lifecycle,
                 metrics=self._metrics,
+                drain=self._stop.make,
                 bearer=None if self._key is None else self._key.bearer,
             ),
             self._tls,
@@ -222,11 +297,13 @@ class _Agent:
             geometry=ready.geometry,
             layout=ready.layout,
             weights=ready.weights,
-            tokenizer=self._tokenizer.fingerprint,
+            tokenizer=_text_fingerprint(self._tokenizer, self._defaults),
             transfer_mode="read",
             version=version("kvferry"),
             state=self._lifecycle.state,
-            refusals=stats.plane.refusals if stats else {},
+            refusals={
+                agent: why[:MAX_TEXT_CHARS] for agent, why in (stats.plane.refusals if stats else {}).items()
+            },
             steps=stats.steps if stats else 0,
             load=Load(
                 running=stats.running if stats else 0,
@@ -241,7 +318,9 @@ class _Agent:
 
 
 async def _watch(child: ChildProcess) -> None:
-    raise EngineDied(f"the engine process exited with status {await child.wait()}")
+    status = await child.wait()
+    message = f"the engine process exited with status {status}"
+    raise EngineDied(message, REFUSED_STATUS if status == REFUSED_STATUS else 1)
 
 
 async def _stop_server(server: HttpServer, serving: asyncio.Task[None]) -> None:
@@ -268,12 +347,16 @@ async def _hang_up(server: HttpServer) -> None:
         await asyncio.wait(server.server_state.tasks, timeout=_HANG_UP_TIMEOUT_S)
 
 
-def _stop_on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    return stop
+def _leaving() -> ApiError:
+    return unavailable("draining", "this agent is shutting down")
+
+
+def _text_fingerprint(tokenizer: Tokenizer, defaults: SamplingDefaults) -> str:
+    """Fingerprint how a request is read: agents that differ in it are not paired."""
+    if defaults == SamplingDefaults():
+        return tokenizer.fingerprint
+    seed = tokenizer.fingerprint.encode() + msgspec.json.encode(defaults)
+    return hashlib.blake2b(seed, digest_size=8).hexdigest()
 
 
 def _url(scheme: str, host: str, port: int) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, TokenUsage
 from kvferry.agent.messages.requests import Timing
-from kvferry.proxy.wire.kv_params import FirstToken
+from kvferry.proxy.wire.kv_params import FirstToken, running_usage
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _END_LINE = b": t end\n"
@@ -29,6 +29,10 @@ def completion(
     body = _head(request, _OBJECT)
     body["choices"] = [_choice_body(request, choice, choice.finish_reason or "length") for choice in choices]
     body["usage"] = usage_body(generation.token_usage)
+    if request.prompt_logprobs is not None:
+        scored = generation.shown_prompt_logprobs
+        for holder in [body] if request.kind == "chat" else body["choices"]:
+            holder["prompt_logprobs"] = scored
     if kv_params is not None:
         body["kv_transfer_params"] = kv_params
     if request.want_timing and generation.timing is not None:
@@ -41,12 +45,14 @@ def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
 
     The token line, for a proxy that asked for them, is there in either case.
     """
-    line = token_line(delta) if request.token_lines else b""
+    line = token_line(delta) if request.token_lines and delta.token_ids else b""
     opens_message = request.kind == "chat" and delta.first
     if not (delta.text or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
         return line and line + b"\n"
     body = _head(request, _CHUNK_OBJECT)
     body["choices"] = [_chunk_choice(request, delta)]
+    if request.continuous_usage:
+        body["usage"] = running_usage(len(request.prompt_ids), delta.num_tokens)
     return line + sse_event(body)
 
 
@@ -142,7 +148,9 @@ def _chunk_choice(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
         content = {"delta": {**role, **text}}
     else:
         content = {"text": delta.text}
-    return _with_tokens(request, delta, {**content, "finish_reason": delta.finish_reason})
+    shown = _with_tokens(request, delta, {**content, "finish_reason": delta.finish_reason})
+    shown["index"] += request.first_choice
+    return shown
 
 
 def _with_tokens(request: GenerationRequest, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:

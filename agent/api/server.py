@@ -8,8 +8,9 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, cast
 
 import msgspec
@@ -23,12 +24,19 @@ from kvferry.agent.api.engine_client import EngineClient
 from kvferry.agent.api.frontend import Frontend, RequestIds
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import AgentMetrics
-from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, GenerationBody, decode_body
+from kvferry.agent.api.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    decode_detokenize_body,
+    decode_tokenize_body,
+)
 from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
-from kvferry.agent.ids import AnswerId, RequestId, is_plain_id, mint_request_id
-from kvferry.proxy.wire.http_server import GuardedConnection, HttpServer
+from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mint_request_id
+from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.http_server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.proxy.wire.messages import Incarnation
 
 log = logging.getLogger(__name__)
@@ -77,9 +85,15 @@ def create_app(
     engine: EngineClient,
     lifecycle: Lifecycle,
     metrics: AgentMetrics,
+    drain: Callable[[], None],
     bearer: str | None = None,
 ) -> Quart:
-    """The Quart application of one agent. With `bearer`, it serves only requests with that token."""
+    """The Quart application of one agent.
+
+    Args:
+        drain: Lets the agent finish what it has, and end.
+        bearer: When given, only requests with that token are served.
+    """
     app = Quart("agent", static_folder=None)
     app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine keeps every request's deadline
     app.config["BODY_TIMEOUT"] = _BODY_TIMEOUT_S
@@ -87,9 +101,11 @@ def create_app(
     started = int(time.time())
 
     async def generate(body_type: type[GenerationBody]) -> Response:
-        entry = RequestLogEntry(metrics, g.request_id, request.headers.get("traceparent"))
+        traceparent = request.headers.get("traceparent", "")
+        entry = RequestLogEntry(metrics, g.request_id, traceparent if is_plain_id(traceparent) else None)
         with entry.closed_on_failure():
-            body = decode_body(await _read_body(), body_type)
+            max_model_len = None if engine.ready is None else engine.ready.max_model_len
+            body = await frontend.decode(await _read_body(), body_type, max_model_len)
             if config.log_prompts:
                 entry.show_prompt(msgspec.json.encode(body.given_prompt))
             ids = _request_ids()
@@ -107,8 +123,7 @@ def create_app(
     async def chat_completions() -> Response:
         return await generate(ChatBody)
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    def card() -> dict[str, Any]:
         model: dict[str, Any] = {
             "id": config.model_name,
             "object": "model",
@@ -117,7 +132,33 @@ def create_app(
         }
         if engine.ready is not None:
             model["max_model_len"] = engine.ready.max_model_len
-        return _json(msgspec.json.encode({"object": "list", "data": [model]}))
+        return model
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(msgspec.json.encode({"object": "list", "data": [card()]}))
+
+    # A path, since models may be named by theirs.
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        if name != config.model_name:
+            raise ApiError(404, "model_not_found", "no such model is served here", "model")
+        return _json(msgspec.json.encode(card()))
+
+    @app.get("/version")
+    async def version_page() -> Response:
+        return _json(msgspec.json.encode({"version": version("kvferry")}))
+
+    @app.post("/tokenize")
+    async def tokenize() -> Response:
+        max_model_len = None if engine.ready is None else engine.ready.max_model_len
+        body = decode_tokenize_body(await _read_body(), max_model_len)
+        return _json(msgspec.json.encode(await frontend.tokenize(body)))
+
+    @app.post("/detokenize")
+    async def detokenize() -> Response:
+        body = decode_detokenize_body(await _read_body())
+        return _json(msgspec.json.encode(await frontend.detokenize(body)))
 
     @app.post("/kv/drop")
     async def drop() -> Response:
@@ -127,8 +168,15 @@ def create_app(
             raise bad_request(f"the body must name transfer_id and incarnation: {error}") from error
         if body.incarnation != incarnation:
             raise ApiError(409, "wrong_incarnation", f"this agent is {incarnation}", "incarnation")
+        if not is_plain_id(body.transfer_id):
+            raise bad_request(f"transfer_id must be 1 to {MAX_ID_CHARS} printable characters", "transfer_id")
         frontend.drop(body.transfer_id)
         return _json(b'{"dropped":true}')
+
+    @app.post("/drain")
+    async def start_drain() -> Response:
+        drain()
+        return _json(msgspec.json.encode({"state": "draining", "incarnation": incarnation}), status=202)
 
     @app.get("/health")
     async def health() -> Response:
@@ -178,7 +226,7 @@ def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=cast(Any, partial(GuardedConnection, head_s=_HEAD_TIMEOUT_S)),
+            http=cast(Any, partial(GuardedConnection, head_s=_HEAD_TIMEOUT_S, bounds=ServerBounds())),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -202,16 +250,20 @@ def listen_http(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(error.errno, f"cannot listen on {host_port(host, port)}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
 
 
 async def _read_body() -> bytes:
     """Read the request's body. Quart raises 413 when it is over the limit, 408 when it does not come."""
-    data = await request.get_data()
+    try:
+        data = await request.get_data(cache=False)
+    finally:
+        # Of a request that has ended, be it that its body was dropped, garbage collection would find it late.
+        request.body.clear()
     assert isinstance(data, bytes)
     return data
 

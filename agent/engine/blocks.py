@@ -40,14 +40,15 @@ class BlockCounts:
 
 
 def hash_blocks(
-    token_ids: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()
+    token_ids: Sequence[int], block_size: int, known: Sequence[BlockHash] = (), salt: str = ""
 ) -> list[BlockHash]:
-    """Hash every full block of `token_ids`, each together with all tokens before it.
+    """Hash every full block of `token_ids`, each together with all tokens before it, and with the salt.
 
     Args:
         token_ids: Tokens from position 0 on.
         block_size: Tokens per block.
-        known: Hashes of the first blocks, computed earlier; they are taken over.
+        known: Hashes of the first blocks, computed earlier with the same salt; they are taken over.
+        salt: Keeps the prefixes of those who have another one apart.
 
     Returns:
         One hash per full block, the known ones included.
@@ -55,9 +56,18 @@ def hash_blocks(
     hashes = list(known)
     for index in range(len(hashes), len(token_ids) // block_size):
         ids = array("q", token_ids[index * block_size : (index + 1) * block_size])
-        parent = hashes[-1] if hashes else b""
+        parent = hashes[-1] if hashes else _root(salt)
         hashes.append(hashlib.blake2b(parent + ids.tobytes(), digest_size=_DIGEST_BYTES).digest())
     return hashes
+
+
+def _root(salt: str) -> BlockHash:
+    """Return what the first block's hash is based on."""
+    return (
+        hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+        if salt
+        else b""
+    )
 
 
 def hash_prompt(token_ids: Sequence[int]) -> str:

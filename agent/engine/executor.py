@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from kvferry.agent.architectures import REFUSED_STATUS
 from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
     RankReady,
-    SampleOutput,
     Step,
+    StepOutputs,
     StepWritten,
     StopRank,
     ToRank,
@@ -30,7 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class BrokenRank(RuntimeError):
-    """A rank process ended or sent an unexpected message; its group cannot go on."""
+    """A rank process ended or sent an unexpected message; its group cannot go on.
+
+    `status` is the exit status that this agent's other processes end with.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Executor:
@@ -87,14 +95,14 @@ class Executor:
                 task.cancel()
             await asyncio.gather(watch, ready, return_exceptions=True)
 
-    async def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[SampleOutput]]:
-        """Run one step on every rank. Returns the sampled tokens, one tuple per chunk.
+    async def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs:
+        """Run one step on every rank.
 
         The step's writes to the pool are complete on every rank when this returns; if the step asks for it,
         `on_written` is called as soon as they are. A rank's death raises in `watch`, not here.
         """
         self._broadcast(step)
-        sampled: Sequence[Sequence[SampleOutput]] | None = None
+        outputs: StepOutputs | None = None
         unwritten, unfinished = set(range(self._size)), set(range(self._size))
         while unfinished:
             _, reply = await self._receive()
@@ -106,10 +114,10 @@ class Executor:
                     on_written()
                 continue
             unfinished.discard(reply.rank)
-            sampled = reply.sampled if reply.rank == 0 else sampled
-        if sampled is None:
+            outputs = reply.outputs if reply.rank == 0 else outputs
+        if outputs is None:
             raise BrokenRank("rank 0 sent no tokens")
-        return sampled
+        return outputs
 
     async def watch(self) -> RankReady:
         """Wait until a rank process ends, and raise `BrokenRank`."""
@@ -121,7 +129,8 @@ class Executor:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
         ended = [f"{waits[wait].name} ended with status {waits[wait].returncode}" for wait in done]
-        raise BrokenRank("; ".join(ended))
+        refused = any(waits[wait].returncode == REFUSED_STATUS for wait in done)
+        raise BrokenRank("; ".join(ended), REFUSED_STATUS if refused else 1)
 
     async def close(self, *, grace_s: float) -> None:
         """Send `StopRank`, kill the ranks still alive after `grace_s` seconds, and reap all of them."""

@@ -82,7 +82,7 @@ class KVCacheManager:
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Return cached blocks from which the sequence may start."""
         limits, request = self._limits, sequence.request
-        if not limits.prefix_cache:
+        if not limits.prefix_cache or request.scores_prompt:
             return []
         # The last token's logits are wanted, so it must be computed; unless the prompt's are not.
         tokens = request.prompt_len if sequence.knows_first_token else len(sequence.tokens) - 1

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.config import AgentConfig, configure_logging
+from kvferry.agent.config import START_TIMEOUT_S, AgentConfig, configure_logging
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
@@ -29,6 +29,8 @@ from kvferry.agent.engine.scheduler import Scheduler
 from kvferry.agent.ids import host_id
 from kvferry.agent.messages.requests import (
     Abort,
+    Drain,
+    Drained,
     DropTransfer,
     EngineReady,
     FromEngine,
@@ -45,11 +47,11 @@ from kvferry.agent.process.children import die_with_parent
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.net import CannotBind
 from kvferry.transfer.plane import PlaneConfig
 
 log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 600.0
 _SEND_TIMEOUT_S = 30.0
 _STOP_GRACE_S = 3.0
 _INBOX_LIMIT = 1024
@@ -118,6 +120,7 @@ class Engine:
         self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue(_INBOX_LIMIT)
         self._integrity_errors = 0
         self._audited = True
+        self._is_draining = False
         self._last_stats: Stats | None = None
         self._stats_sent_at = 0.0
 
@@ -137,10 +140,11 @@ class Engine:
             if step is None:
                 self._audit()
                 await self._publish_stats()
+                await self._tell_drained()
                 await self._sleep()
                 continue
-            sampled = await self._executor.run(step, self._scheduler.written)
-            self._scheduler.commit(sampled, self._clock())
+            outputs = await self._executor.run(step, self._scheduler.written)
+            self._scheduler.commit(outputs, self._clock())
             await self._send(self._scheduler.take_messages())
             await self._publish_stats()
 
@@ -165,6 +169,8 @@ class Engine:
                 self._scheduler.stop_choice(message.request_id, message.index)
             case DropTransfer():
                 self._scheduler.drop_transfer(message.transfer_id)
+            case Drain():
+                self._is_draining = True
 
     async def _send(self, messages: Iterable[Output | RequestFailed]) -> None:
         """Send what a step produced: all outputs in one message."""
@@ -197,6 +203,12 @@ class Engine:
         except (IntegrityError, AssertionError):
             self._integrity_errors += 1
             log.exception("block accounting is wrong")
+
+    async def _tell_drained(self) -> None:
+        """Answer a `Drain`, once it can be answered."""
+        if self._is_draining and self._scheduler.is_idle and not self._allocator.counts().leased:
+            self._is_draining = False
+            await self._channel.send(Drained())
 
     async def _publish_stats(self) -> None:
         """Send a snapshot when it has changed; while steps run, at most every `_STATS_PAUSE_S`."""
@@ -258,7 +270,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         num_blocks=ready.num_blocks,
         weights=ready.weights,
         host_id=host_id(),
-        rank_address=transfer_address(run_dir),
+        rank_addresses=tuple(transfer_address(run_dir, rank) for rank in range(config.tp)),
         verify_kv=config.verify_kv,
         curve_secret=boot.curve_secret,
     )
@@ -273,6 +285,7 @@ async def run_engine(boot: Boot, run_dir: Path, rank_module: str) -> None:
 
     Raises:
         BrokenRank, ApiGone: another process of the agent failed, so this one must end too (in a group).
+        CannotBind: the port of the control channel is taken (in a group).
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -294,11 +307,11 @@ async def _run_until_cancelled(boot: Boot, run_dir: Path, rank_module: str, stop
     """Start everything, run the loop until cancelled, and close everything."""
     executor, channel = Executor(boot, run_dir, rank_module), ApiChannel(run_dir)
     try:
-        ready = await executor.start(_START_TIMEOUT_S)
+        ready = await executor.start(START_TIMEOUT_S)
         plane, wake = make_plane_config(boot, ready, run_dir), asyncio.Event()
         connector = SchedulerConnector(plane, wake.set)
         try:
-            await connector.start(_START_TIMEOUT_S)
+            await connector.start(START_TIMEOUT_S)
             limits, allocator = make_limits(boot.config, ready), BlockAllocator(ready.num_blocks)
             scheduler = Scheduler(limits, allocator, connector)
             engine = Engine(channel, executor, connector, scheduler, allocator, wake)
@@ -341,9 +354,9 @@ def main(*, rank_module: str = RANK_MODULE) -> int:
     status = 0
     try:
         asyncio.run(run_engine(boot, run_dir, rank_module))
-    except* (BrokenRank, ApiGone) as errors:
+    except* (BrokenRank, ApiGone, CannotBind) as errors:
         log.error("%s", " and ".join(map(str, leaves(errors))))
-        status = 1
+        status = max(error.status if isinstance(error, BrokenRank) else 1 for error in leaves(errors))
     return status
 
 

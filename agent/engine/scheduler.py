@@ -26,7 +26,7 @@ from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
-from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step
+from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
@@ -53,6 +53,7 @@ class _Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     preempted: bool = False
+    scores_prompt: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -251,18 +252,22 @@ class Scheduler:
             if _ends_produced_prompt(sequence, end):
                 self._transfers.advance(sequence.request, self._kv_cache.num_blocks(end))
 
-    def commit(self, sampled: Seq[Seq[SampleOutput]], now: float) -> None:
-        """Record a step that every rank has completed: one tuple of sampled tokens per chunk."""
+    def commit(self, outputs: StepOutputs, now: float) -> None:
+        """Record a step that every rank has completed."""
         plan, self._plan = self._plan, None
         if plan is None:
             raise StepOrderError("no step to commit")
         self._allocator.release(source for source, _ in plan.copies)
         tokens: defaultdict[str, list[Token]] = defaultdict(list)
         requests: dict[str, Request] = {}
-        for (sequence, end), chunk_outputs in zip(plan.parts, sampled, strict=True):
+        for position, ((sequence, end), sampled) in enumerate(zip(plan.parts, outputs.sampled, strict=True)):
             request = sequence.request
+            if request.scores_prompt:
+                # Computed again after a preemption, they are the same.
+                scored = outputs.prompt_logprobs[position] if outputs.prompt_logprobs else ()
+                request.prompt_logprobs[sequence.num_computed :] = scored
             requests[request.request_id] = request
-            self._record(sequence, end, chunk_outputs, tokens[request.request_id], now)
+            self._record(sequence, end, sampled, tokens[request.request_id], now)
         for request_id, new_tokens in tokens.items():
             request = requests[request_id]
             if request.all_finished:
@@ -291,10 +296,12 @@ class Scheduler:
     def _plan_chunk(self, plan: _Plan, sequence: Sequence) -> bool:
         """Plan a sequence's next chunk if the step still has room; the first chunk always has."""
         end = sequence.next_chunk_end(self._limits.prefill_chunk)
-        size = end - sequence.num_computed
-        if not self._fits(plan, size):
+        size, scores = end - sequence.num_computed, sequence.request.scores_prompt
+        # One chunk's logits of every row at a time: each takes as much memory as the vocabulary has tokens.
+        if not self._fits(plan, size) or (scores and plan.scores_prompt):
             return False
         plan.num_prompt_tokens += size
+        plan.scores_prompt = plan.scores_prompt or scores
         plan.parts.append((sequence, end))
         return True
 
@@ -379,6 +386,9 @@ class Scheduler:
                 self._transfers.advance(request, end // self._limits.block_size)
             if end == request.prompt_len:
                 self._prompt_done(sequence, now)
+                if not request.submit.sampling.max_tokens:
+                    for choice in request.sequences.values():
+                        self._finish(choice)
         if not sampled:
             return
         siblings = list(request.sequences.values()) if len(sampled) > 1 else [sequence]

@@ -11,9 +11,18 @@ from enum import Enum
 import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
-from kvferry.agent.messages.requests import FinishReason, Output, ResumedChoice, Submit, Timing, Token
+from kvferry.agent.messages.requests import (
+    FinishReason,
+    Output,
+    PromptLogprob,
+    ResumedChoice,
+    Submit,
+    Timing,
+    Token,
+)
 from kvferry.agent.messages.steps import (
     Chunk,
+    PromptScores,
     SampleOutput,
     SamplingRow,
     SamplingSetup,
@@ -124,7 +133,8 @@ class Sequence:
     def full_block_hashes(self, block_size: int, num_tokens: int) -> list[BlockHash]:
         """Hashes of the full blocks among the first `num_tokens` tokens."""
         if len(self.hashes) < num_tokens // block_size:
-            self.hashes = hash_blocks(self.tokens[:num_tokens], block_size, self.hashes)
+            salt = self.request.submit.cache_salt
+            self.hashes = hash_blocks(self.tokens[:num_tokens], block_size, self.hashes, salt)
         return self.hashes[: num_tokens // block_size]
 
     def chunk(self, end: int, block_size: int) -> Chunk:
@@ -133,14 +143,21 @@ class Sequence:
         The chunk must be sent: its rows count as known to the ranks.
         """
         choices: Iterable[int] = ()
-        if end == len(self.tokens):
+        if end == len(self.tokens) and self.request.submit.sampling.max_tokens:
             choices = (self.index,) if self.request.forked else self.request.unfinished_choices()
         return Chunk(
             token_ids=tuple(self.tokens[self.num_computed : end]),
             start=self.num_computed,
             blocks=tuple(self.blocks[: -(-end // block_size)]),
             samples=tuple(self.sampling_row(choice) for choice in choices),
+            scores=self._scores(end),
         )
+
+    def _scores(self, end: int) -> PromptScores | None:
+        if not self.request.scores_prompt:
+            return None
+        successors = tuple(self.tokens[self.num_computed + 1 : end + 1])
+        return PromptScores(successors=successors, num_top=self.request.submit.sampling.prompt_logprobs or 0)
 
     def append(self, sampled: SampleOutput, eos_ids: Collection[int]) -> Token:
         """Record the next token; `finish` says why the choice ends with it, if it does."""
@@ -181,8 +198,8 @@ class Request:
 
     Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
     `resumed` is what the choices had on arrival; `pending_output` are tokens that another engine sampled, to
-    be sent to the API process once the prompt is here. Ranks know the request by `key`, once it is
-    `described` to them.
+    be sent to the API process once the prompt is here, and `prompt_logprobs` with the first tokens. Ranks
+    know the request by `key`, once it is `described` to them.
     """
 
     submit: Submit
@@ -199,6 +216,7 @@ class Request:
     stop_ids: frozenset[int] = field(init=False)
     resumed: tuple[ResumedChoice, ...] = field(init=False)
     pending_output: tuple[Token, ...] = ()
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.resumed = self.submit.resumed
@@ -216,6 +234,11 @@ class Request:
     def produces(self) -> bool:
         """Whether the prompt's KV is to be leased to a reader after one token."""
         return self.submit.produce is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are still wanted: each must be computed here."""
+        return self.submit.sampling.prompt_logprobs is not None and not self.forked
 
     @property
     def all_finished(self) -> bool:
@@ -286,7 +309,8 @@ class Request:
         }
 
     def output(self, tokens: list[Token], *, done: bool = False) -> Output:
-        """Make the message to the API process about new tokens."""
+        """Make the message to the API process about new tokens; it must be sent."""
+        scored, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return Output(
             request_id=self.request_id,
             tokens=tuple(tokens),
@@ -294,6 +318,7 @@ class Request:
             leased=done and self.produces and any(token.finish is None for token in tokens),
             cached_tokens=self.cached_tokens or 0,
             timing=self._measured() if done else None,
+            prompt_logprobs=scored,
         )
 
     def _measured(self) -> Timing:

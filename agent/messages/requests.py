@@ -20,7 +20,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. Already validated and defaulted by the API process.
 
     `max_tokens` is the client's own limit (never the 1 of a prefill leg), resolved against the context.
-    `logprobs` is the number of alternatives to report per position, or None for no logprobs at all.
+    `logprobs` is the number of alternatives to report per position, or None for no logprobs at all;
+    `prompt_logprobs` the same of the prompt's tokens, which are then all computed, whatever is cached.
+    `max_tokens` is 0 where only the prompt is to be computed.
+    `bad_words` are sequences of token ids that the output must not contain; of `allowed_token_ids` it
+    consists, if there are any.
     """
 
     seed: int
@@ -38,6 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +72,7 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """One request. `produce` names the transfer under which the prompt's KV is to be leased after one token;
     `remote` says where to pull the prompt's KV from. At most one of the two; neither means a local request.
+    Prefixes are shared only among requests with one `cache_salt`.
     """
 
     request_id: str
@@ -74,6 +82,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     produce: str | None = None
     remote: RemoteKV | None = None
     resumed: tuple[ResumedChoice, ...] = ()
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -95,7 +104,11 @@ class DropTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
     transfer_id: str
 
 
-ToEngine = Submit | Abort | StopChoice | DropTransfer
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Ask for `Drained` as soon as nothing runs and no KV is leased. What is submitted later still runs."""
+
+
+ToEngine = Submit | Abort | StopChoice | DropTransfer | Drain
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +119,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
     logprob: float
     margin: float = float("inf")
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probability of a prompt's token, and of the likeliest ones at its position, best first.
+
+    `rank` counts from 1, the likeliest token's.
+    """
+
+    logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -167,6 +191,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     A produced request (`Submit.produce`) sends exactly one Output with one token per choice. `leased` is true
     when some choice wants more tokens: its prompt's blocks are then pinned under the transfer id.
+    `prompt_logprobs`, in the first one of a request that wants them, are those of the prompt's second token
+    and of all after it.
     """
 
     request_id: str
@@ -175,6 +201,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     leased: bool = False
     cached_tokens: int = 0
     timing: Timing | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
@@ -226,4 +253,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     plane: PlaneStats
 
 
-FromEngine = EngineReady | Outputs | RequestFailed | Stats
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
+    """Every request has ended, and every lease: all readers have what they came for, or do not come."""
+
+
+FromEngine = EngineReady | Outputs | RequestFailed | Stats | Drained

@@ -13,12 +13,17 @@ from pathlib import Path
 import msgspec
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.messages.requests import SamplingParams, TokenLogprob
+from kvferry.agent.messages.requests import PromptLogprob, SamplingParams, TokenLogprob
 
 
 def uses_earlier_ids(sampling: SamplingParams) -> bool:
     """Whether sampling depends on the tokens before."""
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or any(len(word) > 1 for word in sampling.bad_words)
+    )
 
 
 class SamplingSetup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -36,13 +41,23 @@ class SamplingRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Sample one token from the logits of a chunk's last row.
 
     `position` is the token's output index. `output_ids` are the choice's tokens since its last row, sent only
-    where a penalty depends on them.
+    where sampling depends on them.
     """
 
     key: int
     choice: int
     position: int
     output_ids: tuple[int, ...] = ()
+
+
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Report the log probability of each of a chunk's tokens' successors, with the `num_top` likeliest.
+
+    The last token's successor is left out where it is not part of the prompt.
+    """
+
+    successors: tuple[int, ...]
+    num_top: int
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -55,6 +70,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     start: int
     blocks: tuple[int, ...]
     samples: tuple[SamplingRow, ...] = ()
+    scores: PromptScores | None = None
+
+    @property
+    def logit_rows(self) -> range:
+        """The chunk's rows whose logits are needed."""
+        last = len(self.token_ids)
+        if self.scores is not None:
+            return range(last if self.samples else len(self.scores.successors))
+        return range(last - 1, last) if self.samples else range(0)
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -84,6 +108,14 @@ class SampleOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprob: TokenLogprob | None = None
 
 
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a step's logits gave, a tuple for each of its chunks."""
+
+    sampled: tuple[tuple[SampleOutput, ...], ...]
+    prompt_logprobs: tuple[tuple[PromptLogprob, ...], ...] = ()
+    """Empty where no chunk's prompt is scored."""
+
+
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The rank has loaded its weights and allocated its pool. Every rank reports the same values.
 
@@ -107,11 +139,11 @@ class StepWritten(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """This rank's device has completed a step. Rank 0 adds the sampled tokens: one tuple per chunk."""
+    """This rank's device has completed a step. Rank 0 adds what its logits gave."""
 
     rank: int
     number: int
-    sampled: tuple[tuple[SampleOutput, ...], ...] | None = None
+    outputs: StepOutputs | None = None
 
 
 FromRank = RankReady | StepWritten | StepDone
@@ -133,6 +165,6 @@ def step_address(run_dir: Path) -> Path:
     return run_dir / "steps"
 
 
-def transfer_address(run_dir: Path) -> Path:
-    """The Unix socket on which ranks report transfers, apart from steps."""
-    return run_dir / "transfer"
+def transfer_address(run_dir: Path, rank: int) -> Path:
+    """The Unix socket on which a rank takes commands about transfers, apart from steps."""
+    return run_dir / f"transfer-{rank}"

@@ -25,6 +25,13 @@ class ParentGone(RuntimeError):
     """The parent died before this process had asked to be killed with it."""
 
 
+def end_with_parent(signum: signal.Signals) -> None:
+    """Have the kernel send `signum` to this process when its parent dies, from now on. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send `signum` to this process when its parent dies. Call it before any slow import.
 
@@ -37,9 +44,7 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
             `ChildProcess.start` started it); no signal will come, so end now.
         OSError: the kernel refused.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    end_with_parent(signum)
     started_by = int(os.environ.get(_PARENT_VARIABLE, parent_pid))
     if not os.getppid() == parent_pid == started_by:
         raise ParentGone(f"parent {started_by} is gone")

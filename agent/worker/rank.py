@@ -31,13 +31,17 @@ from kvferry.agent.worker.model import ModelShard, ModelSpec, eos_ids
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group
-from kvferry.transfer.memory import allocate_pool
+from kvferry.transfer.memory import allocate_pool, own_pool
 from kvferry.transfer.ranks.channel import connect_at_once
 from kvferry.transfer.ranks.worker import WorkerConnector
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16
 _CUDA_POOL_SHARE = 0.85
+
+
+class NoDevice(RuntimeError):
+    """The device that a rank is to use is not there; the message says which and what is."""
 
 
 class Rank:
@@ -61,15 +65,13 @@ class Rank:
         self._geometry = self._model.geometry(config.block_size)
         self._pool = self._allocate_pool(device)
         self._runner = StepRunner(self._model, self._pool, self._eos_ids, is_sampler=rank == 0)
+        self._runner.warm_up(self._model.max_model_len)
         self._computing = threading.Event()
         self._connector = WorkerConnector(
-            address=transfer_address(run_dir),
+            address=transfer_address(run_dir, rank),
             rank=rank,
-            tp_size=config.tp,
-            geometry=self._geometry,
-            pool=self._pool,
+            pool=own_pool(self._pool, self._geometry, config.tp, rank),
             transfer=config.transfer,
-            incarnation=boot.incarnation,
             bind_host=config.host,
             advertise_host=config.advertised_host,
             transfer_options=config.transfer_options,
@@ -100,9 +102,9 @@ class Rank:
                 return
             written = StepWritten(rank=self._group.rank, number=message.number)
             self._computing.set()
-            sampled = self._runner.run(message, partial(self._send, written))
+            outputs = self._runner.run(message, partial(self._send, written))
             self._computing.clear()
-            self._send(StepDone(rank=self._group.rank, number=message.number, sampled=sampled))
+            self._send(StepDone(rank=self._group.rank, number=message.number, outputs=outputs))
 
     def _send(self, message: FromRank) -> None:
         self._engine.send(msgspec.msgpack.encode(message))
@@ -139,7 +141,13 @@ def _open_device(config: AgentConfig, rank: int) -> torch.device:
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp))
     if config.first_gpu is None:
         return torch.device("cpu")
-    device = torch.device("cuda", config.first_gpu + rank)
+    device, count = torch.device("cuda", config.first_gpu + rank), torch.cuda.device_count()
+    if not count:
+        raise NoDevice(f"--device {config.device}: torch {torch.__version__} sees no GPU here")
+    if device.index >= count:
+        raise NoDevice(
+            f"--device {config.device} --tp {config.tp}: {device} is needed, torch sees {count} GPUs"
+        )
     torch.cuda.set_device(device)
     return device
 

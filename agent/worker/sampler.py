@@ -16,10 +16,18 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from kvferry.agent.messages.requests import SamplingParams, TokenLogprob
-from kvferry.agent.messages.steps import SampleOutput, SamplingRow, SamplingSetup, uses_earlier_ids
+from kvferry.agent.messages.requests import PromptLogprob, SamplingParams, TokenLogprob
+from kvferry.agent.messages.steps import (
+    PromptScores,
+    SampleOutput,
+    SamplingRow,
+    SamplingSetup,
+    uses_earlier_ids,
+)
 
 _UINT64 = 2**64 - 1
+_SCORED_AT_ONCE = 32
+"""Rows of a prompt: each takes several times the vocabulary's size in memory."""
 
 
 class TokenHistory:
@@ -30,6 +38,9 @@ class TokenHistory:
         """Whether a token occurs in prompt or output; for the repetition penalty."""
         self.counts: torch.Tensor | None = None
         """How often a token occurs in the output; for presence and frequency penalties."""
+        self._num_last = max((len(word) for word in sampling.bad_words), default=1) - 1
+        self.last_ids: tuple[int, ...] = ()
+        """The end of the output, as much of it as may be the beginning of a bad word."""
         if sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[torch.tensor(prompt_ids, dtype=torch.long)] = True
@@ -40,6 +51,8 @@ class TokenHistory:
         """Count new output tokens."""
         if not output_ids:
             return
+        if self._num_last:
+            self.last_ids = (*self.last_ids, *output_ids)[-self._num_last :]
         ids = torch.tensor(output_ids, dtype=torch.long)
         if self.seen is not None:
             self.seen[ids] = True
@@ -53,7 +66,7 @@ class RequestSampling:
     def __init__(self, setup: SamplingSetup, eos_ids: Iterable[int], vocab_size: int) -> None:
         self.params = setup.sampling
         self._prompt_ids = setup.prompt_ids
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._histories: dict[int, TokenHistory] = {}
         bias = {token: value for token, value in self.params.logit_bias.items() if 0 <= token < vocab_size}
         self.bias_ids = torch.tensor(list(bias), dtype=torch.long)
@@ -62,6 +75,12 @@ class RequestSampling:
         in_vocabulary = [token for token in banned if 0 <= token < vocab_size]
         self.banned_ids = torch.tensor(in_vocabulary, dtype=torch.long)
         """What may not be sampled before `min_tokens`."""
+        allowed = [token for token in self.params.allowed_token_ids if 0 <= token < vocab_size]
+        self.excluded: torch.Tensor | None = None
+        """bool, shape [vocabulary]: what may never be sampled; None where everything may."""
+        if allowed:
+            self.excluded = torch.ones(vocab_size, dtype=torch.bool)
+            self.excluded[torch.tensor(allowed)] = False
 
     def resolve(self, row: SamplingRow) -> TokenSample:
         """Return what one row asks for, with the row's new tokens counted."""
@@ -69,7 +88,7 @@ class RequestSampling:
         if uses_earlier_ids(self.params):
             history = self._histories.get(row.choice)
             if history is None:
-                history = TokenHistory(self.params, self._prompt_ids, self._vocab_size)
+                history = TokenHistory(self.params, self._prompt_ids, self.vocab_size)
                 self._histories[row.choice] = history
             history.add(row.output_ids)
         return TokenSample(self, row.choice, row.position, history)
@@ -163,7 +182,11 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[TokenSample]) -> list[
 def _changes_logits(sample: TokenSample) -> bool:
     """Whether penalties, bias or bans apply."""
     sampling = sample.sampling
-    return sample.position < sampling.min_tokens or bool(sampling.logit_bias) or uses_earlier_ids(sampling)
+    return (
+        sample.position < sampling.min_tokens
+        or bool(sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids)
+        or uses_earlier_ids(sampling)
+    )
 
 
 def _is_plain_greedy(sample: TokenSample) -> bool:
@@ -247,8 +270,34 @@ def _reports(
         yield TokenLogprob(logprob=logprob, margin=margin, top=tuple(zip(ids, values, strict=True)))
 
 
+def score_prompt(logits: torch.Tensor, scores: PromptScores) -> tuple[PromptLogprob, ...]:
+    """Return the log probability and the rank of each successor, by the row of the token before it.
+
+    Args:
+        logits: float32, shape [rows, vocabulary], of these rows or more, any device.
+        scores: The successors, one for each of the first rows.
+    """
+    reports: list[PromptLogprob] = []
+    for begin in range(0, len(scores.successors), _SCORED_AT_ONCE):
+        ids = torch.tensor(scores.successors[begin : begin + _SCORED_AT_ONCE])
+        logprobs = torch.log_softmax(logits[begin : begin + len(ids)].cpu(), dim=-1)
+        own = logprobs.gather(1, ids[:, None])
+        top = logprobs.topk(min(scores.num_top, logprobs.shape[-1]))
+        reports += (
+            PromptLogprob(logprob=logprob, rank=rank, top=tuple(zip(top_ids, values, strict=True)))
+            for logprob, rank, top_ids, values in zip(
+                own[:, 0].tolist(),
+                ((logprobs > own).sum(dim=-1) + 1).tolist(),
+                top.indices.tolist(),
+                top.values.tolist(),
+                strict=True,
+            )
+        )
+    return tuple(reports)
+
+
 def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
-    """Return logits after penalties, bias and bans.
+    """Return logits after penalties, bias, bad words and bans.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
@@ -263,9 +312,25 @@ def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
         counts = history.counts
         score -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     score.index_add_(0, settings.bias_ids, settings.bias)
+    if settings.excluded is not None:
+        score[settings.excluded] = -torch.inf
+    banned = score.clone()
     if sample.position < sampling.min_tokens:
-        score[settings.banned_ids] = -torch.inf
-    return score
+        banned[settings.banned_ids] = -torch.inf
+    if completing := _completes_bad_word(sample):
+        banned[completing] = -torch.inf
+    # Where bans would leave no token at all, allowed_token_ids alone hold.
+    return banned if bool(banned.isfinite().any()) else score
+
+
+def _completes_bad_word(sample: TokenSample) -> list[int]:
+    """Return the tokens that would complete a bad word; as in vLLM, only the output counts."""
+    last = () if sample.history is None else sample.history.last_ids
+    return [
+        word[-1]
+        for word in sample.sampling.bad_words
+        if word[-1] < sample.settings.vocab_size and last[len(last) - len(word) + 1 :] == word[:-1]
+    ]
 
 
 def _excludes(sampling: SamplingParams, vocabulary: int) -> bool:

@@ -1,36 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's weights come from: a checkpoint's safetensors, or a seeded random generator."""
+"""Where a rank's weights come from, and the loader: transformers' own, which renames, merges and converts.
+
+`load` takes the steps of transformers' `from_pretrained` after the model is made. That itself cannot put
+weights on a device, or split them over ranks, without the accelerate package.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
-_SAMPLE_BYTES = 4096
-_SAMPLES_PER_FILE = 1024
-_DIGEST_BYTES = 8
+from kvferry.agent.architectures import UnsupportedModel
+from kvferry.agent.checkpoint import DIGEST_BYTES, weight_files, weights_fingerprint
+
+_MOST_NAMED = 3
 
 
 class WeightSource(Protocol):
-    """Reads parameters by name, only this rank's share of each."""
+    """Tensors by name, each read only when it is indexed, and only as much of it."""
 
     def fingerprint(self) -> str:
         """Return 16 hex digits, equal for equal weights, however they are split."""
         ...
 
-    def read(
-        self, name: str, shape: tuple[int, ...], dimension: int | None, part: slice | None
-    ) -> torch.Tensor:
-        """Return the values of one parameter of full `shape`, or `part` of them along `dimension`.
+    def conversions(self, model: Any) -> list[Any]:
+        """Return what transformers does to these tensors before they are the model's parameters."""
+        ...
 
-        Raises:
-            ValueError: there is no such parameter, or it has another shape.
-        """
+    @contextmanager
+    def tensors(self, model: Any) -> Iterator[Mapping[str, Any]]:
+        """Open the source: slices as safetensors has them, by name."""
         ...
 
 
@@ -39,45 +48,22 @@ class CheckpointWeights:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            single = directory / "model.safetensors"
-            if not single.is_file():
-                raise ValueError(f"{directory} has neither model.safetensors nor an index of several files")
-            with safe_open(single, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), single.name)
+        self._files = weight_files(directory)
 
     def fingerprint(self) -> str:
-        """Hash every file's header and size, and 4 MiB sampled evenly from it: cheap for any size."""
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for name in sorted(set(self._file_of.values())):
-            size = (self._directory / name).stat().st_size
-            with open(self._directory / name, "rb") as file:
-                header_len = int.from_bytes(file.read(8), "little")
-                digest.update(size.to_bytes(8, "little") + file.read(header_len))
-                body = 8 + header_len
-                last = max(size - _SAMPLE_BYTES, body)
-                for sample in range(_SAMPLES_PER_FILE):
-                    file.seek(body + (last - body) * sample // (_SAMPLES_PER_FILE - 1))
-                    digest.update(file.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
+        return weights_fingerprint(self._directory)
 
-    def read(
-        self, name: str, shape: tuple[int, ...], dimension: int | None, part: slice | None
-    ) -> torch.Tensor:
-        if name not in self._file_of:
-            raise ValueError(f"the checkpoint has no parameter {name}")
-        with safe_open(self._directory / self._file_of[name], framework="pt") as file:
-            values = file.get_slice(name)
-            if tuple(values.get_shape()) != shape:
-                raise ValueError(f"{name} has shape {values.get_shape()}, the model expects {list(shape)}")
-            whole = [slice(None)] * len(shape)
-            if dimension is not None and part is not None:
-                whole[dimension] = part
-            share: torch.Tensor = values[tuple(whole)]
-            return share
+    def conversions(self, model: Any) -> list[Any]:
+        return list(get_model_conversion_mapping(model, None, None))
+
+    @contextmanager
+    def tensors(self, model: Any) -> Iterator[Mapping[str, Any]]:
+        with ExitStack() as files:
+            found: dict[str, Any] = {}
+            for path in self._files:
+                file = files.enter_context(safe_open(path, framework="pt"))
+                found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            yield found
 
 
 class DummyWeights:
@@ -91,17 +77,71 @@ class DummyWeights:
     def fingerprint(self) -> str:
         """Generators differ by device type, hence so do the weights."""
         seed = f"dummy {self._device.type} {self._config_json}".encode()
-        return hashlib.blake2b(seed, digest_size=_DIGEST_BYTES).hexdigest()
+        return hashlib.blake2b(seed, digest_size=DIGEST_BYTES).hexdigest()
 
-    def read(
-        self, name: str, shape: tuple[int, ...], dimension: int | None, part: slice | None
-    ) -> torch.Tensor:
-        if len(shape) == 1 and name.endswith("weight"):
-            values = torch.ones(shape, device=self._device)
-        else:
-            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-            generator = torch.Generator(self._device).manual_seed(seed)
-            values = torch.randn(shape, generator=generator, device=self._device) * self._spread
-        if dimension is not None and part is not None:
-            values = values.narrow(dimension, part.start, part.stop - part.start).clone()
-        return values
+    def conversions(self, model: Any) -> list[Any]:
+        return []
+
+    @contextmanager
+    def tensors(self, model: Any) -> Iterator[Mapping[str, Any]]:
+        yield {
+            name: DummyTensor(name, tuple(meta.shape), self._spread, self._device)
+            for name, meta in model.state_dict().items()
+            if name not in model.all_tied_weights_keys
+        }
+
+
+class DummyTensor:
+    """One tensor of `DummyWeights`, made when it is indexed: what the loader uses of a safetensors slice."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], spread: float, device: torch.device) -> None:
+        self._name = name
+        self._shape = shape
+        self._spread = spread
+        self._device = device
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if len(self._shape) == 1 and self._name.endswith("weight"):
+            return torch.ones(self._shape, device=self._device)[index]
+        seed = int.from_bytes(hashlib.blake2b(self._name.encode(), digest_size=7).digest(), "little")
+        generator = torch.Generator(self._device).manual_seed(seed)
+        values = torch.randn(self._shape, generator=generator, device=self._device) * self._spread
+        return values[index].clone()
+
+
+def load(model: Any, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model on the meta device its weights; of a parameter that is a DTensor, this rank's share.
+
+    Raises:
+        UnsupportedModel: some tensor of the source was not read, or some parameter has no value.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    settings = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=source.conversions(model),
+    )
+    with source.tensors(model) as tensors:
+        found, _ = convert_and_load_state_dict_in_model(model, dict(tensors), settings)
+    # It leaves out what the class says it may: buffers that are computed, heads that only train with it.
+    model._finalize_model_loading(model, settings, found)
+    problems = [f"cannot convert {name}" for name in found.conversion_errors] + list(found.error_msgs)
+    problems += [
+        f"{name} has shape {list(shape)}, the model expects {list(expected)}"
+        for name, shape, expected in found.mismatched_keys
+    ]
+    problems += [f"the checkpoint has no parameter {name}" for name in found.missing_keys]
+    problems += [f"the model has no parameter {name}" for name in found.unexpected_keys]
+    if problems:
+        named = "; ".join(sorted(problems)[:_MOST_NAMED])
+        more = len(problems) - _MOST_NAMED
+        raise UnsupportedModel(
+            f"its weights do not fit: {named}" + (f"; and {more} more" if more > 0 else "")
+        )

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from quart import Quart, Response, request
@@ -13,9 +14,9 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ApiKeys, require_keys
-from kvferry.proxy.api.completions import App
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
-from kvferry.proxy.errors import NotFound, ProxyError
+from kvferry.proxy.api.tokenizing import TokenizerRelay
+from kvferry.proxy.errors import ModelNotFound, NotFound, ProxyError
 from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.wire.messages import Incarnation
@@ -27,12 +28,12 @@ def create_app(
     *,
     views: OperatorViews,
     dashboard: DashboardFeed,
+    tokenizers: TokenizerRelay,
     api_keys: ApiKeys | None,
-    completions: Callable[[App], App],
     max_body_bytes: int,
     body_timeout_s: float,
 ) -> Quart:
-    """The application; `completions` wraps it to serve the completion endpoints."""
+    """The application, for all but the completion endpoints."""
     # Explicit paths: Quart cannot find them in a namespace package.
     app = Quart(__name__, root_path=FOLDER, instance_path=FOLDER, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
@@ -43,6 +44,23 @@ def create_app(
     @app.get("/v1/models")
     async def models() -> Response:
         return await _page(views, "models")
+
+    # A path, since models may be named by theirs.
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        return await _model_page(views, name)
+
+    @app.get("/version")
+    async def version_page() -> Response:
+        return Response(msgspec.json.encode({"version": version("kvferry")}), content_type=JSON)
+
+    @app.post("/tokenize")
+    async def tokenize() -> Response:
+        return await _from_agent(tokenizers, api_keys)
+
+    @app.post("/detokenize")
+    async def detokenize() -> Response:
+        return await _from_agent(tokenizers, api_keys)
 
     @app.get("/health")
     async def health() -> Response:
@@ -82,7 +100,6 @@ def create_app(
     add_dashboard(app, dashboard)
     if api_keys is not None:
         require_keys(app, api_keys)
-    app.asgi_app = completions(app.asgi_app)  # type: ignore[assignment, method-assign]
 
     @app.errorhandler(HTTPException)
     async def on_http_exception(error: HTTPException) -> Response:
@@ -101,6 +118,34 @@ async def _page(views: OperatorViews, name: PageName) -> Response:
         return _page_response(await views.page(name))
     except ProxyError as error:
         return _error_response(error, _request_id())
+
+
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+async def _model_page(views: OperatorViews, name: str) -> Response:
+    try:
+        models = msgspec.json.decode((await views.page("models")).body, type=_ModelList).data
+    except ProxyError as error:
+        return _error_response(error, _request_id())
+    for model in models:
+        if model["id"] == name:
+            return Response(msgspec.json.encode(model), content_type=JSON)
+    return _error_response(ModelNotFound("no agent serves this model", param="model"), _request_id())
+
+
+async def _from_agent(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Response:
+    """Pass a request on to an agent; it counts towards the key's rate of requests."""
+    try:
+        if keys is not None:
+            client = keys.client(request.headers.get("Authorization"), request.method)
+            client.rate_limit.admit(time.monotonic())
+        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        answer = await tokenizers.forward(request.path, body, _request_id())
+    except ProxyError as error:
+        return _error_response(error, _request_id())
+    return Response(answer, content_type=JSON)
 
 
 async def _drain(views: OperatorViews, incarnation: Incarnation, drained: bool) -> Response:

@@ -24,7 +24,8 @@ from kvferry.proxy.errors import Unauthorized
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 """For load balancers, Prometheus and client generators; they reveal nothing that users sent."""
-CLIENT_PATHS = "/v1/"
+CLIENT_PATHS = frozenset({"/detokenize", "/tokenize", "/version"})
+CLIENT_PREFIX = "/v1/"
 
 
 class BadKeyFile(ValueError):
@@ -132,7 +133,8 @@ def _client(words: Sequence[str]) -> Client:
 def _needed(path: str) -> Access:
     if path in OPEN_PATHS:
         return Access.NONE
-    return Access.CLIENT if path.startswith(CLIENT_PATHS) else Access.ADMIN
+    is_client = path in CLIENT_PATHS or path.startswith(CLIENT_PREFIX)
+    return Access.CLIENT if is_client else Access.ADMIN
 
 
 def _digest(key: str) -> bytes:

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.proxy.request import MAX_CHOICES, ChatRequest, CompletionRequest
+from kvferry.proxy.request import MAX_CHOICES, ChatRequest, CompletionRequest, Message
 from kvferry.proxy.sse import CONTENT_TYPE
 
 JSON = "application/json"
 _REF = "#/components/schemas/{name}"
+_REF_MESSAGE = {"$ref": _REF.format(name="Message")}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -50,6 +51,34 @@ class ModelCard(msgspec.Struct):
 class ModelList(msgspec.Struct):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class VersionResponse(msgspec.Struct):
+    version: str
+
+
+class TokenizeRequest(msgspec.Struct):
+    """Of a text, or of the prompt of a chat (`messages`); as vLLM has it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
 
 
 class HealthResponse(msgspec.Struct):
@@ -117,6 +146,7 @@ class DownServerView(msgspec.Struct):
 class NodeList(msgspec.Struct):
     nodes: list[NodeView]
     refused_pairings: list[IncompatiblePairView]
+    num_refused_pairings: int
     refused_agents: list[RejectedAgentView]
     down: list[DownServerView]
 
@@ -132,6 +162,11 @@ RESPONSES = (
     ErrorResponse,
     CompletionResponse,
     ModelList,
+    VersionResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
     HealthResponse,
     ReadinessResponse,
     NodeView,
@@ -144,6 +179,7 @@ _FAILURES = {
     "404": "No agent serves the model.",
     "408": "The head or the body did not arrive in time.",
     "413": "The body is too large.",
+    "417": "Anything but `100-continue` was expected.",
     "429": "All agents are busy, or the key's rate limit is reached; see `Retry-After`.",
     "431": "The head is too large.",
     "4XX": "The agent rejected the request.",
@@ -166,6 +202,17 @@ _PROMPT = {
 }
 
 
+_NULL = {"type": "null"}
+_UNDECODED = {
+    "kv_transfer_params": _NULL,
+    "resume": _NULL,
+    "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, _NULL]},
+    "logit_bias": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, _NULL]},
+}
+"""What the structs hold as JSON; of the rest of that (`tools`, `documents`) the proxy checks nothing."""
+_MESSAGES = {"type": "array", "items": _REF_MESSAGE, "minItems": 1}
+
+
 def document(version: str) -> dict[str, Any]:
     """The document, ready to be encoded as JSON."""
     targets = _json({"type": "array", "items": _ref("TargetGroup")})
@@ -181,6 +228,14 @@ def document(version: str) -> dict[str, Any]:
             "/v1/completions": {"post": _completion("Complete a prompt", "CompletionRequest")},
             "/v1/chat/completions": {"post": _completion("Answer a chat", "ChatRequest")},
             "/v1/models": {"get": _page("List the models that ready agents serve", "ModelList")},
+            "/v1/models/{model}": {"get": _one_model()},
+            "/tokenize": {
+                "post": _from_agent("Tokenize a text or a chat", "TokenizeRequest", "TokenizeResponse")
+            },
+            "/detokenize": {
+                "post": _from_agent("Turn tokens into text", "DetokenizeRequest", "DetokenizeResponse")
+            },
+            "/version": {"get": _page("Show the version", "VersionResponse")},
             "/health": {"get": _page("Check that the proxy is alive", "HealthResponse")},
             "/ready": {
                 "get": _page("Check that a pair of agents can serve", "ReadinessResponse", also="503")
@@ -210,11 +265,11 @@ def document(version: str) -> dict[str, Any]:
 
 def _schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
-        (CompletionRequest, ChatRequest, *RESPONSES), ref_template=_REF
+        (CompletionRequest, ChatRequest, Message, *RESPONSES), ref_template=_REF
     )
     for name in ("CompletionRequest", "ChatRequest"):
         properties = schemas[name]["properties"]
-        properties["kv_transfer_params"] = properties["resume"] = {"type": "null"}
+        properties |= _UNDECODED
         # `stream_options` is allowed with `stream` only.
         schemas[name]["if"] = {
             "required": ["stream_options"],
@@ -222,6 +277,7 @@ def _schemas() -> dict[str, Any]:
         }
         schemas[name]["then"] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
     schemas["CompletionRequest"]["properties"]["prompt"] = _PROMPT
+    schemas["ChatRequest"]["properties"]["messages"] = _MESSAGES
     return schemas
 
 
@@ -248,6 +304,19 @@ def _draining(summary: str) -> dict[str, Any]:
     schema = {"type": "string", "minLength": 1}
     parameter = {"name": "incarnation", "in": "path", "required": True, "schema": schema}
     return {**_operation(summary, responses), "parameters": [parameter]}
+
+
+def _one_model() -> dict[str, Any]:
+    responses = {"200": _json(_ref("ModelCard")), "404": _error(_FAILURES["404"])}
+    parameter = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
+    return {**_operation("Describe one model", responses), "parameters": [parameter]}
+
+
+def _from_agent(summary: str, body: str, schema: str) -> dict[str, Any]:
+    failures = {status: _error(why) for status, why in _FAILURES.items()}
+    operation = _operation(summary, {"200": _json(_ref(schema)), **failures})
+    operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(body)}}}
+    return operation
 
 
 def _page(summary: str, schema: str, also: str | None = None) -> dict[str, Any]:

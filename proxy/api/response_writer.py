@@ -109,6 +109,8 @@ class ResponseWriter:
         """End the request of a client that has disconnected; after `[DONE]` it counts as served."""
         if self._is_done:
             self._log.end(self._status, self._code)
+        elif self._response.was_dropped:
+            self._log.end(503, "too_many_bodies")
         else:
             self._log.end(CLIENT_LEFT, "client_left")
 

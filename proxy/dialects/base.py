@@ -5,26 +5,30 @@ A dialect is pure: it turns a share of the client's body (`SubRequest`), the two
 the prefill server's response (`Prefilled`) into the next request (`LegRequest`). It knows neither clock
 nor socket; the exchange (`proxy.exchange.foreign_attempt`) knows neither fields nor headers of any engine.
 
-These engines sample one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or
-mix up their KV (vLLM #43509, SGLang #24223). So a request is split into sub-requests of one choice each
-(`proxy.exchange.sub_requests`), each with a transfer id of its own, from which all ids, rooms and ranks of
-its legs follow.
+Most of these engines sample one choice of one prompt per transfer and no more: n > 1 and batched prompts
+strand or mix up their KV (vLLM #43509, SGLang #24223). So a request is split into sub-requests of one choice
+each, or of one prompt each where an engine samples all choices from one transfer
+(`proxy.exchange.sub_requests`). Each has a transfer id of its own, from which all ids, rooms and ranks of its
+legs follow.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.messages import Load, Register, Role, TransferMode
+from kvferry.proxy.wire.messages import Incarnation, Load, Register, Role, TransferMode
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""
+_FAILED = frozenset({"error", "abort"})
+"""Finish reasons by which an engine says, under HTTP 200, that a choice has failed (smg #2382)."""
 _UNKNOWN_LOAD = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
 
 
@@ -35,8 +39,7 @@ class LegOrder(enum.Enum):
     CONCURRENT = "both at once; the prefill's response is read and discarded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegRequest:
+class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is posted to one server."""
 
     path: str
@@ -44,13 +47,12 @@ class LegRequest:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubRequest:
+class SubRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The share of a client's request that one pair of legs serves.
 
-    `body` is the client's, narrowed to this share: one prompt, one choice and that choice's seed; or all of
-    it when one server serves it `alone`. `choices` are its choices' indices in the client's response,
-    `prompt` that of its prompt.
+    `body` is the client's, narrowed to this share: one prompt, one choice and that choice's seed, or one
+    prompt with all its choices; or all of it when one server serves it `alone`. `choices` are its choices'
+    indices in the client's response, `prompt` that of its prompt.
     """
 
     request: ClientRequest
@@ -80,8 +82,7 @@ class SubRequest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """The two servers of a sub-request, and the data-parallel rank of each, within its server's range.
 
     A rank is None where the server has but one.
@@ -93,8 +94,7 @@ class Endpoints:
     decode_rank: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEndpoint:
+class KvEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of one rank of a prefill server is fetched, as far as it is known before its response."""
 
     engine_id: str
@@ -104,8 +104,7 @@ class KvEndpoint:
     pp_size: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a prefill leg.
 
     `params` say where the decode server finds the KV, and may be used once; None: there is none. `whole` is
@@ -122,15 +121,18 @@ class Prefilled:
 class Dialect(ABC):
     """One engine's protocol.
 
-    `name` is as in `Register.dialect`. `serves_alone`: a server of either role also takes a request without a
-    partner. `lease_s`: seconds that a prefill server surely keeps KV after its response, None where that is
-    no concern. `expiry_counter`: its Prometheus counter of KV that expired unread, if it has one.
+    `name` is as in `Register.dialect`. `has_leases`: whether a prefill server gives KV up after a while,
+    which a decode server does not notice. `lease_s`: how many seconds that is, as the operator says; None
+    if unknown. `lease_flag`: where the operator says it. `expiry_counter`: its Prometheus counter of KV that
+    expired unread, if it has one. `forks`: whether all choices of a prompt are sampled from one transfer.
     """
 
     name: ClassVar[str]
-    serves_alone: ClassVar[bool] = True
+    has_leases: ClassVar[bool] = False
+    lease_flag: ClassVar[str] = ""
     expiry_counter: ClassVar[str | None] = None
     lease_s: float | None = None
+    forks: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, request: ClientRequest) -> None:
@@ -149,8 +151,8 @@ class Dialect(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
-        """The prefill leg's request."""
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest | None:
+        """The prefill leg's request; None where the prefill server could not hand its KV over."""
 
     @abstractmethod
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
@@ -161,6 +163,16 @@ class Dialect(ABC):
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
         """The decode leg's request. In the concurrent order `prefilled` is empty."""
+
+    def drop_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest | None:
+        """What has the prefill server free KV that will not be read, and is answered by a 404; None where it
+        offers no way.
+        """
+        return None
+
+    def client_reason(self, reason: str) -> str | None:
+        """The finish reason that the client gets; None where the engine says that the choice has failed."""
+        return None if reason in _FAILED else reason
 
     @abstractmethod
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
@@ -196,16 +208,14 @@ def traceable_id(sub: SubRequest) -> str:
 def reject_unsupported(request: ClientRequest, engine: str, *fields: str) -> None:
     """Raise `InvalidRequest` when the client set one of these fields to anything but null or false."""
     for field in fields:
-        value = request.body.get(field)
-        if value is not None and value is not False:
+        if request.asks_for(field):
             raise InvalidRequest(f"{field} is not supported with {engine}", param=field)
 
 
 def reject_ranking(request: ClientRequest, engine: str) -> None:
     """Raise `InvalidRequest` for what compares choices: each is sampled apart from the others."""
     reject_unsupported(request, engine, "use_beam_search")
-    best_of = request.body.get("best_of")
-    if isinstance(best_of, int) and best_of > request.n:
+    if request.best_of > request.n:
         raise InvalidRequest(f"best_of beyond n is not supported with {engine}", param="best_of")
 
 
@@ -222,6 +232,7 @@ def foreign_registration(
     index: int = 0,
     model: str = "",
     max_model_len: int = 0,
+    version: str = "",
     steps: int = 0,
     load: Load = _UNKNOWN_LOAD,
 ) -> Register:
@@ -231,7 +242,7 @@ def foreign_registration(
     """
     return Register(
         role=role,
-        incarnation=incarnation,
+        incarnation=Incarnation(incarnation),
         index=index,
         address=address,
         control=control,
@@ -246,7 +257,7 @@ def foreign_registration(
         weights="",
         tokenizer="",
         transfer_mode=transfer_mode,
-        version="",
+        version=version,
         state="ready",
         steps=steps,
         load=load,

@@ -8,21 +8,23 @@ from collections.abc import Mapping
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.sglang import Sglang
+from kvferry.proxy.dialects.vllm_kvferry import VllmKvferry
 from kvferry.proxy.dialects.vllm_mooncake import VllmMooncake
 from kvferry.proxy.dialects.vllm_moriio import VllmMoriio
 from kvferry.proxy.dialects.vllm_nixl import VllmNixl
-from kvferry.proxy.wire.messages import NATIVE_DIALECT
-
-_OTHERS: tuple[type[Dialect], ...] = (Atom, Sglang, VllmMooncake, VllmMoriio, VllmNixl)
-SUPPORTED = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS})
-SERVING_ALONE = frozenset({NATIVE_DIALECT} | {dialect.name for dialect in _OTHERS if dialect.serves_alone})
 
 
-def other_dialects(*, nixl_lease_s: float, moriio_lease_s: float) -> Mapping[str, Dialect]:
-    """Return the dialects of other engines, by name. The leases are how long prefill servers keep KV."""
+def other_dialects(
+    *, nixl_lease_s: float | None = None, moriio_lease_s: float | None = None
+) -> Mapping[str, Dialect]:
+    """Return the dialects of other engines, by name.
+
+    The leases are how long prefill servers keep KV, as the operator says; None if unknown.
+    """
     made = (
         Atom(),
         Sglang(),
+        VllmKvferry(),
         VllmMooncake(),
         VllmMoriio(lease_s=moriio_lease_s),
         VllmNixl(lease_s=nixl_lease_s),

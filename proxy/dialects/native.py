@@ -6,7 +6,7 @@ Pure functions: ids and the clock's reading come in as arguments, and nothing he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -18,18 +18,34 @@ from kvferry.proxy.dialects.base import reject_unsupported
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.kv_params import FirstToken
+from kvferry.proxy.wire.kv_params import FirstToken, running_usage
 from kvferry.proxy.wire.messages import Register
 
 NULL = msgspec.Raw(b"null")
 DROP_PATH = "/kv/drop"
+_RESERVED = ("kvferry_first_choice", "kvferry_token_lines")
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 def check(request: ClientRequest) -> None:
     """Raise `InvalidRequest` for what no native agent supports."""
-    if request.prompts > 1:
-        raise InvalidRequest("several prompts in one request are not supported yet", param="prompt")
-    reject_unsupported(request, "kvferry agents", "prompt_logprobs", "use_beam_search")
+    for name in _RESERVED:
+        if request.asks_for(name):
+            raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
+    reject_unsupported(request, "kvferry agents", "use_beam_search")
+    # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
+    try:
+        msgspec.json.decode(request.body.get("stream_options", NULL), type=_StreamOptions | None)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+    if request.continuous_usage and not request.include_usage:
+        message = "continuous_usage_stats needs include_usage to be true"
+        raise InvalidRequest(message, param="stream_options")
 
 
 def path(request: ClientRequest) -> str:
@@ -50,9 +66,9 @@ def headers(ids: Identity) -> dict[str, str]:
     return made
 
 
-def alone_body(request: ClientRequest, ids: Identity) -> bytes:
-    """The only leg where one agent serves the whole request."""
-    return msgspec.json.encode(_whole_body(request, ids))
+def alone_body(request: ClientRequest, ids: Identity, first_choice: int = 0) -> bytes:
+    """The only leg where one agent serves the whole request; its events count choices from `first_choice`."""
+    return msgspec.json.encode(_whole_body(request, ids, first_choice))
 
 
 def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> bytes:
@@ -77,11 +93,15 @@ def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId)
 
 
 def decode_body(
-    request: ClientRequest, ids: Identity, params: msgspec.Raw, resume: list[dict[str, Any]] | None = None
+    request: ClientRequest,
+    ids: Identity,
+    params: msgspec.Raw,
+    resume: list[dict[str, Any]] | None = None,
+    first_choice: int = 0,
 ) -> bytes:
     """The decode leg: the client's own request, where the KV lies, and what the client already has of a
     stream that broke."""
-    body = _whole_body(request, ids) | {"kv_transfer_params": params}
+    body = _whole_body(request, ids, first_choice) | {"kv_transfer_params": params}
     if resume is not None:
         body["resume"] = resume
     return msgspec.json.encode(body)
@@ -103,6 +123,7 @@ def streamed_body(
     prefill: Register,
     control: tuple[str, int],
     transfer_id: TransferId,
+    first_choice: int = 0,
 ) -> bytes:
     """The decode leg that is sent together with its prefill leg: where the KV will lie, and no more."""
     host, port = control
@@ -117,7 +138,7 @@ def streamed_body(
         "remote_tp_size": prefill.tp_size,
         "remote_dp_rank": 0,
     }
-    return msgspec.json.encode(_whole_body(request, ids) | {"kv_transfer_params": params})
+    return msgspec.json.encode(_whole_body(request, ids, first_choice) | {"kv_transfer_params": params})
 
 
 def first_tokens_event(prefill: NativePrefill) -> bytes:
@@ -125,10 +146,14 @@ def first_tokens_event(prefill: NativePrefill) -> bytes:
     return b": first " + b",".join(b"%d" % token.id for token in prefill.first_tokens) + b"\n\n"
 
 
-def _whole_body(request: ClientRequest, ids: Identity) -> dict[str, Any]:
+def _whole_body(request: ClientRequest, ids: Identity, first_choice: int) -> dict[str, Any]:
     """The body of any last leg. Its events carry token ids, should the stream break."""
-    token_lines = {"kvferry_token_lines": True} if request.stream else {}
-    return {**request.body, "seed": ids.seed, **token_lines}
+    body = {**request.body, "seed": ids.seed}
+    if request.stream:
+        body["kvferry_token_lines"] = True
+        if first_choice:
+            body["kvferry_first_choice"] = first_choice
+    return body
 
 
 def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
@@ -142,6 +167,7 @@ class _NativeParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_engine_id: str
     remote_host: str
     remote_port: int
+    remote_num_tokens: int = 0
     first_tokens: tuple[FirstToken, ...]
 
 
@@ -161,11 +187,34 @@ class _NativeChoice(msgspec.Struct, frozen=True, kw_only=True):
     margins: tuple[float | None, ...] = ()
 
 
+class _PromptUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+
+
 class _NativeBody(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[_NativeChoice, ...]
     usage: msgspec.Raw = NULL
     kvferry_timing: msgspec.Raw = NULL
     kv_transfer_params: msgspec.Raw = NULL
+
+
+class _EndedChoice(msgspec.Struct, frozen=True):
+    finish_reason: str
+
+
+class _WholeBody(msgspec.Struct, frozen=True):
+    choices: tuple[_EndedChoice, ...]
+
+
+def require_whole(raw: bytes, request: ClientRequest) -> None:
+    """Raise `BadResponse` unless a last leg's response, not streamed, has every choice with its end."""
+    try:
+        str(raw, "utf-8")  # what is passed on undecoded is not looked at otherwise
+        choices = msgspec.json.decode(raw, type=_WholeBody).choices
+    except NOT_JSON as error:
+        raise BadResponse(f"the agent's answer cannot be read: {error}") from error
+    if len(choices) != request.n:
+        raise BadResponse(f"the agent answered {len(choices)} choices where {request.n} were asked for")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +229,7 @@ class NativePrefill:
     params: msgspec.Raw | None
     first_tokens: tuple[FirstToken, ...]
     whole: _NativeBody
+    prompt_tokens: int
 
 
 def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> NativePrefill:
@@ -205,18 +255,35 @@ def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) ->
         params=None if params is None else whole.kv_transfer_params,
         first_tokens=tokens,
         whole=whole,
+        prompt_tokens=_prompt_tokens(whole) if params is None else params.remote_num_tokens,
     )
+
+
+def _prompt_tokens(whole: _NativeBody) -> int:
+    try:
+        usage = msgspec.json.decode(whole.usage, type=_PromptUsage | None)
+    except NOT_JSON as error:
+        raise BadResponse(f"the prefill agent's usage cannot be read: {error}") from error
+    return 0 if usage is None else usage.prompt_tokens
 
 
 def first_events(
-    request: ClientRequest, ids: Identity, prefill: NativePrefill, indices: frozenset[int]
+    request: ClientRequest,
+    ids: Identity,
+    prefill: NativePrefill,
+    indices: frozenset[int],
+    first_choice: int = 0,
 ) -> bytes:
     """What a streaming client gets as soon as the prefill has ended: one event for each of the choices."""
-    return b"".join(
-        sse.event(_chunk(request, ids, [choice]))
-        for choice in _opening_choices(request, prefill)
-        if choice["index"] in indices
-    )
+    events = []
+    for choice in _opening_choices(request, prefill):
+        if choice["index"] in indices:
+            choice["index"] += first_choice
+            chunk = _chunk(request, ids, [choice])
+            if request.continuous_usage:
+                chunk["usage"] = running_usage(prefill.prompt_tokens, 1)
+            events.append(sse.event(chunk))
+    return b"".join(events)
 
 
 def closing_events(request: ClientRequest, ids: Identity, prefill: NativePrefill) -> bytes:
@@ -228,6 +295,57 @@ def closing_events(request: ClientRequest, ids: Identity, prefill: NativePrefill
         last["kvferry_timing"] = prefill.whole.kvferry_timing
     has_news = "kvferry_timing" in last or request.include_usage
     return (sse.event(last) if has_news else b"") + sse.DONE
+
+
+def part_of_whole(raw: bytes, first_choice: int) -> tuple[bytes, dict[str, Any] | None]:
+    """One prompt's whole response with its choices counted from `first_choice`, and its usage.
+
+    Raises `BadResponse`.
+    """
+    try:
+        whole = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        choices = msgspec.json.decode(whole["choices"], type=list[dict[str, msgspec.Raw]])
+        usage = msgspec.json.decode(whole.pop("usage", NULL), type=dict[str, Any] | None)
+    except (*NOT_JSON, LookupError) as error:
+        raise BadResponse(f"the agent's answer cannot be read: {error}") from error
+    for index, choice in enumerate(choices, start=first_choice):
+        choice["index"] = msgspec.Raw(b"%d" % index)
+    whole["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+    return msgspec.json.encode(whole), usage
+
+
+def joined(parts: Sequence[bytes], usage: dict[str, Any] | None) -> bytes:
+    """The whole response of several prompts, from that of each (`part_of_whole`)."""
+    wholes = [msgspec.json.decode(part, type=dict[str, msgspec.Raw]) for part in parts]
+    choices = b",".join(bytes(whole["choices"])[1:-1] for whole in wholes)
+    return msgspec.json.encode({**wholes[0], "choices": msgspec.Raw(b"[%b]" % choices), "usage": usage})
+
+
+def last_event(event: bytes) -> LastEvent | None:
+    """An event that has no choices; None for any other. Raises `BadResponse`."""
+    try:
+        read = msgspec.json.decode(sse.data(event) or b"{}", type=LastEvent)
+    except NOT_JSON as error:
+        raise BadResponse(f"the agent's event cannot be read: {error}") from error
+    return read if read.choices == () else None
+
+
+def joined_closing_events(
+    request: ClientRequest, ids: Identity, usage: dict[str, Any] | None, timing: msgspec.Raw
+) -> bytes:
+    """The end of a stream of several prompts: their usage and a timing, if asked for, and `[DONE]`."""
+    extras: dict[str, Any] = {"usage": usage} if request.include_usage else {}
+    if bytes(timing) != b"null":
+        extras["kvferry_timing"] = timing
+    return (sse.event({**_chunk(request, ids, []), **extras}) if extras else b"") + sse.DONE
+
+
+class LastEvent(msgspec.Struct, frozen=True):
+    """What an agent's stream may end with. Errors have no `choices` at all."""
+
+    choices: tuple[msgspec.Raw, ...] | None = None
+    usage: dict[str, Any] | None = None
+    kvferry_timing: msgspec.Raw = NULL
 
 
 class _AgentError(msgspec.Struct, frozen=True):

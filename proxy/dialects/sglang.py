@@ -28,10 +28,10 @@ from kvferry.proxy.dialects.base import (
     reject_ranking,
     reject_unsupported,
 )
-from kvferry.proxy.errors import BadResponse, InvalidRequest, error_object
+from kvferry.proxy.dialects.names import SGLANG
+from kvferry.proxy.errors import BadResponse, InvalidRequest, agent_error
 from kvferry.proxy.request import ClientRequest
 
-NAME = "sglang"
 _ENGINE = "SGLang servers"
 
 
@@ -39,15 +39,15 @@ _ENGINE = "SGLang servers"
 class Sglang(Dialect):
     """A server of a pair takes no request without a room, so nothing is served by one alone."""
 
-    name: ClassVar[str] = NAME
-    serves_alone: ClassVar[bool] = False
+    name: ClassVar[str] = SGLANG
 
     def check(self, request: ClientRequest) -> None:
         """Also reject the prompt's logprobs: they stay behind at the prefill server."""
         reject_ranking(request, _ENGINE)
         reject_unsupported(request, _ENGINE, "prompt_logprobs")
         if request.undivided:
-            raise InvalidRequest(f"echo with logprobs is not supported with {_ENGINE}", param="echo")
+            param, what = ("max_tokens", "0") if request.max_tokens == 0 else ("echo", "with logprobs")
+            raise InvalidRequest(f"{param} {what} is not supported with {_ENGINE}", param=param)
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """Each waits for the other."""
@@ -62,8 +62,8 @@ class Sglang(Dialect):
         if sub.request.stream:
             if sse.has_error(raw):
                 raise BadResponse("the prefill server's stream holds an error")
-        elif (error := error_object(raw)) is not None:
-            raise BadResponse(f"the prefill server failed: {error.get('message', 'no reason given')}")
+        elif (error := agent_error(raw)) is not None:
+            raise BadResponse(f"the prefill server failed: {error.message}")
         return Prefilled()
 
     def decode_leg(
@@ -73,7 +73,7 @@ class Sglang(Dialect):
         return make_leg(sub, endpoints.decode_rank, _body(sub, endpoints))
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """Never called: `serves_alone` is false."""
+        """Never called: `names.SERVING_ALONE` leaves this dialect out."""
         raise NotImplementedError
 
 

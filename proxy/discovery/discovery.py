@@ -59,8 +59,10 @@ class Discovery:
         ]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[int]:
+    async def running(self, in_flight: Callable[[Incarnation], int]) -> AsyncIterator[int]:
         """Listen to agents, and probe named servers, while the context is open; yield the discovery port.
+
+        `in_flight` returns how many sequences this proxy has in flight at an agent.
 
         Raises `OSError` when the port is taken, and `BadCertificate`.
         """
@@ -71,6 +73,7 @@ class Discovery:
                 self._metrics,
                 proxy_id=secrets.token_hex(8),
                 clock=self._clock,
+                in_flight=in_flight,
                 key=self._settings.cluster_key,
                 complete=pinged_servers.complete,
             )
@@ -99,7 +102,7 @@ class _Updates:
 
     def __call__(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
-            self._registry.bye(Incarnation(message.incarnation))
+            self._registry.bye(message.incarnation)
             return
         rejected = self._registry.register(message, self._clock())
         if rejected is not None and rejected != self._rejected:

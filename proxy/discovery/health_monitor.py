@@ -25,9 +25,11 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from kvferry.proxy.dialects import atom
 from kvferry.proxy.dialects.base import foreign_registration
 from kvferry.proxy.discovery.health_probe import EngineDown, ProbeResult, probe
 from kvferry.proxy.discovery.static_nodes import StaticNode
+from kvferry.proxy.errors import BadResponse
 from kvferry.proxy.wire.messages import PING_INTERVAL_S, Bye, Register
 
 logger = logging.getLogger(__name__)
@@ -69,13 +71,14 @@ class HealthMonitor:
         while True:
             next_at = clock() + interval_s
             try:
-                self.succeeded(await probe(http, self._url, self.server.model, self.server.max_running))
+                self.succeeded(await self._probe(http))
             except EngineDown as down:
                 self.failed(down)
             await asyncio.sleep(max(0.0, next_at - clock()))
 
     def succeeded(self, result: ProbeResult) -> None:
-        """Register the server as a probe has shown it."""
+        """Register the server as a probe has shown it. Raises `EngineDown` if it is not the one described."""
+        server = described(self.server, result.info)
         if self._latest is not None and self._was_restarted(result):
             self.deregister("was restarted")
         if self._latest is None:
@@ -86,7 +89,7 @@ class HealthMonitor:
         self._num_failed = 0
         self.down_reason = None
         self._started_at = result.started_at
-        self._register(self._registration(incarnation, result))
+        self._register(self._registration(server, incarnation, result))
 
     def failed(self, down: EngineDown) -> None:
         """Count a failed probe. The server stays registered for a while: under load, many are slow."""
@@ -114,8 +117,11 @@ class HealthMonitor:
         before, now = self._started_at, result.started_at
         return before is not None and now is not None and abs(now - before) > SAME_START_S
 
-    def _registration(self, incarnation: str, result: ProbeResult) -> Register:
+    async def _probe(self, http: aiohttp.ClientSession) -> ProbeResult:
         server = self.server
+        return await probe(http, self._url, server.model, server.max_running, server.info_path)
+
+    def _registration(self, server: StaticNode, incarnation: str, result: ProbeResult) -> Register:
         return foreign_registration(
             role=server.role,
             incarnation=incarnation,
@@ -124,13 +130,42 @@ class HealthMonitor:
             dialect=server.dialect,
             model=result.model,
             max_model_len=result.max_model_len,
-            tp_size=server.tp_size,
-            dp_size=server.dp_size,
+            version=atom.WITHOUT_INFO if server.info_path and result.info is None else "",
+            tp_size=server.tp_size or 1,
+            dp_size=server.dp_size or 1,
             transfer_mode=server.mode,
             # One that does not report its steps never counts as stalled.
             steps=self._index + 1 if result.steps is None else result.steps,
             load=result.load,
         )
+
+
+def described(server: StaticNode, info: bytes | None) -> StaticNode:
+    """Complete what an operator has said of a server by what it says itself; None: it says nothing.
+
+    Raises `EngineDown` where the two do not fit: with other ranks than the real ones KV would be read from
+    another rank's memory.
+    """
+    if info is None:
+        return server
+    try:
+        learned = atom.read_info(info)
+    except BadResponse as error:
+        raise EngineDown(error.message, refused=True) from error
+    if server.role != "both" and learned.role != server.role:
+        kv_role = f"its kv_role is {learned.kv_role}" if learned.kv_role else "it has no kv_role"
+        raise EngineDown(f"{kv_role}, so it cannot be a {server.role} server", refused=True)
+    for name in ("tp_size", "dp_size", "handshake_port"):
+        named, real = getattr(server, name), getattr(learned, name)
+        if named not in (None, real):
+            raise EngineDown(f"its {name} is {real}, not {named}", refused=True)
+    return msgspec.structs.replace(
+        server,
+        role=learned.role or server.role,
+        tp_size=learned.tp_size,
+        dp_size=learned.dp_size,
+        handshake_port=learned.handshake_port,
+    )
 
 
 @dataclass(slots=True)

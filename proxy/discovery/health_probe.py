@@ -2,7 +2,8 @@
 """Probe another engine's server: whether it is healthy, what it serves and how busy it is.
 
 Sources: `GET /health` and `GET /v1/models` of vLLM 0.32, SGLang 0.5 and ATOM; the names of the metrics are
-those of vLLM (`v1/metrics/loggers.py`) and SGLang (`metrics_collector.py`). No metric is required.
+those of vLLM (`v1/metrics/loggers.py`), SGLang (`metrics_collector.py`) and ATOM (`metrics.py` of ffdf3bb5d).
+No metric is required.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -30,17 +31,18 @@ PROBE_TIMEOUT_S = 2.0
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 MAX_COUNT = 2**53 - 1
 """Larger numbers are not believed: this one fits every frame, and a float holds it exactly."""
-RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs"})
-WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs"})
-USED = frozenset({"vllm:kv_cache_usage_perc", "sglang:token_usage"})
+RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "atom:requests_running"})
+WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "atom:requests_waiting"})
+USED = frozenset({"vllm:kv_cache_usage_perc", "sglang:token_usage", "atom:kv_cache_usage_ratio"})
 """The share of the KV cache in use, 0 to 1."""
-CAPACITY = frozenset({"sglang:max_total_num_tokens"})
+CAPACITY = frozenset({"sglang:max_total_num_tokens", "atom:kv_cache_blocks_total"})
 STEPS = frozenset({"vllm:iteration_tokens_total_count"})
 """How often the engine has stepped."""
 CACHE_CONFIG = "vllm:cache_config_info"
 """Has the number of KV blocks in a label."""
 STARTED = "process_start_time_seconds"
 _WANTED = RUNNING | WAITING | USED | CAPACITY | STEPS | {CACHE_CONFIG, STARTED}
+_ANY_ERROR = range(201, 600)
 _BLOCKS = re.compile(r"[0-9]{1,15}")
 
 
@@ -57,13 +59,17 @@ class EngineDown(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What a healthy server has reported; `steps` and `started_at` (Unix seconds) are None if it did not."""
+    """What a healthy server has reported; `steps` and `started_at` (Unix seconds) are None if it did not.
+
+    `info`: the page of its own engine that was asked for; None where it has none.
+    """
 
     model: str
     max_model_len: int
     load: Load
     steps: int | None
     started_at: float | None
+    info: bytes | None = None
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -76,16 +82,21 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 async def probe(
-    http: aiohttp.ClientSession, url: str, model: str | None = None, max_running: int | None = None
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str | None = None,
+    max_running: int | None = None,
+    info_path: str | None = None,
 ) -> ProbeResult:
     """Probe once, within `PROBE_TIMEOUT_S`. Raises `EngineDown`, and nothing else, whatever the server does.
 
     Args:
         model: Which of the models that it lists it is to serve; the first when None.
         max_running: Most sequences that it runs at once, which no engine reports.
+        info_path: Another page to fetch (`ProbeResult.info`).
     """
     try:
-        return await _probe(http, url, model, max_running)
+        return await _probe(http, url, model, max_running, info_path)
     except EngineDown:
         raise
     except Exception as error:
@@ -94,12 +105,12 @@ async def probe(
 
 
 async def _probe(
-    http: aiohttp.ClientSession, url: str, model: str | None, max_running: int | None
+    http: aiohttp.ClientSession, url: str, model: str | None, max_running: int | None, info_path: str | None
 ) -> ProbeResult:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             await _get(http, url + "/health")
-            models, metrics = await _pages(http, url)
+            models, metrics, info = await _pages(http, url, info_path)
     except TimeoutError:
         raise EngineDown(f"no response within {PROBE_TIMEOUT_S:.0f} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -117,24 +128,30 @@ async def _probe(
         load=_load(samples, max_running),
         steps=_sum(samples, STEPS),
         started_at=next((sample.value for sample in samples if sample.name == STARTED), None),
+        info=info or None,
     )
 
 
-async def _pages(http: aiohttp.ClientSession, url: str) -> tuple[bytes, bytes]:
-    """Fetch the models and the metrics at once. When one fails, cancel the other and raise its failure."""
+async def _pages(http: aiohttp.ClientSession, url: str, info_path: str | None) -> tuple[bytes, bytes, bytes]:
+    """Fetch the models, the metrics and the engine's own page at once; empty where there is none.
+
+    When one fails, cancel the others and raise its failure.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             models = tasks.create_task(_get(http, url + "/v1/models"))
-            metrics = tasks.create_task(_get(http, url + "/metrics", optional=True))
+            metrics = tasks.create_task(_get(http, url + "/metrics", absent=_ANY_ERROR))
+            info = tasks.create_task(_get(http, url + info_path, absent=(404,))) if info_path else None
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return models.result(), metrics.result()
+    return models.result(), metrics.result(), b"" if info is None else info.result()
 
 
-async def _get(http: aiohttp.ClientSession, url: str, *, optional: bool = False) -> bytes:
+async def _get(http: aiohttp.ClientSession, url: str, *, absent: Container[int] = ()) -> bytes:
+    """Fetch a page; empty where its status is one of `absent`."""
     async with http.get(url, allow_redirects=False) as response:
         if response.status != 200:
-            if optional:
+            if response.status in absent:
                 return b""
             raise EngineDown(f"{url}: HTTP {response.status}", refused=True)
         body = b""

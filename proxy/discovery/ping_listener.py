@@ -29,6 +29,7 @@ class PingListener:
 
     Args:
         complete: Adds what another engine's ping leaves out.
+        in_flight: Returns how many sequences this proxy has in flight at an agent.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PingListener:
         clock: Callable[[], float],
         key: ClusterKey | None = None,
         complete: Callable[[wire.Register], wire.Register] = lambda info: info,
+        in_flight: Callable[[wire.Incarnation], int] = lambda _: 0,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
@@ -46,6 +48,7 @@ class PingListener:
             metrics.rejected_pings.labels(reason.name.lower())
         self._proxy_id = proxy_id
         self._clock = clock
+        self._in_flight = in_flight
         self._complete = complete
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -116,7 +119,7 @@ class PingListener:
             logger.debug("bad ping dropped: %s", error)
             return None
         if isinstance(message, wire.Bye):
-            self._registry.bye(wire.Incarnation(message.incarnation))
+            self._registry.bye(message.incarnation)
             return None
         rejected = self._registry.register(message, self._clock())
         if rejected is not None:
@@ -125,20 +128,24 @@ class PingListener:
             return None  # other engines do not read responses
         if rejected is not None:
             return wire.encode(wire.Rejected(reason=rejected.value))
-        return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index))
+        in_flight = self._in_flight(message.incarnation)
+        return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index, in_flight=in_flight))
 
 
 def _foreign(body: dict[str, Any]) -> wire.Register | None:
     """The registration in another engine's ping, or None if the map is not one. Raises `BadFrame`."""
     if atom.recognises(body):
-        return atom.registration(body)
+        return wire.checked(atom.registration(body))
     if vllm_moriio.recognises(body):
-        return vllm_moriio.registration(body)
+        return wire.checked(vllm_moriio.registration(body))
     return None
 
 
 def _check_addresses(info: wire.Register) -> None:
-    """Raise `BadFrame` unless requests can be sent to the advertised address; names and IPv6 will do (X9)."""
+    """Raise `BadFrame` unless the advertised addresses can be dialled; names and IPv6 will do (X9).
+
+    What other engines' `control` means is theirs to know. An agent may have no port for it.
+    """
     try:
         url = urlsplit(info.address)
         usable = url.scheme in ("http", "https") and url.hostname and url.port
@@ -147,3 +154,11 @@ def _check_addresses(info: wire.Register) -> None:
         raise wire.BadFrame(f"address {info.address!r}: {error}") from error
     if not usable or url.path.strip("/") or url.query or url.fragment or url.username:
         raise wire.BadFrame(f"address {info.address!r} is not http://host:port")
+    if info.dialect == wire.NATIVE_DIALECT:
+        try:
+            control = urlsplit(info.control)
+            check_dialable(control.hostname or "")
+        except ValueError as error:
+            raise wire.BadFrame(f"control {info.control!r}: {error}") from error
+        if control.scheme != "tcp":
+            raise wire.BadFrame(f"control {info.control!r} is not tcp://host:port")

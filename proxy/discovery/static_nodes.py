@@ -20,27 +20,31 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.proxy.dialects import atom
+from kvferry.proxy.dialects.names import ATOM
 from kvferry.proxy.wire.addresses import bracketed, check_dialable, host_port
 from kvferry.proxy.wire.messages import Role, TransferMode
 
-EngineDialect = Literal["vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
+EngineDialect = Literal["vllm-kvferry", "vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 BOOTSTRAP_PORT = 8998
 """The default of SGLang's and of Mooncake's bootstrap server."""
 _OPTIONS: dict[EngineDialect, frozenset[str]] = {
+    "vllm-kvferry": frozenset(),
     "vllm-nixl": frozenset(),
     "vllm-moriio": frozenset({"kv_host", "handshake_port", "notify_port", "transfer_mode"}),
     "vllm-mooncake": frozenset({"kv_host", "bootstrap_port"}),
     "sglang": frozenset({"kv_host", "bootstrap_port"}),
-    "atom": frozenset({"kv_host", "handshake_port", "transfer_mode"}),
+    "atom": frozenset({"handshake_port", "transfer_mode"}),
 }
 _NEEDED: dict[EngineDialect, frozenset[str]] = {
+    "vllm-kvferry": frozenset(),
     "vllm-nixl": frozenset(),
     "vllm-moriio": frozenset({"handshake_port", "notify_port"}),
     "vllm-mooncake": frozenset(),
     "sglang": frozenset(),
-    "atom": frozenset({"handshake_port"}),
+    "atom": frozenset(),
 }
 _FOR_SOME = frozenset[str]().union(*_OPTIONS.values())
 _WRITERS: frozenset[EngineDialect] = frozenset({"sglang", "vllm-mooncake"})
@@ -61,10 +65,10 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         dialect: The protocol between its engine and a router.
         kv_host: Where its peers reach it for KV; the URL's host when not given.
         bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
-        handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM).
+        handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM); ATOM servers report theirs.
         notify_port: Port for notifications of KV transfers (MoRIIO).
-        tp_size: Tensor-parallel size.
-        dp_size: Data-parallel size.
+        tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
+        dp_size: Data-parallel size; likewise.
         transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
         model: Which of the models that it lists to serve; the first when not given.
         max_running: Most sequences that it runs at once; unlimited when not given.
@@ -77,8 +81,8 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     bootstrap_port: Port | None = None
     handshake_port: Port | None = None
     notify_port: Port | None = None
-    tp_size: Count = 1
-    dp_size: Count = 1
+    tp_size: Count | None = None
+    dp_size: Count | None = None
     transfer_mode: TransferMode | None = None
     model: str | None = None
     max_running: Count | None = None
@@ -110,14 +114,19 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Where the engine's peers reach it for KV, spelled as its dialect reads it (`Register.control`)."""
         host = self.kv_host or urlsplit(self.url).hostname or ""
         match self.dialect:
-            case "vllm-nixl":
+            case "vllm-kvferry" | "vllm-nixl":
                 return ""
             case "vllm-moriio":
                 return f"host:{host},handshake:{self.handshake_port},notify:{self.notify_port}"
             case "vllm-mooncake" | "sglang":
                 return f"http://{host_port(host, self.bootstrap_port or BOOTSTRAP_PORT)}"
             case "atom":
-                return f"tcp://{bracketed(host)}:{self.handshake_port}"
+                return f"tcp://{bracketed(host)}:{self.handshake_port or atom.HANDSHAKE_PORT}"
+
+    @property
+    def info_path(self) -> str | None:
+        """The page on which the server reports what its operator need not say; None where it has none."""
+        return atom.INFO_PATH if self.dialect == ATOM else None
 
     @property
     def mode(self) -> TransferMode:

@@ -18,7 +18,8 @@ The life of a request, as `Exchange.run` and the attempts conduct it:
    then the same steps are taken with another pair. The seed stays the same, so the same tokens are sampled,
    and what the client already has is neither repeated nor lost: a first token that it has is compared, not
    shown, and the decode agent is sent the ids of all tokens that were passed on (`resume`) and goes on after
-   them. When a stream breaks in mid-response this is a *migration*. Every other failure is final.
+   them. When a stream breaks in mid-response this is a *migration*. Every other failure is final, and so is a
+   second agent that died or fell silent with the request (`Suspicion`).
 
 Other engines' servers (`ForeignAttempt`) take each choice through two legs of its own; they cannot resume
 what another server has begun, so step 6 ends with the first event.
@@ -26,22 +27,22 @@ what another server has begun, so step 6 ends with the first event.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.proxy import sse
+from kvferry.proxy.clock import now
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent
+from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
+from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.foreign_attempt import ForeignAttempt, ForeignTools
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import Attempt, Legs, ResponseSink
-from kvferry.proxy.exchange.native_attempt import NativeAttempt
+from kvferry.proxy.exchange.native_attempt import NativeAttempt, PromptPart
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.exchange.resume import Progress
-from kvferry.proxy.exchange.retry import Retries, RetryBudget
+from kvferry.proxy.exchange.retry import Retries, RetryBudget, Suspicion
+from kvferry.proxy.exchange.sub_requests import split_by_prompt
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair
@@ -50,6 +51,7 @@ from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import Identity, new_transfer_id
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.exceptions import release_locals
 from kvferry.proxy.wire.messages import Register
 
 
@@ -75,6 +77,7 @@ class ExchangeContext:
     drops: KvDrops
     dialects: Mapping[str, Dialect]
     kv_endpoints: KvEndpointCache
+    expiry_counts: ExpiryCounts
     metrics: Metrics
 
 
@@ -93,15 +96,16 @@ class Exchange:
         self._retries = Retries(
             log, context.retry_budget, context.metrics, settings.retries, settings.migrations
         )
-        self._deadline = _now() + settings.total_timeout_s
+        self._deadline = now() + settings.total_timeout_s
+        self._suspicion = Suspicion(context.fleet, log, context.metrics)
         self._legs = Legs(
             context.upstream,
-            context.fleet,
+            self._suspicion,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
             can_retry=self._retries.has_more,
         )
-        self._progress = Progress(request.n)
+        self._parts = [PromptPart(share) for share in split_by_prompt(request, ids)]
         self._exclude = NO_AGENTS
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
@@ -113,13 +117,13 @@ class Exchange:
             try:
                 await attempt.run(sink)
                 return
-            except AgentLost as lost:
-                if self._progress.complete:
-                    sink.write(sse.DONE)
-                    return
-                self._plan_retry(attempt.pair, lost)
+            except AgentLost as error:
+                lost = error
+                if lost.connection_refused:
+                    self._context.fleet.connection_refused(lost.agent)
             finally:
                 attempt.end()
+            await self._plan_retry(attempt.pair, lost)
 
     async def _begin(self) -> Attempt:
         """Reserve a pair for another attempt."""
@@ -141,12 +145,10 @@ class Exchange:
         if dialect is None:
             return NativeAttempt(
                 reservation,
-                self._request,
-                self._ids,
+                self._parts,
                 transfer_id,
                 legs=self._legs,
                 log=self._log,
-                progress=self._progress,
                 drops=context.drops,
                 metrics=context.metrics,
                 is_retry=bool(self._exclude),
@@ -155,6 +157,7 @@ class Exchange:
             dialect=dialect,
             legs=self._legs,
             kv_endpoints=context.kv_endpoints,
+            expiry_counts=context.expiry_counts,
             drops=context.drops,
             metrics=context.metrics,
         )
@@ -165,7 +168,7 @@ class Exchange:
         context, model = self._context, self._request.model
         if not self._exclude:
             context.retry_budget.deposit()
-        by = min(_now() + context.settings.queue_timeout_s, self._deadline)
+        by = min(now() + context.settings.queue_timeout_s, self._deadline)
         reservation = await context.fleet.acquire(
             AcquireRequest(
                 routing_request=self._routing_request,
@@ -180,20 +183,25 @@ class Exchange:
             raise NoAgent(f"{reservation.value}: {model!r}")
         return reservation
 
-    def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:
-        """Prepare for another attempt. Raises `AgentLost` or `StreamBroken` if there may be none."""
-        if lost.connection_refused:
-            self._context.fleet.connection_refused(lost.agent)
+    async def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:
+        """Prepare for another attempt. Raises `AgentLost`, `StreamBroken` or `SuspectRequest` if there may be
+        none.
+        """
+        release_locals(lost)
+        self._suspicion.attempt_ended()
+        begun = any(part.progress.begun for part in self._parts)
+        if begun and self._request.undivided:
+            # A pair, which could go on after what the client has, cannot serve such a request.
+            raise StreamBroken(lost.message) from lost
+        if self._retries.has_more():
+            await self._suspicion.judge(self._deadline)
         self._retries.use_one(lost, "prefill" if lost.agent == pair.prefill.incarnation else "decode")
         self._exclude |= {lost.agent}
-        self._must_match = pair.prefill.info if self._progress.begun else None
+        self._must_match = pair.prefill.info if begun else None
         self._log.enter(Phase.ROUTE)
 
 
 def _max_model_len(pair: Pair) -> int | None:
     """The longest prompt and response that both agents have room for; None when neither says."""
-    return min((node.info.max_model_len for node in pair.nodes if node.info.max_model_len), default=None)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+    prefill, decode = pair.prefill.info.max_model_len, pair.decode.info.max_model_len
+    return min(prefill, decode) or max(prefill, decode) or None

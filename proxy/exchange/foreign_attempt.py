@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import NoReturn
+
+import msgspec
+from msgspec import structs
 
 from kvferry.proxy import sse
+from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
@@ -30,7 +32,16 @@ from kvferry.proxy.dialects.base import (
     pick_rank,
 )
 from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
-from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse, ProxyError, StreamBroken
+from kvferry.proxy.errors import (
+    AgentLost,
+    AgentRejected,
+    AgentTimeout,
+    BadResponse,
+    KvUnproven,
+    LeaseUnknown,
+    StreamBroken,
+)
+from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
@@ -40,19 +51,19 @@ from kvferry.proxy.exchange.legs import (
     Legs,
     ResponseSink,
     lost,
+    raise_one,
     read_events,
     require_stream,
 )
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
-from kvferry.proxy.exchange.sub_requests import split, whole_request
+from kvferry.proxy.exchange.sub_requests import split, split_into_prompts, whole_request
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.exceptions import leaves
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.messages import Register
 
 LOOKUP_MAX_AGE_S = 10.0
 """How long an engine id that was looked up is believed: its server may have restarted at the same address."""
@@ -63,14 +74,14 @@ ACCEPT_S = 0.5
 Check = Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignTools:
+class ForeignTools(msgspec.Struct, frozen=True, kw_only=True):
     """What the legs of one attempt work with."""
 
     dialect: Dialect
     legs: Legs
     kv_endpoints: KvEndpointCache
     drops: KvDrops
+    expiry_counts: ExpiryCounts
     metrics: Metrics
 
 
@@ -98,9 +109,10 @@ class ForeignAttempt(Attempt):
         if self.pair.alone:
             self._subs: tuple[SubRequest, ...] = (whole_request(request, ids, transfer_id),)
         else:
-            others = [new_transfer_id() for _ in range(1, request.sequences)]
+            forks = tools.dialect.forks
+            others = [new_transfer_id() for _ in range(1, request.prompts if forks else request.sequences)]
             log.add_transfers(others)
-            self._subs = split(request, ids, [transfer_id, *others])
+            self._subs = (split_into_prompts if forks else split)(request, ids, [transfer_id, *others])
         self._num_in_prefill = len(self._subs)
         self._has_begun = False
         """Whether the client has anything."""
@@ -127,18 +139,19 @@ class ForeignAttempt(Attempt):
                 self._note_prefill_over()
             sink.write(events)
 
+        exchanges = [_SubExchange(self._tools, sub, sink, write, self._on_prefilled) for sub in self._subs]
         try:
+            if len(exchanges) == 1:  # a task of its own would cost more than all else here
+                return [await exchanges[0].run(self.pair)]
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        _SubExchange(self._tools, sub, sink, write, self._on_prefilled).run(self.pair)
-                    )
-                    for sub in self._subs
-                ]
+                tasks = [group.create_task(each.run(self.pair)) for each in exchanges]
+        except AGENT_FAILURES:
+            self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
+            raise
         except BaseExceptionGroup as failures:
             if failures.subgroup(AGENT_FAILURES):
                 self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
-            _raise_one(failures)
+            raise_one(failures)
         return [task.result() for task in tasks]
 
     def _on_prefilled(self) -> None:
@@ -183,7 +196,7 @@ class _SubExchange:
         if pair.alone:
             server = pair.prefill.info
             leg = self._dialect.alone_leg(self._sub, pick_rank(self._sub.room, server))
-            return await self._receive(server, leg, SubResponse(self._sub, server))
+            return await self._receive(server, leg, SubResponse(self._sub, server, self._dialect))
         endpoints = self._sub.endpoints(pair.prefill.info, pair.decode.info)
         kv_endpoint = await self._find_kv_endpoint(endpoints)
         if self._dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL:
@@ -191,29 +204,53 @@ class _SubExchange:
         return await self._run_concurrent(endpoints, kv_endpoint)
 
     async def _run_serial(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
-        dialect, sent_at = self._dialect, _now()
-        prefilled = await self._prefill(endpoints)
-        if prefilled.whole is not None:
-            self._free_kv(endpoints, prefilled)
-            return self._complete(endpoints, prefilled.whole)
-        sub_response = SubResponse(self._sub, endpoints.decode)
+        dialect, counts = self._dialect, self._tools.expiry_counts
+        if dialect.has_leases and dialect.expiry_counter is None and dialect.lease_s is None:
+            raise LeaseUnknown(
+                f"servers of {dialect.name} say neither how long they keep KV nor that they gave it up, so "
+                f"no response could be trusted: the proxy must be started with {dialect.lease_flag}"
+            )
+        async with LeaseCheck(counts, endpoints.prefill, dialect.expiry_counter, dialect.lease_s) as lease:
+            prefilled = await self._prefill(endpoints)
+            lease.answered()
+            if prefilled.whole is not None:
+                self._free_kv(endpoints, prefilled)
+                return self._complete(endpoints, prefilled.whole)
+            return await self._decode(endpoints, kv_endpoint, prefilled, lease)
+
+    async def _decode(
+        self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None, prefilled: Prefilled, lease: LeaseCheck
+    ) -> SubResponse:
+        """The decode leg of a serial order."""
+        dialect = self._dialect
+        sub_response = SubResponse(self._sub, endpoints.decode, dialect)
         sub_response.prompt_tokens_details = prefilled.prompt_tokens_details
         leg = dialect.decode_leg(self._sub, endpoints, prefilled, kv_endpoint)
         if prefilled.params is None:
             # The prompt is computed again, which an operator should know.
             self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
-        if prefilled.params is None or dialect.lease_s is None:
+        if prefilled.params is None:
             return await self._receive(endpoints.decode, leg, sub_response)
-        lease = LeaseCheck(
-            self._legs.upstream,
-            endpoints.prefill,
-            dialect.expiry_counter,
-            sent_at=sent_at,
-            answered_at=_now(),
-            lease_s=dialect.lease_s,
-        )
-        async with lease:
-            return await self._decode_under_lease(endpoints, prefilled, leg, sub_response, lease)
+        if not dialect.has_leases:
+            return await self._decode_or_drop(endpoints, leg, sub_response)
+        return await self._decode_under_lease(endpoints, prefilled, leg, sub_response, lease)
+
+    async def _decode_or_drop(
+        self, endpoints: Endpoints, leg: LegRequest, sub_response: SubResponse
+    ) -> SubResponse:
+        """A decode leg whose KV is dropped if it ends before the decode server has answered anything."""
+        has_answered = False
+
+        async def check() -> None:
+            nonlocal has_answered
+            has_answered = True
+
+        try:
+            return await self._receive(endpoints.decode, leg, sub_response, check)
+        finally:
+            drop = None if has_answered else self._dialect.drop_leg(self._sub, endpoints)
+            if drop is not None:
+                self._tools.drops.send(endpoints.prefill, drop, delivered_by=404)
 
     async def _decode_under_lease(
         self,
@@ -223,31 +260,31 @@ class _SubExchange:
         sub_response: SubResponse,
         lease: LeaseCheck,
     ) -> SubResponse:
-        """The decode leg of a serial order, whose KV may be gone after a while. Raises `AgentLost` then."""
-        late = lost(endpoints.decode, f"was too late for the KV at {endpoints.prefill.address}")
-        if not lease.is_sure:
-            raise late
-        accepted_by = _now() + ACCEPT_S
+        """A decode leg whose KV may be gone after a while. Raises `KvUnproven` if it may have been."""
+        if lease.is_over:
+            raise _too_late(endpoints)
+        accepted_by = now() + ACCEPT_S
 
         async def check() -> None:
             verdict = await lease.judge()
-            self._tools.metrics.leases.labels(verdict.name.lower()).inc()
-            if verdict is Verdict.SUSPECT:
-                raise late
+            self._tools.metrics.leases.add(verdict.name.lower(), 1)
+            if not verdict.is_accepted:
+                server = endpoints.prefill if verdict is Verdict.UNPROVEN else endpoints.decode
+                raise KvUnproven(f"{endpoints.prefill.address}: {verdict.value}", server.incarnation)
 
         try:
-            return await self._receive(endpoints.decode, leg, sub_response, check, lease.sure_until)
+            return await self._receive(endpoints.decode, leg, sub_response, check, lease.deadline)
         except AgentTimeout:
-            if lease.is_sure:
+            if not lease.is_over:
                 raise
-            raise late from None
+            raise _too_late(endpoints) from None
         except asyncio.CancelledError:
-            if _now() < accepted_by:
+            if now() < accepted_by:
                 self._free_kv(endpoints, prefilled)
             raise
 
     async def _run_concurrent(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> SubResponse:
-        sub_response = SubResponse(self._sub, endpoints.decode)
+        sub_response = SubResponse(self._sub, endpoints.decode, self._dialect)
         leg = self._dialect.decode_leg(self._sub, endpoints, Prefilled(), kv_endpoint)
 
         async def check() -> None:
@@ -261,15 +298,17 @@ class _SubExchange:
         return sub_response
 
     async def _prefill(self, endpoints: Endpoints) -> Prefilled:
-        """The prefill leg, up to the end of its response."""
+        """The prefill leg, up to the end of its response; nothing, where the dialect sends none."""
         server, leg = endpoints.prefill, self._dialect.prefill_leg(self._sub, endpoints)
-        try:
-            async with self._legs.open_prefill(server, leg) as response:
-                prefilled = self._dialect.read_prefill(self._sub, await response.read())
-        except BadResponse as error:  # another server may do better
-            raise AgentLost(f"{server.address}: {error.message}", _incarnation(server)) from error
+        prefilled = Prefilled()
+        if leg is not None:
+            try:
+                async with self._legs.open_prefill(server, leg) as response:
+                    prefilled = self._dialect.read_prefill(self._sub, await response.read())
+            except BadResponse as error:  # another server may do better
+                raise AgentLost(f"{server.address}: {error.message}", server.incarnation) from error
         if prefilled.kv_endpoint is not None:
-            self._tools.kv_endpoints.learn(endpoints, prefilled.kv_endpoint, _now())
+            self._tools.kv_endpoints.learn(endpoints, prefilled.kv_endpoint, now())
         self._on_prefilled()
         return prefilled
 
@@ -301,7 +340,7 @@ class _SubExchange:
         self, response: UpstreamResponse, server: Register, sub_response: SubResponse, check: Check | None
     ) -> None:
         require_stream(response, server)
-        reader = _SubReader(sub_response, self._write, on_done=response.finish_soon)
+        reader = _SubReader(sub_response, self._write, self._sink.write_event, response.finish_soon)
         if check is not None:
             if await reader.read_first(response):
                 await check()
@@ -312,7 +351,7 @@ class _SubExchange:
 
     def _complete(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
         """The response ended with its first token, at the prefill server."""
-        sub_response = SubResponse(self._sub, endpoints.prefill)
+        sub_response = SubResponse(self._sub, endpoints.prefill, self._dialect)
         if not self._sub.request.stream:
             sub_response.read_whole(whole)
         elif events := sub_response.rewrite(as_events(whole, self._sub)):
@@ -328,7 +367,7 @@ class _SubExchange:
         if prefilled.params is not None:
             once = {"max_tokens": 1, "stream": False}
             body = {k: v for k, v in self._sub.body.items() if k in ("model", "prompt", "messages")} | once
-            leg = self._dialect.decode_leg(replace(self._sub, body=body), endpoints, prefilled, None)
+            leg = self._dialect.decode_leg(structs.replace(self._sub, body=body), endpoints, prefilled, None)
             self._tools.drops.send(endpoints.decode, leg)
 
     async def _find_kv_endpoint(self, endpoints: Endpoints) -> KvEndpoint | None:
@@ -337,26 +376,35 @@ class _SubExchange:
         url = dialect.lookup(endpoints)
         if url is None:
             return known.find(endpoints)
-        found = known.find(endpoints, since=_now() - LOOKUP_MAX_AGE_S)
+        found = known.find(endpoints, since=now() - LOOKUP_MAX_AGE_S)
         if found is None:
-            deadline = min(_now() + LOOKUP_TIMEOUT_S, self._legs.deadline)
+            deadline = min(now() + LOOKUP_TIMEOUT_S, self._legs.deadline)
             try:
                 raw = await self._legs.upstream.get(endpoints.prefill, url, deadline=deadline)
                 found = dialect.read_lookup(endpoints, raw)
             except (AgentRejected, AgentTimeout, BadResponse) as error:
-                raise AgentLost(f"{url}: {error.message}", _incarnation(endpoints.prefill)) from error
-            known.learn(endpoints, found, _now())
+                raise AgentLost(f"{url}: {error.message}", endpoints.prefill.incarnation) from error
+            known.learn(endpoints, found, now())
         return found
 
 
 class _SubReader:
-    """Rewrites the events of one sub-request's stream for the client (`EventReader`)."""
+    """Rewrites the events of one sub-request's stream for the client (`EventReader`).
+
+    What a token costs the proxy is spent in `feed`, which the connection calls as bytes arrive. So the usual
+    piece, one event with nothing but text, has a short way of its own; everything else takes the long one.
+    """
 
     def __init__(
-        self, sub_response: SubResponse, write: Callable[[bytes], None], on_done: Callable[[], None]
+        self,
+        sub_response: SubResponse,
+        write: Callable[[bytes], None],
+        write_event: Callable[[bytes], None],
+        on_done: Callable[[], None],
     ) -> None:
         self._sub_response = sub_response
         self._write = write
+        self._write_event = write_event
         self._on_done = on_done
         self._scanner = sse.Scanner()
         self._held: bytes | None = None
@@ -381,9 +429,20 @@ class _SubReader:
 
     def feed(self, piece: bytes) -> None:
         """See `EventReader`. Raises as `SubResponse.rewrite` does."""
-        if self.done:
-            return
-        events = self._sub_response.rewrite(self._scanner.feed(piece))
+        if self._held is None and self._scanner.between_events:
+            event = self._sub_response.rewrite_one(piece)
+            if event is not None:
+                self._write_event(event)
+                return
+        if not self.done:
+            self._rewrite(self._scanner.feed(piece))
+
+    def num_held(self) -> int:
+        """See `EventReader`."""
+        return self._scanner.num_held
+
+    def _rewrite(self, whole: bytes) -> None:
+        events = self._sub_response.rewrite(whole)
         if self._held is not None:
             self._held += events
         elif events:
@@ -393,21 +452,8 @@ class _SubReader:
             self._on_done()
 
 
-def _raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
-    """Raise the one failure that the client gets: an engine's rejection of the request, else the first.
-
-    An internal error is raised as it is, in its group.
-    """
-    ours, others = failures.split(ProxyError)
-    if others is not None or ours is None:
-        raise failures
-    rejections = ours.subgroup(AgentRejected)
-    raise next(leaves(rejections or ours)) from None
-
-
-def _incarnation(server: Register) -> Incarnation:
-    return Incarnation(server.incarnation)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _too_late(endpoints: Endpoints) -> KvUnproven:
+    return KvUnproven(
+        f"{endpoints.decode.address} was too late for the KV at {endpoints.prefill.address}",
+        endpoints.decode.incarnation,
+    )

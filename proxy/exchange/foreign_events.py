@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events and whole responses of other engines' servers, rewritten for the client. Pure.
 
-What must differ is the id, the time of creation, the choice's index and the usage, for a client's request may
-be several sub-requests (`proxy.exchange.sub_requests`); what is between proxy and server is cut out.
+A client's request may be several sub-requests (`proxy.exchange.sub_requests`), each a response of its own.
+What must differ, and why (per engine: `docs/dialects/README.md`):
+
+| member | why |
+|---|---|
+| `id` | a response has one; a leg's names its transfer, with MoRIIO both servers' control addresses |
+| `created` | a response has one; sub-requests begin in different seconds, SGLang's chat stamps every event |
+| `choices[].index` | every sub-request's is 0; nothing changes where there is but one |
+| `usage` | of the whole response: summed, and last; a running count of a share would be wrong |
+| `finish_reason` | clients know OpenAI's only (`Dialect.client_reason`) |
+| `kv_transfer_params` | where KV lies is no business of clients |
+
+Everything else (`object`, `model`, texts, logprobs, what an engine adds) passes as it came, down to the byte.
+What must be read is that the event is valid, whether it is an error, which choices end and how, and usage
+that comes without choices. An event that differs from an earlier one in its text alone needs none of that
+read again: `EventTemplates`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import SubRequest
-from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRejected, BadResponse
+from kvferry.proxy.dialects.base import Dialect, SubRequest
+from kvferry.proxy.errors import NOT_JSON, AgentError, AgentLost, AgentRejected, BadResponse, agent_error
+from kvferry.proxy.exchange.event_templates import EventTemplates
+from kvferry.proxy.exchange.sub_requests import add_counts
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
-_FAILED = ("error", "abort")
-"""Finish reasons by which an engine says that the choice has failed, with HTTP 200 (smg #2382)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubUsage:
+class SubUsage(msgspec.Struct, frozen=True):
     """The usage of one sub-request."""
 
     sub: SubRequest
@@ -35,43 +47,24 @@ def sum_usage(usages: Sequence[SubUsage]) -> dict[str, Any]:
     """The usage of the whole response: every prompt counted once, every choice's tokens added."""
     if len(usages) == 1:
         return usages[0].counts
-    added = _add([usage.counts for usage in usages])
+    added = add_counts([usage.counts for usage in usages])
     firsts: dict[int, dict[str, Any]] = {}
     for usage in usages:
         firsts.setdefault(usage.sub.prompt, usage.counts)
-    prompts = _add(list(firsts.values()))
+    prompts = add_counts(list(firsts.values()))
     added |= {name: value for name, value in prompts.items() if name.startswith("prompt_")}
     added["total_tokens"] = added.get("prompt_tokens", 0) + added.get("completion_tokens", 0)
     return added
 
 
-def _add(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up dictionaries of counts, member by member; what is not a count is the first one's."""
-    added: dict[str, Any] = {}
-    for name, first in counts[0].items():
-        values = [each.get(name) for each in counts]
-        if all(isinstance(value, int) for value in values):
-            added[name] = sum(value for value in values if isinstance(value, int))
-        elif all(isinstance(value, dict) for value in values):
-            added[name] = _add([value for value in values if isinstance(value, dict)])
-        else:
-            added[name] = first
-    return added
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str = "no reason given"
-    code: int | str | None = None
-
-
 class SubResponse:
-    """The response of a sub-request's last server, made the client's: its id, its indices, its usage.
+    """The response of a sub-request's last server, made the client's: id, indices, finish reasons, usage.
 
     Everything else passes as it came, down to the byte, but for what is between proxy and server.
     `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
     """
 
-    def __init__(self, sub: SubRequest, server: Register) -> None:
+    def __init__(self, sub: SubRequest, server: Register, dialect: Dialect) -> None:
         self.sub = sub
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
@@ -79,7 +72,12 @@ class SubResponse:
         self.envelope: dict[str, msgspec.Raw] = {}
         """The members around the choices, or around a stream's usage."""
         self._server = server
-        self._finished = 0
+        self._dialect = dialect
+        self._ended: set[int] = set()
+        """The server's indices of choices that have ended."""
+        self._templates = EventTemplates()
+        self.rewrite_one = self._templates.fill
+        """`rewrite` for what may be one event with nothing but text: the quick path; None if it is not."""
         self._usage: dict[str, Any] | None = None
         self._own = {
             "id": msgspec.Raw(msgspec.json.encode(sub.ids.answer_id)),
@@ -89,7 +87,7 @@ class SubResponse:
     @property
     def complete(self) -> bool:
         """Whether every choice has ended."""
-        return self._finished == len(self.sub.choices)
+        return len(self._ended) == len(self.sub.choices)
 
     @property
     def usage(self) -> SubUsage | None:
@@ -117,12 +115,26 @@ class SubResponse:
         Raises `AgentLost`, `AgentRejected` or `BadResponse`.
         """
         shown = []
-        for event in events.split(sse.END_OF_EVENT):
-            if event.startswith(b"data: {"):
-                chunk = self._chunk(event.removeprefix(b"data: "))
-                if chunk is not None:
-                    shown.append(sse.event(chunk))
+        for event in sse.split(events):
+            rewritten = self._templates.fill(event)
+            shown.append(self._rebuild(event) if rewritten is None else rewritten)
         return b"".join(shown)
+
+    def _rebuild(self, event: bytes) -> bytes:
+        """The careful path: parse one event, and build the client's anew; empty if that gets none."""
+        data = sse.data(event)
+        if data is None or data == b"[DONE]":
+            return b""
+        num_ended = len(self._ended)
+        chunk = self._chunk(data)
+        if len(self._ended) > num_ended:
+            self._templates.clear()  # the choice must not go on
+        if chunk is None:
+            return b""
+        rebuilt = sse.event(chunk)
+        if len(self._ended) == num_ended:
+            self._templates.learn(event, rebuilt)
+        return rebuilt
 
     def _chunk(self, data: bytes) -> dict[str, msgspec.Raw] | None:
         """One chunk for the client; None for one that has only usage, which is sent at the end, once."""
@@ -130,11 +142,11 @@ class SubResponse:
         chunk.pop("kv_transfer_params", None)
         chunk |= self._own
         choices = self._choices(chunk.get("choices", _NULL))
+        chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         if not choices:
             self._note_usage(chunk.pop("usage", _NULL))
             self.envelope = chunk
             return None
-        chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         if "usage" in chunk and len(self.sub.choices) < self.sub.request.sequences:
             chunk["usage"] = _NULL  # a running count of this sub-request alone would be wrong
         return chunk
@@ -143,32 +155,51 @@ class SubResponse:
         try:
             str(raw, "utf-8")  # strings are passed on undecoded: nothing else would notice
             response = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-            if "error" in response and bytes(response["error"]) != b"null":
-                self._fail(msgspec.json.decode(response["error"], type=_Error), response["error"])
         except NOT_JSON as error:
             raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
+        if "error" in response and bytes(response["error"]) != b"null":
+            self._fail(agent_error(raw))
         return response
 
-    def _fail(self, error: _Error, raw: msgspec.Raw) -> None:
+    def _fail(self, error: AgentError | None) -> None:
         """Raise for an error under HTTP 200. An error of the request itself would be any server's."""
+        if error is None:
+            raise BadResponse(f"{self._server.address} answered an error that cannot be read")
         if isinstance(error.code, int) and 400 <= error.code < 500:
-            raise AgentRejected(error.code, "application/json", b'{"error":' + bytes(raw) + b"}", None)
+            raise AgentRejected(error.code, error)
         raise AgentLost(f"{self._server.address} failed: {error.message}", self._lost)
 
     def _choices(self, raw: msgspec.Raw) -> list[dict[str, msgspec.Raw]]:
-        """The choices with the client's indices, and whether they have ended."""
+        """The choices with the client's indices and finish reasons; note which have ended."""
+        shown = []
         try:
-            choices = msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]] | None) or []
-            for choice in choices:
+            for choice in msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]] | None) or []:
                 index = msgspec.json.decode(choice.get("index", _NULL), type=int)
+                if not 0 <= index < len(self.sub.choices):
+                    raise IndexError(index)
                 choice["index"] = msgspec.Raw(str(self.sub.choices[index]).encode())
                 reason = msgspec.json.decode(choice.get("finish_reason", _NULL), type=str | None)
-                if reason in _FAILED:
-                    raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
-                self._finished += reason is not None
+                if index in self._ended:
+                    self._check_empty(choice)
+                    continue
+                if reason is not None:
+                    choice["finish_reason"] = self._client_reason(reason)
+                    self._ended.add(index)
+                shown.append(choice)
         except (*NOT_JSON, IndexError) as error:
             raise BadResponse(f"{self._server.address} answered choices that cannot be read") from error
-        return choices
+        return shown
+
+    def _client_reason(self, reason: str) -> msgspec.Raw:
+        shown = self._dialect.client_reason(reason)
+        if shown is None:
+            raise AgentLost(f"{self._server.address} ended a choice with {reason!r}", self._lost)
+        return msgspec.Raw(msgspec.json.encode(shown))
+
+    def _check_empty(self, choice: dict[str, msgspec.Raw]) -> None:
+        """Raise `BadResponse` if a choice that has ended goes on. ATOM ends one twice, then without text."""
+        if bytes(choice.get("text", b'""')) != b'""' or bytes(choice.get("delta", b"{}")) != b"{}":
+            raise BadResponse(f"{self._server.address} went on with a choice that had ended")
 
     def _note_usage(self, raw: msgspec.Raw) -> None:
         try:
@@ -179,7 +210,7 @@ class SubResponse:
 
     @property
     def _lost(self) -> Incarnation:
-        return Incarnation(self._server.incarnation)
+        return self._server.incarnation
 
 
 def merge(responses: Sequence[SubResponse]) -> bytes:

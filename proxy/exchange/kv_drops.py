@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvferry.proxy.clock import now
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import LegRequest
-from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.errors import AgentRejected, ProxyError
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -42,12 +43,14 @@ class KvDrops:
         headers = {"Content-Type": "application/json"}
         self.send(agent, LegRequest(path=native.DROP_PATH, headers=headers, body=body))
 
-    def send(self, agent: Register, leg: LegRequest) -> None:
-        """`drop` by a request of another engine's dialect."""
+    def send(self, agent: Register, leg: LegRequest, *, delivered_by: int = 200) -> None:
+        """`drop` by a request of another engine's dialect, to which it responds with the status
+        `delivered_by`.
+        """
         if len(self._pending) >= MAX_PENDING:
             self._metrics.drops.labels("overflow").inc()
             return
-        task = asyncio.get_running_loop().create_task(self._send(agent, leg))
+        task = asyncio.get_running_loop().create_task(self._send(agent, leg, delivered_by))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
@@ -56,14 +59,17 @@ class KvDrops:
         while self._pending:
             await asyncio.wait(self._pending)
 
-    async def _send(self, agent: Register, leg: LegRequest) -> None:
-        by = asyncio.get_running_loop().time() + DROP_TIMEOUT_S
+    async def _send(self, agent: Register, leg: LegRequest, delivered_by: int) -> None:
+        by = now() + DROP_TIMEOUT_S
         try:
             async with self._upstream.post(
                 agent, leg.path, leg.body, leg.headers, headers_deadline=by, deadline=by
             ) as response:
                 await response.read()
         except ProxyError as error:
+            if isinstance(error, AgentRejected) and error.status == delivered_by:
+                self._metrics.drops.labels("delivered").inc()
+                return
             logger.info("a transfer was not dropped: %s", error)
             self._metrics.drops.labels("failed").inc()
         else:

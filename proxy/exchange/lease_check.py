@@ -2,108 +2,120 @@
 """Whether KV that lies at a prefill server under a lease was still there when it was read.
 
 vLLM's decode servers read KV by block numbers and do not notice that the blocks have gone to another prompt
-meanwhile; the response is then wrong, with HTTP 200 (vLLM #52234). A router sees only times and counters:
+meanwhile; the response is then wrong, with HTTP 200 (vLLM #52234). How long a lease is, no server says, and
+the number that an operator gives may be wrong. So a response is proven in one of two ways:
 
-- A decode leg is sent only while the lease is surely alive, and must have been accepted by then.
-- Tokens that come before its end were sampled from KV read before its end: that is a proof.
-- Tokens that come later are proven by the prefill server's count of expired leases, if that has not risen
-  since before the lease could end.
+- Its first tokens have come before any lease can have ended: vLLM counts leases in whole seconds, and this
+  one began when the prefill leg was sent, or later.
+- Otherwise by the prefill server's count of expired leases, if it has not risen from before this lease can
+  have ended until after the first tokens came. They were sampled from KV that had been read by then.
 
-The lease began when the prefill ended, which is not reported. It is assumed to have begun a sixth of its
-length before the response arrived (not before the leg was sent), and to last five sixths.
+Where a server does not count them, the operator's number is all there is. A lease is then taken to have begun
+a sixth of its length before the response arrived (not before the leg was sent), and to last five sixths;
+tokens in time are *vouched* for, which is no proof.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from types import TracebackType
 
-from kvferry.proxy.errors import ProxyError
-from kvferry.proxy.http.pool import UpstreamPool
-from kvferry.proxy.telemetry import prometheus_text
+from kvferry.proxy.clock import now
+from kvferry.proxy.exchange.expiry_counts import ExpiryCount, ExpiryCounts
 from kvferry.proxy.wire.messages import Register
 
-logger = logging.getLogger(__name__)
-
-SCRAPE_TIMEOUT_S = 2.0
+SHORTEST_LEASE_S = 1.0
+"""vLLM's `kv_lease_duration` is an integer, and with 0 nothing could ever be read."""
+SURE_S = SHORTEST_LEASE_S / 2
+FRESH_S = 1.0
+"""A count that is older is read again with the next prefill leg, so that few expired leases lie between."""
 
 
 class Verdict(enum.Enum):
     """What is known of the KV behind a response's first tokens."""
 
     PROVEN = "the KV was read before its lease could end, or no lease has ended since"
-    UNPROVEN = "the prefill server does not report how many leases have expired"
+    VOUCHED = "the KV was read before its lease ended, if the operator's number is right"
+    UNPROVEN = "the prefill server's count of expired leases cannot be read"
     SUSPECT = "a lease expired at the prefill server meanwhile, maybe this one"
+    CONTRADICTED = "a lease expired at the prefill server before the proxy's setting says that it could"
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the response may go to the client."""
+        return self in (Verdict.PROVEN, Verdict.VOUCHED)
 
 
 class LeaseCheck:
-    """Watches one lease, from the prefill's response to the first token; an async context.
+    """Watches one lease, from the prefill leg to the first token; an async context, entered as the leg is
+    sent.
 
     Args:
         counter: Name of the server's Prometheus counter of expired leases; None if it has none.
-        sent_at, answered_at: When the prefill leg was sent, and when its response came (the loop's clock).
+        lease_s: How long a lease is, as the operator says; None if unknown.
     """
 
     def __init__(
-        self,
-        upstream: UpstreamPool,
-        server: Register,
-        counter: str | None,
-        *,
-        sent_at: float,
-        answered_at: float,
-        lease_s: float,
+        self, counts: ExpiryCounts, server: Register, counter: str | None, lease_s: float | None
     ) -> None:
-        self._upstream = upstream
+        self._counts = counts
         self._server = server
         self._counter = counter
         self._lease_s = lease_s
-        self._task: asyncio.Task[float | None] | None = None
-        self.sure_until = max(sent_at, answered_at - lease_s / 6) + lease_s * 5 / 6
-        """On the event loop's clock."""
+        self._sent_at = now()
+        self._before: ExpiryCount | None = None
+        self._reading: asyncio.Task[ExpiryCount | None] | None = None
+        self.deadline = float("inf")
+        """When the lease may be over, as the operator says: tokens that come later are not waited for."""
 
     @property
-    def is_sure(self) -> bool:
-        """Whether the lease is alive beyond doubt."""
-        return asyncio.get_running_loop().time() < self.sure_until
+    def is_over(self) -> bool:
+        """Whether the lease may be over, as the operator says."""
+        return now() >= self.deadline
 
     async def __aenter__(self) -> LeaseCheck:
-        if self._counter is not None:
-            self._task = asyncio.get_running_loop().create_task(self._count_before())
+        if self._counter is not None and not self._counts.is_absent(self._server):
+            self._before = self._counts.latest(self._server)
+            if self._before is None or self._sent_at - self._before.asked_at > FRESH_S:
+                reading = self._counts.read(self._server, self._counter)
+                self._reading = asyncio.get_running_loop().create_task(reading)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    def answered(self) -> None:
+        """The prefill's response has arrived: the lease runs."""
+        if self._lease_s is not None:
+            began_at = max(self._sent_at, now() - self._lease_s / 6)
+            self.deadline = began_at + self._lease_s * 5 / 6
 
     async def judge(self) -> Verdict:
         """Judge the first tokens, which have arrived and have not been passed on."""
-        if self.is_sure:
+        if now() < self._sent_at + SURE_S:
             return Verdict.PROVEN
-        before = None if self._task is None else await self._task
-        after = None if before is None else await self._count()
+        if self._counter is None:
+            return Verdict.UNPROVEN if self._lease_s is None or self.is_over else Verdict.VOUCHED
+        in_time = not self.is_over
+        before, after = self._count_before(), await self._counts.read(self._server, self._counter)
         if before is None or after is None:
             return Verdict.UNPROVEN
-        return Verdict.PROVEN if before == after else Verdict.SUSPECT
+        if before.same(after):
+            return Verdict.PROVEN
+        if self._lease_s is None or not in_time:
+            return Verdict.SUSPECT
+        self._counts.note_contradiction(self._server, self._lease_s)
+        return Verdict.CONTRADICTED
 
-    async def _count_before(self) -> float | None:
-        """The count while the lease is surely alive; most requests have ended before it is scraped."""
-        await asyncio.sleep(self.sure_until - self._lease_s / 2 - asyncio.get_running_loop().time())
-        count = await self._count()
-        return count if self.is_sure else None
-
-    async def _count(self) -> float | None:
-        by = asyncio.get_running_loop().time() + SCRAPE_TIMEOUT_S
-        try:
-            exposition = await self._upstream.get(
-                self._server, f"{self._server.address}/metrics", deadline=by
-            )
-        except ProxyError as error:
-            logger.info("expired leases cannot be counted: %s", error)
-            return None
-        return prometheus_text.total(exposition, self._counter or "")
+    def _count_before(self) -> ExpiryCount | None:
+        """The newest count that was read before this lease can have ended."""
+        if self._reading is None or not self._reading.done():
+            return self._before
+        count = self._reading.result()
+        in_time = count is not None and count.came_at < self._sent_at + SURE_S
+        return count if in_time else self._before

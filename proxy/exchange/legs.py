@@ -13,19 +13,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from kvferry.proxy import sse
+from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import LegRequest
-from kvferry.proxy.errors import AgentLost, AgentTimeout, BadResponse
-from kvferry.proxy.fleet.admission import Reservation
-from kvferry.proxy.fleet.fleet import Fleet
+from kvferry.proxy.errors import (
+    AgentLost,
+    AgentRejected,
+    AgentTimeout,
+    BadResponse,
+    KvUnproven,
+    ProxyError,
+)
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
+from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.messages import Incarnation, Register
 
+AgentFailure = AgentLost | AgentTimeout | BadResponse
 AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
 """What counts as its agent's failure when a leg ends with it."""
+
+
+class LegReports(Protocol):
+    """Where the end of a leg is reported, exactly once, but for one that its agent rejected."""
+
+    def leg_succeeded(self, agent: Incarnation, /) -> None: ...
+    def leg_failed(self, agent: Incarnation, error: AgentFailure, /) -> None: ...
+    def leg_cancelled(self, agent: Incarnation, /) -> None:
+        """The leg was ended here, while its agent may have been at work on it."""
 
 
 class PausableSource(Protocol):
@@ -51,10 +68,19 @@ class ResponseSink(Protocol):
         """While open, pause `source` whenever the client reads too slowly."""
 
 
+class ReservedPair(Protocol):
+    """The pair of an attempt, with its slots (`Reservation`)."""
+
+    pair: Pair
+
+    def prefill_over(self) -> None: ...
+    def release(self) -> None: ...
+
+
 class Attempt(ABC):
     """One try of a request with one pair of agents. Call `run` once, then `end` once."""
 
-    def __init__(self, reservation: Reservation) -> None:
+    def __init__(self, reservation: ReservedPair) -> None:
         self._reservation = reservation
 
     @property
@@ -84,7 +110,7 @@ class Legs:
     def __init__(
         self,
         upstream: UpstreamPool,
-        fleet: Fleet,
+        reports: LegReports,
         *,
         first_byte_timeout_s: float,
         deadline: float,
@@ -92,7 +118,7 @@ class Legs:
     ) -> None:
         self.upstream = upstream
         self.deadline = deadline
-        self._fleet = fleet
+        self._reports = reports
         self._first_byte_timeout_s = first_byte_timeout_s
         self._can_retry = can_retry
 
@@ -129,40 +155,44 @@ class Legs:
             deadline=deadline,
             can_retry=self._can_retry,
         )
-        return OpenLeg(request, self._fleet, Incarnation(server.incarnation))
+        return OpenLeg(request, self._reports, server.incarnation)
 
     def _first_byte_deadline(self, patience: int) -> float:
-        now = asyncio.get_running_loop().time()
-        return min(now + patience * self._first_byte_timeout_s, self.deadline)
+        return min(now() + patience * self._first_byte_timeout_s, self.deadline)
 
 
 class OpenLeg:
-    """A leg; entering sends it and waits for the response's headers, leaving reports to the circuit breaker.
+    """A leg; entering sends it and waits for the response's headers, and its end is reported.
 
-    What is raised within counts as the leg's end. A leg that was cancelled or rejected says nothing about its
-    agent. A class, since a generator's context would cost as much as the request itself.
+    What is raised within counts as the leg's end. KV that cannot be proven says nothing about the agent. A
+    class, since a generator's context would cost as much as the request itself.
     """
 
-    def __init__(self, request: UpstreamRequest, fleet: Fleet, agent: Incarnation) -> None:
+    def __init__(self, request: UpstreamRequest, reports: LegReports, agent: Incarnation) -> None:
         self._request = request
-        self._fleet = fleet
+        self._reports = reports
         self._agent = agent
 
     async def __aenter__(self) -> UpstreamResponse:
         try:
             return await self._request.__aenter__()
-        except AGENT_FAILURES:
-            self._fleet.leg_failed(self._agent)
+        except BaseException as error:
+            self._report(error)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._request.__aexit__(kind, error, trace)
+        self._report(error)
+
+    def _report(self, error: BaseException | None) -> None:
         if error is None:
-            self._fleet.leg_succeeded(self._agent)
-        elif isinstance(error, AGENT_FAILURES):
-            self._fleet.leg_failed(self._agent)
+            self._reports.leg_succeeded(self._agent)
+        elif isinstance(error, AGENT_FAILURES) and not isinstance(error, KvUnproven):
+            self._reports.leg_failed(self._agent, error)
+        elif isinstance(error, asyncio.CancelledError):
+            self._reports.leg_cancelled(self._agent)
 
 
 class EventReader(Protocol):
@@ -175,6 +205,9 @@ class EventReader(Protocol):
     def feed(self, piece: bytes) -> None:
         """Read the next bytes; those after `[DONE]` are dropped."""
 
+    def num_held(self) -> int:
+        """Bytes that are kept of the stream."""
+
 
 async def read_events(
     response: UpstreamResponse, agent: Register, reader: EventReader, sink: ResponseSink
@@ -186,7 +219,7 @@ async def read_events(
     """
     try:
         with sink.throttling(response):
-            await response.stream_to(reader.feed)
+            await response.stream_to(reader.feed, reader.num_held)
     except (AgentLost, AgentTimeout):
         if not reader.done:
             raise
@@ -211,4 +244,16 @@ def require_json(response: UpstreamResponse, agent: Register) -> None:
 
 def lost(agent: Register, message: str) -> AgentLost:
     """An `AgentLost` whose message begins with the agent's address."""
-    return AgentLost(f"{agent.address} {message}", Incarnation(agent.incarnation))
+    return AgentLost(f"{agent.address} {message}", agent.incarnation)
+
+
+def raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the one failure that the client gets: an agent's rejection of the request, else the first.
+
+    An internal error is raised as it is, in its group.
+    """
+    ours, others = failures.split(ProxyError)
+    if others is not None or ours is None:
+        raise failures
+    rejections = ours.subgroup(AgentRejected)
+    raise next(leaves(rejections or ours)) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt with a pair of native agents: prefill leg, first token, decode leg.
+"""One attempt with a pair of native agents: for each prompt a prefill leg, first tokens, a decode leg.
 
 With a long prompt the decode leg is sent together with the prefill leg (`EarlyLeg`), so that KV moves while
 the rest is computed. Only its begin is early (docs/architecture.md#one-request): the client still gets token
@@ -9,104 +9,230 @@ the rest is computed. Only its begin is early (docs/architecture.md#one-request)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.dialects.native import NativePrefill
-from kvferry.proxy.errors import AgentLost, AgentRejected, error_object
+from kvferry.proxy.errors import AgentLost, AgentRejected
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import (
     Attempt,
     Legs,
     ResponseSink,
     lost,
+    raise_one,
     read_events,
     require_json,
     require_stream,
 )
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import MARK, Progress
+from kvferry.proxy.exchange.sub_requests import PromptShare, add_counts
 from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamResponse
-from kvferry.proxy.ids import Identity, TransferId
-from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.ids import TransferId, new_transfer_id
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
 
+MAX_PROMPTS_AT_ONCE = 16
+"""Of one request; each takes a connection or two."""
 CAUSE_TIMEOUT_S = 1.0
 """How long the failure of one leg waits for the other's end, which may be its cause."""
+_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
+"""No text can look like this: its quotes have backslashes."""
 DROPPED = "transfer_dropped"
 """The code with which an agent rejects a prefill leg whose transfer was dropped."""
 
 
+class PromptPart:
+    """One prompt of a client's request, and what there is of its response; it outlives attempts."""
+
+    def __init__(self, share: PromptShare) -> None:
+        self.share = share
+        self.progress = Progress(share.request.n)
+        """What the client has of a streamed response: another attempt goes on from there and adds to it."""
+        self.whole: bytes | None = None
+        """The response, if it is not streamed."""
+        self.usage: dict[str, Any] | None = None
+        """Its usage, if that has come."""
+        self.timing = native.NULL
+        """How long its parts took, as JSON, if it is streamed and that has come."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to ask an agent for."""
+        return self.whole is not None or self.progress.complete
+
+
 class NativeAttempt(Attempt):
-    """See `Attempt`.
+    """See `Attempt`. The failure of one prompt ends them all; another attempt goes on where this one ended.
 
     Args:
-        progress: What the client has of a streamed response: the attempt goes on from there and adds to it.
+        parts: The request's prompts. Each is a transfer of its own.
+        transfer_id: That of the first one.
         is_retry: Whether another attempt came before.
     """
 
     def __init__(
         self,
         reservation: Reservation,
-        request: ClientRequest,
-        ids: Identity,
+        parts: Sequence[PromptPart],
         transfer_id: TransferId,
         *,
         legs: Legs,
         log: RequestLog,
-        progress: Progress,
         drops: KvDrops,
         metrics: Metrics,
         is_retry: bool,
     ) -> None:
         super().__init__(reservation)
-        self._request = request
-        self._ids = ids
-        self._transfer_id = transfer_id
-        self._legs = legs
         self._log = log
-        self._progress = progress
-        self._drops = drops
-        self._metrics = metrics
-        self._is_retry = is_retry
+        self._parts = parts
+        left = [part for part in parts if not part.is_complete]
+        self._num_in_prefill = len(left)
+        others = [new_transfer_id() for _ in left[1:]]
+        if not self.pair.alone:
+            log.add_transfers(others)
+        tools = _Tools(legs=legs, log=log, drops=drops, metrics=metrics, is_retry=is_retry)
+        self._exchanges = [
+            _PromptExchange(tools, self.pair, part, each, self._on_prefilled)
+            for part, each in zip(left, (transfer_id, *others), strict=True)
+        ]
+
+    async def run(self, sink: ResponseSink) -> None:
+        """Steps 2 to 4 of a request (`proxy.exchange.exchange`)."""
+        if len(self._parts) == 1:  # a task of its own would cost more than all else here
+            await self._exchanges[0].run(sink)
+            return
+        room = asyncio.Semaphore(self._most_at_once)
+
+        async def run(exchange: _PromptExchange) -> None:
+            async with room:
+                await exchange.run(_PartSink(sink, exchange.part))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for exchange in self._exchanges:
+                    group.create_task(run(exchange))
+        except BaseExceptionGroup as failures:
+            raise_one(failures)
+        self._close(sink)
+
+    def end(self) -> None:
+        """Also drop KV that is still pinned."""
+        super().end()
+        for exchange in self._exchanges:
+            exchange.end()
+
+    @property
+    def _most_at_once(self) -> int:
+        """How many prompts are served at once: as many as the agents run, so that few wait there."""
+        n, runs = self._parts[0].share.request.n, [node.info.load.max_running for node in self.pair.nodes]
+        return max(1, min([MAX_PROMPTS_AT_ONCE, *(most // n for most in runs if most)]))
+
+    def _on_prefilled(self) -> None:
+        self._num_in_prefill -= 1
+        if not self._num_in_prefill:
+            self._reservation.prefill_over()
+
+    def _close(self, sink: ResponseSink) -> None:
+        """End the response of several prompts."""
+        share = self._parts[0].share
+        usages = [part.usage for part in self._parts if part.usage is not None]
+        usage = add_counts(usages) if usages else None
+        if share.request.stream:
+            sink.write(native.joined_closing_events(share.request, share.ids, usage, self._parts[0].timing))
+        else:
+            wholes = [part.whole for part in self._parts if part.whole is not None]
+            sink.set_whole("application/json", native.joined(wholes, usage))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tools:
+    """What the legs of one attempt work with."""
+
+    legs: Legs
+    log: RequestLog
+    drops: KvDrops
+    metrics: Metrics
+    is_retry: bool
+
+
+class _PromptExchange:
+    """The legs of one prompt. Call `run` once, then `end` once.
+
+    Args:
+        on_prefilled: Called when the prefill leg has ended well.
+    """
+
+    def __init__(
+        self,
+        tools: _Tools,
+        pair: Pair,
+        part: PromptPart,
+        transfer_id: TransferId,
+        on_prefilled: Callable[[], None],
+    ) -> None:
+        self.part = part
+        self._pair = pair
+        self._request = part.share.request
+        self._ids = part.share.ids
+        self._first_choice = part.share.first_choice
+        self._progress = part.progress
+        self._transfer_id = transfer_id
+        self._tools = tools
+        self._legs = tools.legs
+        self._log = tools.log
+        self._on_prefilled = on_prefilled
         self._pinned = False
         """Whether the prefill agent may hold KV that has not been read yet."""
 
     async def run(self, sink: ResponseSink) -> None:
-        """Steps 2 to 4 of a request (`proxy.exchange.exchange`)."""
-        if self.pair.alone:
-            await self._receive(self._open_last(native.alone_body(self._request, self._ids)), sink)
+        """See `Attempt.run`. An agent that is lost when the client has everything is not missed."""
+        try:
+            await self._run(sink)
+        except AgentLost:
+            if not self._progress.complete:
+                raise
+            sink.write(sse.DONE)
+
+    def end(self) -> None:
+        """Drop KV that is still pinned."""
+        if self._pinned:
+            self._tools.drops.drop(self._pair.prefill.info, self._transfer_id)
+
+    async def _run(self, sink: ResponseSink) -> None:
+        if self._pair.alone:
+            body = native.alone_body(self._request, self._ids, self._first_choice)
+            await self._receive(self._open_last(body), sink)
             return
         async with self._early_leg() as early:
             # 2. Prefill leg.
             prefill = await (self._prefill() if early is None else early.run_beside(self._prefill()))
             # 3. First token.
             if self._request.stream and (news := self._progress.begin(prefill)):
-                sink.write(native.first_events(self._request, self._ids, prefill, news))
+                sink.write(native.first_events(self._request, self._ids, prefill, news, self._first_choice))
             # 4. Decode leg, unless every choice has ended with token 1.
             if prefill.params is None:
                 self._complete(prefill, sink)
             elif early is None:
                 resume = self._progress.resume()
-                body = native.decode_body(self._request, self._ids, prefill.params, resume)
+                body = native.decode_body(
+                    self._request, self._ids, prefill.params, resume, self._first_choice
+                )
                 await self._receive(self._open_last(body), sink)
             else:
-                decode = self.pair.decode.incarnation
+                decode = self._pair.decode.incarnation
                 opening = OpeningEvent(native.first_tokens_event(prefill), decode)
                 await self._receive(early.opened(), sink, opening)
             self._pinned = False
-
-    def end(self) -> None:
-        """Also drop KV that is still pinned."""
-        super().end()
-        if self._pinned:
-            self._drops.drop(self.pair.prefill.info, self._transfer_id)
 
     def _early_leg(self) -> AbstractAsyncContextManager[EarlyLeg | None]:
         """The decode leg, to be sent together with the prefill leg; None where it comes after it.
@@ -116,25 +242,29 @@ class NativeAttempt(Attempt):
         connections are acquired in the order of asking, the prefill leg asks right after its early leg, and
         so, of all early legs that have a connection, at most one waits for its prefill leg to get the next.
         """
-        prefill, decode = (node.info for node in (self.pair.prefill, self.pair.decode))
-        early = self.pair.streamed and not self._is_retry and self._legs.upstream.has_spare_connections
+        prefill, decode = (node.info for node in (self._pair.prefill, self._pair.decode))
+        may_be_early = self._pair.streamed and not self._tools.is_retry
+        early = may_be_early and self._legs.upstream.has_spare_connections
         control = early and native.control_address(prefill)
         if not control:
             return nullcontext()
-        body = native.streamed_body(self._request, self._ids, prefill, control, self._transfer_id)
-        self._metrics.streamed_pulls.inc()
+        body = native.streamed_body(
+            self._request, self._ids, prefill, control, self._transfer_id, self._first_choice
+        )
+        self._tools.metrics.streamed_pulls.inc()
         # Its first byte can come only after the prefill's last.
-        return EarlyLeg(self._open_last(body, patience=2), Incarnation(decode.incarnation))
+        return EarlyLeg(self._open_last(body, patience=2), decode.incarnation)
 
     async def _prefill(self) -> NativePrefill:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
-        self._log.enter(Phase.PREFILL)
+        if self._log.phase is Phase.ROUTE:
+            self._log.enter(Phase.PREFILL)
         leg = self._leg(native.prefill_body(self._request, self._ids, self._transfer_id))
         self._pinned = True
         try:
-            async with self._legs.open_prefill(self.pair.prefill.info, leg) as response:
+            async with self._legs.open_prefill(self._pair.prefill.info, leg) as response:
                 raw = await response.read()
-                self._log.add_agent_timing("prefill", response.header("server-timing"))
+                self._note_timing("prefill", response)
                 prefill = native.read_prefill(raw, self._request, self._transfer_id)
         except AgentRejected:
             self._pinned = False
@@ -143,7 +273,7 @@ class NativeAttempt(Attempt):
             self._pinned = not error.connection_refused
             raise
         self._pinned = prefill.params is not None
-        self._reservation.prefill_over()
+        self._on_prefilled()
         return prefill
 
     def _complete(self, prefill: NativePrefill, sink: ResponseSink) -> None:
@@ -160,8 +290,9 @@ class NativeAttempt(Attempt):
         opening: OpeningEvent | None = None,
     ) -> None:
         """Pass the last leg's response on; of a stream, `opening` is stripped."""
-        agent = self.pair.decode.info
-        self._log.enter(Phase.DECODE_WAIT)
+        agent = self._pair.decode.info
+        if self._log.phase in (Phase.ROUTE, Phase.PREFILL):  # another prompt may be further
+            self._log.enter(Phase.DECODE_WAIT)
         async with leg as response:
             if self._request.stream:
                 require_stream(response, agent)
@@ -170,16 +301,55 @@ class NativeAttempt(Attempt):
             else:
                 require_json(response, agent)
                 body = await response.read()
-                self._log.add_agent_timing("decode", response.header("server-timing"))
-                sink.set_whole(response.content_type, body)
+                native.require_whole(body, self._request)
+                self._note_timing("decode", response)
+                sink.set_whole("application/json", body)
+
+    def _note_timing(self, leg: str, response: UpstreamResponse) -> None:
+        """Note an agent's own timing; of several prompts the first one's."""
+        if not self._first_choice:
+            self._log.add_agent_timing(leg, response.header("server-timing"))
 
     def _open_last(self, body: bytes, patience: int = 1) -> AbstractAsyncContextManager[UpstreamResponse]:
         return self._legs.open_last(
-            self.pair.decode.info, self._leg(body), stream=self._request.stream, patience=patience
+            self._pair.decode.info, self._leg(body), stream=self._request.stream, patience=patience
         )
 
     def _leg(self, body: bytes) -> LegRequest:
         return LegRequest(path=native.path(self._request), headers=native.headers(self._ids), body=body)
+
+
+class _PartSink:
+    """The client's sink for one of several prompts (`ResponseSink`): what ends its response is kept back."""
+
+    def __init__(self, sink: ResponseSink, part: PromptPart) -> None:
+        self._sink = sink
+        self._part = part
+        self._first_choice = part.share.first_choice
+        self.throttling = sink.throttling
+
+    def set_whole(self, content_type: str, body: bytes) -> None:
+        """See `ResponseSink`. Raises `BadResponse`."""
+        self._part.whole, self._part.usage = native.part_of_whole(body, self._first_choice)
+
+    def write_event(self, event: bytes) -> None:
+        """See `ResponseSink`. Raises `BadResponse`."""
+        if _NO_CHOICES.search(event):
+            self.write(event)
+        else:
+            self._sink.write_event(event)
+
+    def write(self, events: bytes) -> None:
+        """See `ResponseSink`. Raises `BadResponse`."""
+        shown = []
+        for event in sse.split(events):
+            last = None if event == sse.DONE else native.last_event(event)
+            if last is not None:
+                self._part.usage, self._part.timing = last.usage, last.kvferry_timing
+            elif event != sse.DONE:
+                shown.append(event)
+        if shown:
+            self._sink.write(b"".join(shown))
 
 
 class Relay:
@@ -207,12 +377,15 @@ class Relay:
         self._sink = sink
         self._on_done = on_done
         self._scanner = sse.Scanner()
+        self._has_error = False
+        """Whether the client was sent an error event of the agent's."""
         self.done = False
         """See `EventReader`."""
 
     def feed(self, piece: bytes) -> None:
-        """See `EventReader`. Raises `AgentLost` when the agent reports a failure of its own or begins with
-        other tokens than it should, and `BadResponse` for an event without end.
+        """See `EventReader`. Raises `AgentLost` when the agent reports a failure of its own, begins with
+        other tokens than it should, or sends `[DONE]` before every choice has ended, and `BadResponse` for an
+        event without end.
         """
         if self._opening is not None:
             piece = self._opening.strip(piece)
@@ -229,9 +402,16 @@ class Relay:
         elif not self._scanner.done:
             self._pass_on(self._scanner.feed(piece))
 
+    def num_held(self) -> int:
+        """See `EventReader`."""
+        return self._scanner.num_held + self._progress.num_held
+
     def _pass_on(self, events: bytes) -> None:
         events = self._progress.strip(events)
         failure = native.agent_failure(events)
+        self._has_error |= sse.has_error(events)
+        if failure is None and self._scanner.done and not (self._progress.complete or self._has_error):
+            failure = events.removesuffix(sse.DONE), "[DONE] came before the end of every choice"
         if failure is not None:
             events, message = failure
         if events:
@@ -283,7 +463,7 @@ class EarlyLeg:
                     self._opening.result()
             return await running
         except AgentRejected as rejected:
-            if (error_object(rejected.raw) or {}).get("code") == DROPPED:
+            if rejected.error is not None and rejected.error.code == DROPPED:
                 await self._raise_cause()
             raise
         finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,12 +22,17 @@ from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 
 logger = logging.getLogger(__name__)
 
+MAX_AGENT_TIMINGS = 16
+"""Of one agent's `Server-Timing` that are passed on."""
+_AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
 MAX_PROMPT_CHARS = 4096
 
 
 class Phase(enum.StrEnum):
     """The phase of a request."""
+
+    __hash__ = str.__hash__  # an enum's own is not C, and every phase is a key several times
 
     ROUTE = "route"
     PREFILL = "prefill"
@@ -94,7 +100,8 @@ class RequestLog:
         self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
         self._metrics.phases.of(self.phase).observe(spent)
         self._metrics.in_flight.add(self.phase, -1)
-        logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
         self.phase = phase
         self._phase_since = now
         if phase is not Phase.ENDED:
@@ -112,7 +119,7 @@ class RequestLog:
         self._model = request.model[:MAX_MODEL_CHARS]
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if show_prompt:
-            self._facts["prompt"] = json.dumps(request.prompt, ensure_ascii=False)[:MAX_PROMPT_CHARS]
+            self._facts["prompt"] = _beginning(bytes(request.prompt))
 
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
@@ -158,9 +165,10 @@ class RequestLog:
         self._metrics.events += 1
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
-        """Record an agent's own `Server-Timing` header, if it sent one."""
+        """Record an agent's own `Server-Timing` header, if it sent one: the names with a duration in it."""
         if header:
-            self._agent_timing += [f"{leg}.{each.strip()}" for each in header.split(",")]
+            timings = (each.strip() for each in header.split(",", MAX_AGENT_TIMINGS)[:MAX_AGENT_TIMINGS])
+            self._agent_timing += [f"{leg}.{each}" for each in timings if _AGENT_TIMING.fullmatch(each)]
 
     def leg_seconds(self) -> dict[str, float]:
         """How long routing and each leg took, as measured here; only those that have begun."""
@@ -221,3 +229,7 @@ class RequestLog:
         if self._first_text_at is not None:
             line["ttft_s"] = round(self._first_text_at - self.arrived_at, 6)
         return line
+
+
+def _beginning(text: bytes) -> str:
+    return text[: 4 * MAX_PROMPT_CHARS].decode(errors="ignore")[:MAX_PROMPT_CHARS]

@@ -19,6 +19,8 @@ from kvferry.proxy.errors import AnswerDiverged, BadResponse
 from kvferry.proxy.wire.kv_params import FirstToken
 
 MARK = b": t "
+MAX_LINES_BYTES = 16 * 1024 * 1024
+"""Of the token lines of one stream: a million tokens and more."""
 _END_LINE = b": t end\n"
 # A line break within an event's data is escaped, so every line that begins like this is a token line.
 _TOKEN_LINES = re.compile(rb"^: t .*\n\n?", re.MULTILINE)
@@ -52,14 +54,22 @@ class Progress:
         """Whether the client has everything but `[DONE]`."""
         return self._lines.endswith(_END_LINE)
 
+    @property
+    def num_held(self) -> int:
+        """Bytes that are kept of the lines."""
+        return len(self._lines)
+
     def strip(self, events: bytes) -> bytes:
-        """Note the token lines of whole events; returns the events without them, maybe none."""
+        """Note the token lines of whole events; returns the events without them, maybe none.
+
+        Raises `BadResponse` when there are too many, as does `strip_one`.
+        """
         return _TOKEN_LINES.sub(self._note, events)
 
     def strip_one(self, event: bytes) -> bytes:
         """`strip` for one event that follows its token line, which is nearly always so."""
         end = event.index(b"\n") + 1
-        self._lines += event[:end]
+        self._add(event[:end])
         return event[end:]
 
     def begin(self, prefill: NativePrefill) -> frozenset[int]:
@@ -80,14 +90,21 @@ class Progress:
 
     def resume(self) -> list[dict[str, Any]] | None:
         """What a decode agent needs to go on from here; None while token 1 is all that there is."""
+        if not self.begun:
+            return None
         known = self._read()
         if all(len(choice.output_ids) <= 1 for choice in known):
             return None
         return [{"output_ids": each.output_ids, "finish_reason": each.finish_reason} for each in known]
 
     def _note(self, line: re.Match[bytes]) -> bytes:
-        self._lines += line[0].rstrip(b"\n") + b"\n"
+        self._add(line[0].rstrip(b"\n") + b"\n")
         return b""
+
+    def _add(self, line: bytes) -> None:
+        self._lines += line
+        if len(self._lines) > MAX_LINES_BYTES:
+            raise BadResponse(f"an agent's token lines exceed {MAX_LINES_BYTES} bytes")
 
     def _read(self) -> list[_SentChoice]:
         """Every choice's tokens. Raises `BadResponse` when a line is not of this dialect."""

@@ -1,15 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request may be tried again: its own limits, and what retries may add to everybody's load."""
+"""Whether a request may be tried again: its own limits, what retries may add to everybody's load, and whether
+it is the request that brings agents down.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from kvferry.proxy.errors import AgentLost, StreamBroken
+from kvferry.proxy.clock import now
+from kvferry.proxy.errors import AgentLost, AgentTimeout, StreamBroken, SuspectRequest
+from kvferry.proxy.exchange.legs import AgentFailure
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 
+logger = logging.getLogger(__name__)
+
+MAX_FELLED = 2
+"""Agents that one request may bring down, and whose circuit breakers may count its failures."""
+VERDICT_S = NODE_EXPIRY_S
+"""An agent whose pings do not show for so long that it works on does not."""
 RATIO = 0.1
 RESERVE = 64.0
 MAX_SAVED = 1024.0
@@ -79,3 +92,97 @@ class Retries:
             return True
         self.metrics.retries_denied.inc()
         return False
+
+
+class AgentStates(Protocol):
+    """What is known of agents, and their circuit breakers (`Fleet`)."""
+
+    def leg_succeeded(self, agent: Incarnation, /) -> None: ...
+    def leg_failed(self, agent: Incarnation, /) -> None: ...
+    def is_busy(self, agent: Incarnation, /) -> bool: ...
+    def is_leaving(self, agent: Incarnation, /) -> bool: ...
+    def has_served_since(self, agent: Incarnation, at: float, /) -> bool | None: ...
+    async def wait_for_word(self, agents: Collection[Incarnation], by: float, /) -> None: ...
+
+
+class Suspicion:
+    """Whether one request brings down the agents that serve it; the ends of its legs are reported here.
+
+    An agent was *felled* with the request if it fell silent, or if it was lost and its pings do not show that
+    it goes on working. Which one of its requests did that cannot be known, so it counts for each of them.
+    A request that has felled `MAX_FELLED` agents is given to no other.
+
+    Circuit breakers count the failures of a request at no more agents than that, and each once per attempt. A
+    deadline that passed at an agent with too much to do counts at none.
+    """
+
+    def __init__(self, agents: AgentStates, log: RequestLog, metrics: Metrics) -> None:
+        self._agents = agents
+        self._log = log
+        self._metrics = metrics
+        self._failed_now: set[Incarnation] = set()
+        """Agents whose circuit breakers have counted a failure of this attempt."""
+        self._failed: set[Incarnation] = set()
+        self._cancelled: dict[Incarnation, float] = {}
+        """Agents that were at work on this attempt when it ended, and when that was."""
+        self._lost: dict[Incarnation, float] = {}
+        """Agents of which it is not known yet whether they work on, and when they were lost."""
+        self._felled: set[Incarnation] = set()
+
+    def leg_succeeded(self, agent: Incarnation) -> None:
+        """See `LegReports`."""
+        self._agents.leg_succeeded(agent)
+
+    def leg_failed(self, agent: Incarnation, error: AgentFailure) -> None:
+        """See `LegReports`."""
+        if isinstance(error, AgentLost) and error.may_be_caused and not self._agents.is_leaving(agent):
+            if error.unresponsive:
+                self._felled.add(agent)
+            else:
+                self._lost[agent] = now()
+        if isinstance(error, AgentTimeout) and self._agents.is_busy(agent):
+            return
+        if agent in self._failed_now or (agent not in self._failed and len(self._failed) >= MAX_FELLED):
+            return
+        self._failed_now.add(agent)
+        self._failed.add(agent)
+        self._agents.leg_failed(agent)
+
+    def leg_cancelled(self, agent: Incarnation) -> None:
+        """See `LegReports`."""
+        if not self._agents.is_leaving(agent):
+            self._cancelled[agent] = now()
+
+    def attempt_ended(self) -> None:
+        """All legs of an attempt have ended, and another one may follow."""
+        self._failed_now.clear()
+        self._lost |= {agent: at for agent, at in self._cancelled.items() if agent not in self._lost}
+        self._cancelled.clear()
+
+    async def judge(self, by: float) -> None:
+        """Wait, until `by` at the latest, while the request may have felled too many agents already.
+
+        Raises `SuspectRequest` if it has.
+        """
+        by = min(by, now() + VERDICT_S)
+        while True:
+            for agent, at in tuple(self._lost.items()):
+                has_served = self._agents.has_served_since(agent, at)
+                if has_served is None:
+                    continue
+                del self._lost[agent]
+                if not has_served:
+                    self._felled.add(agent)
+            if len(self._felled | self._lost.keys()) < MAX_FELLED:
+                return
+            if len(self._felled) >= MAX_FELLED or now() >= by:
+                self._metrics.suspect_requests.inc()
+                logger.warning(
+                    "request %s: agents %s were lost while they served it; it is given to no other",
+                    self._log.request_id,
+                    ", ".join(sorted(self._felled | self._lost.keys())),
+                )
+                raise SuspectRequest(
+                    f"{MAX_FELLED} agents were lost while they served this request; it is given to no other"
+                )
+            await self._agents.wait_for_word(tuple(self._lost), by)

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+from typing import Any
+
+import msgspec
 
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
-from kvferry.proxy.fleet.compatibility import alike
+from kvferry.proxy.fleet.groups import alike
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
@@ -39,8 +44,7 @@ class FleetSettings:
     queue_limit: int = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireRequest:
+class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the pair of agents of one attempt.
 
     Args:
@@ -71,13 +75,13 @@ class Fleet:
         self.router = _router(settings, self.slots)
         self.clock = clock
 
-    async def acquire(self, request: AcquireRequest) -> Reservation | NoPair:
+    def acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
         """Wait for a pair with room and reserve its slots, or return why there is none to wait for.
 
         Raises `Overloaded` when too many wait or it waited too long.
         """
-        return await self.admission.acquire(
-            request.routing_request, lambda: self._route(request), by=request.by, first=bool(request.exclude)
+        return self.admission.acquire(
+            request.routing_request, partial(self._route, request), by=request.by, first=bool(request.exclude)
         )
 
     def connection_refused(self, agent: Incarnation) -> None:
@@ -92,14 +96,36 @@ class Fleet:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
         self.registry.leg_failed(agent, self.clock())
 
+    def is_busy(self, agent: Incarnation) -> bool:
+        """Return whether the agent works, but has more to do than it can."""
+        return self.registry.is_busy(agent, self.clock())
+
+    def is_leaving(self, agent: Incarnation) -> bool:
+        """Return whether the agent's end was announced before."""
+        return self.registry.is_leaving(agent, self.clock())
+
+    def has_served_since(self, agent: Incarnation, at: float) -> bool | None:
+        """Return whether the agent went on working after `at`; None while that is not known."""
+        return self.registry.has_served_since(agent, at, self.clock())
+
+    async def wait_for_word(self, agents: Collection[Incarnation], by: float) -> None:
+        """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def note() -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        with self.registry.watching(agents, note):
+            await asyncio.wait((changed,), timeout=max(0.0, by - self.clock()))
+
     def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
         """Return those that do not work any more, where others in rotation can do what they did."""
         registry, now = self.registry, self.clock()
         return frozenset(
-            incarnation
+            info.incarnation
             for info in agents
-            if not registry.is_alive(incarnation := Incarnation(info.incarnation), now)
-            and registry.has_substitute(info, now)
+            if not registry.is_alive(info.incarnation, now) and registry.has_substitute(info, now)
         )
 
     def drain(self, agent: Incarnation, drained: bool) -> None:
@@ -126,7 +152,7 @@ class Fleet:
             snapshot, request.routing_request, request.exclude, apart=request.must_match is not None
         )
         if isinstance(pair, Pair):
-            self.registry.sent((node.incarnation for node in pair.nodes), now)
+            self.registry.sent([node.incarnation for node in pair.nodes], now)
         return pair
 
 

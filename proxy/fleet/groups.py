@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvferry.proxy.dialects.catalogue import SERVING_ALONE, SUPPORTED
+from kvferry.proxy.dialects.names import SERVING_ALONE, SUPPORTED
 from kvferry.proxy.fleet.registry import Leg, Snapshot
 from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
 
@@ -43,7 +43,7 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
     if prefill.model != decode.model:
         return Mismatch.MODEL
     if prefill.incarnation == decode.incarnation:
-        return None if prefill.dialect in SERVING_ALONE else Mismatch.ALONE
+        return None if prefill.dialect in SERVING_ALONE["decode"] else Mismatch.ALONE
     if prefill.weights != decode.weights:
         return Mismatch.WEIGHTS
     if prefill.tokenizer != decode.tokenizer:
@@ -85,6 +85,8 @@ def common_transfers(prefill: Register, decode: Register) -> frozenset[str]:
     return both if prefill.host_id == decode.host_id else both - ONE_HOST_TRANSFERS
 
 
+_REASONS = (Mismatch.DIALECT, Mismatch.WEIGHTS, Mismatch.TOKENIZER, Mismatch.LAYOUT, Mismatch.MODE)
+"""In the order in which `mismatch` finds them, between agents of one model."""
 _NOBODY: tuple[int, ...] = ()
 _NO_REFUSALS: frozenset[int] = frozenset()
 
@@ -158,7 +160,7 @@ class Groups:
     def serves_alone(self, agent: int) -> bool:
         """Return whether the agent can serve both legs of a request."""
         info = self._infos[agent]
-        return info.role == "both" and info.dialect in SERVING_ALONE and info.dialect in SUPPORTED
+        return info.role == "both" and info.dialect in SERVING_ALONE["decode"]
 
     def why(self, prefill: int, decode: int) -> Mismatch | None:
         """Return what `mismatch` returns of the two."""
@@ -195,25 +197,38 @@ class Groups:
         """Count the pairs that `misfits` yields by reason, without going through them."""
         counts: Counter[Mismatch | None] = Counter()
         listed = set(decodes)
-        by_group = Counter(self.group_of[each] for each in decodes)
-        others: dict[tuple[str, int], Counter[int]] = {}
-        for group, prefills_there in Counter(self.group_of[each] for each in prefills).items():
-            model = self._examples[group].model
-            partners = self._sides["prefill"].partners[group]
-            key = (model, id(partners))
-            if key not in others:
-                fitting = {self.group_of[each] for each in partners}
-                groups = {self.group_of[each] for each in self.serving(model, "decode")} - fitting
-                others[key] = Counter({each: by_group[each] for each in groups})
-            for other, decodes_there in others[key].items():
-                counts[self._why(group, other)] += prefills_there * decodes_there
+        alike = self._pairs_alike(prefills, decodes, 1)
+        for size, why in enumerate(_REASONS, 2):
+            before, alike = alike, self._pairs_alike(prefills, decodes, size)
+            counts[why] += before - alike
+        counts[Mismatch.TRANSFER] += alike
+        open_: dict[int, int] = {}
         for prefill in prefills:
+            partners = self.partners(prefill, "prefill")
+            if id(partners) not in open_:
+                open_[id(partners)] = len(listed.intersection(partners))
+            counts[Mismatch.TRANSFER] -= open_[id(partners)]
             extra = self.rejections(prefill, "prefill") | {prefill}
             for decode in extra & listed:
                 if self._infos[decode].model == self._infos[prefill].model:
                     counts[self._why(self.group_of[prefill], self.group_of[decode])] -= 1
                     counts[self.why(prefill, decode)] += 1
         return Counter({why: count for why, count in counts.items() if why is not None and count})
+
+    def _pairs_alike(self, prefills: Iterable[int], decodes: Iterable[int], size: int) -> int:
+        """Return how many pairs have the first `size` in common of what `mismatch` compares, in its order."""
+
+        def terms(agent: int) -> tuple[str, ...] | None:
+            info = self._infos[agent]
+            if size > 1 and info.dialect not in SUPPORTED:
+                return None
+            return (
+                info.model, info.dialect, info.weights, info.tokenizer, info.layout, info.transfer_mode
+            )[:size]  # fmt: skip
+
+        there = Counter(map(terms, decodes))
+        del there[None]
+        return sum(there[each] * count for each, count in Counter(map(terms, prefills)).items())
 
     def _group(self, info: Register) -> int:
         routes: frozenset[str | tuple[str, str]] = frozenset()
@@ -233,7 +248,7 @@ class Groups:
     def _note_refusals(self) -> None:
         if not any(info.refusals for info in self._infos):
             return
-        known = {info.incarnation: agent for agent, info in enumerate(self._infos)}
+        known: dict[str, int] = {info.incarnation: agent for agent, info in enumerate(self._infos)}
         refused_by: dict[int, set[int]] = {}
         for decode, info in enumerate(self._infos):
             refused = {known[each] for each in info.refusals if each in known} - {decode}
@@ -313,6 +328,38 @@ class Matching:
         if shared is None:
             shared = self._shared[id(partners)] = [each for each in partners if each in self._open]
         return shared
+
+
+class IncompatiblePair(NamedTuple):
+    prefill: Register
+    decode: Register
+    why: Mismatch
+
+    @property
+    def text(self) -> str:
+        """For operators; with the values that differ where the agents named them."""
+        return reason(self.prefill, self.decode, self.why)
+
+
+def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
+    """Keep only those in rotation that sample the same tokens as `agent`: they may continue what it began."""
+    kind = (agent.weights, agent.tokenizer, agent.layout)
+    return snapshot.only(lambda node: (node.info.weights, node.info.tokenizer, node.info.layout) == kind)
+
+
+def incompatible_pairs(snapshot: Snapshot) -> Iterator[IncompatiblePair]:
+    """Yield every two agents of one model that are up but cannot be paired.
+
+    Agents of different models are no pair that anybody would miss.
+    """
+    nodes = snapshot.nodes
+    for prefill, decode, why in groups_of(snapshot).misfits(snapshot.up("prefill"), snapshot.up("decode")):
+        yield IncompatiblePair(nodes[prefill].info, nodes[decode].info, why)
+
+
+def count_incompatible(snapshot: Snapshot) -> Counter[Mismatch]:
+    """Count the pairs that `incompatible_pairs` yields, by reason."""
+    return groups_of(snapshot).count_misfits(snapshot.up("prefill"), snapshot.up("decode"))
 
 
 def _keys(kind: _Kind) -> Iterator[object]:

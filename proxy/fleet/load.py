@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How busy an agent is now, judged from its last ping and from what this proxy has given it since."""
+"""How busy agents are now, judged from their last pings and from what this proxy has given them since; and
+those of which a policy picks one, with their loads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvferry.proxy.fleet.registry import Leg, Node
 from kvferry.proxy.wire.messages import Incarnation
@@ -17,13 +20,16 @@ class Slots:
 
     def __init__(self) -> None:
         self._taken: dict[Incarnation, int] = {}
+        self._changed: set[Incarnation] = set()
 
     def acquire(self, agent: Incarnation, count: int) -> None:
         """Count sequences that go to the agent."""
         self._taken[agent] = self._taken.get(agent, 0) + count
+        self._changed.add(agent)
 
     def release(self, agent: Incarnation, count: int) -> None:
         """Uncount sequences that have ended; exactly once."""
+        self._changed.add(agent)
         left = self._taken[agent] - count
         assert left >= 0, "a slot was released twice"
         if left:
@@ -34,6 +40,11 @@ class Slots:
     def in_flight(self, agent: Incarnation) -> int:
         """Return how many sequences are now at this agent, or on their way to it."""
         return self._taken.get(agent, 0)
+
+    def take_changed(self) -> set[Incarnation]:
+        """Return the agents whose slots have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     @property
     def idle(self) -> bool:
@@ -60,6 +71,10 @@ class Loads:
         reported = node.info.load.running + node.info.load.waiting
         return max(0, reported - node.ours_at_ping) + self._slots.in_flight(node.incarnation)
 
+    def take_changed(self) -> set[Incarnation]:
+        """Return the agents whose loads have changed since the last call, without a ping."""
+        return self._slots.take_changed()
+
     def has_room(self, node: Node, leg: Leg, count: int) -> bool:
         """Return whether the agent could start `count` more sequences at once, instead of letting them wait.
 
@@ -80,3 +95,60 @@ class Loads:
         share = max(1.0, used / max(1, load.running))
         since = self._slots.in_flight(node.incarnation) - node.ours_at_ping
         return load.kv_blocks_free - since * share >= share
+
+
+class Candidates(ABC):
+    """Agents of which a policy picks one, always in the same order."""
+
+    pool: Sequence[int] | None = None
+    """The same object for as long as the same agents may become candidates; None if not known."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int, /) -> Node: ...
+
+    @abstractmethod
+    def load(self, node: Node) -> int:
+        """Return an agent's sequences, running and waiting, as far as this proxy knows."""
+
+    @abstractmethod
+    def least_loaded(self, turn: int) -> Node:
+        """Return the first of the least loaded, counting from the one whose turn it is."""
+
+    @abstractmethod
+    def find(self, agents: Iterable[Incarnation]) -> list[Node]:
+        """Return those of `agents` that are candidates, in order."""
+
+    def in_pool(self) -> Iterable[Node]:
+        """Return all agents of the pool."""
+        return self
+
+    def __iter__(self) -> Iterator[Node]:
+        return (self[index] for index in range(len(self)))
+
+
+class Listed(Candidates):
+    """Candidates that were looked up for one request."""
+
+    def __init__(self, nodes: Sequence[Node], load: Callable[[Node], int]) -> None:
+        self._nodes = nodes
+        self._load = load
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __getitem__(self, index: int, /) -> Node:
+        return self._nodes[index]
+
+    def load(self, node: Node) -> int:
+        return self._load(node)
+
+    def least_loaded(self, turn: int) -> Node:
+        start = turn % len(self._nodes)
+        return min([*self._nodes[start:], *self._nodes[:start]], key=self._load)
+
+    def find(self, agents: Iterable[Incarnation]) -> list[Node]:
+        wanted = frozenset(agents)
+        return [node for node in self._nodes if node.incarnation in wanted] if wanted else []

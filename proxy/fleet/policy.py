@@ -9,20 +9,25 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from random import Random
 from typing import Literal
 
+from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
 from kvferry.proxy.wire.messages import Incarnation
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
-LoadOf = Callable[[Node], int]
 
 MAX_CHUNKS_KNOWN = 65536
 """About 25 MB, and the beginnings of four million tokens."""
 MAX_HOLDERS = 8
+MAX_SESSIONS_KNOWN = 16384
+"""About 10 MB."""
+SESSION_CHOICES = 4
+"""Agents remembered for a session: while one of them has room, no others are looked at."""
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SLACK = 8
 
@@ -31,14 +36,13 @@ class Policy(ABC):
     """How to choose among the agents of one role."""
 
     @abstractmethod
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
         """Return the agent for this request.
 
         Args:
-            nodes: Those that could take it: at least one, always in the same order.
+            candidates: Those that could take it: at least one.
             request: What routing knows of the request.
-            turn: How many requests went before; ties go to `nodes` in turn.
-            load: Returns an agent's sequences, running and waiting, as far as this proxy knows.
+            turn: How many requests went before; ties go to the candidates in turn.
         """
 
     def note(self, node: Node, request: RoutingRequest) -> None:
@@ -53,15 +57,15 @@ class Policy(ABC):
 class RoundRobin(Policy):
     """All in turn."""
 
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        return nodes[turn % len(nodes)]
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        return candidates[turn % len(candidates)]
 
 
 class LeastLoaded(Policy):
     """The one with the fewest sequences; equals in turn, so that an idle fleet is used evenly."""
 
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        return least_loaded(nodes, turn, load)
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        return candidates.least_loaded(turn)
 
 
 class PowerOfTwo(Policy):
@@ -74,8 +78,10 @@ class PowerOfTwo(Policy):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        return min(self._rng.sample(nodes, min(2, len(nodes))), key=load)
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        count = len(candidates)
+        two = self._rng.sample(range(count), min(2, count))
+        return min((candidates[index] for index in two), key=candidates.load)
 
 
 class Session(Policy):
@@ -83,13 +89,33 @@ class Session(Policy):
 
     An agent that comes or goes moves only the sessions that it gains or loses. The hash is of addresses, so
     that a session comes back to an agent that was restarted.
+
+    The first request of a session looks at all agents; its first few are remembered for as long as no agent
+    comes or goes.
     """
 
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        session = request.session
+    def __init__(self) -> None:
+        self._ranked: OrderedDict[str, tuple[Sequence[int], list[Incarnation]]] = OrderedDict()
+        """By session: the pool, and those of it that rank first."""
+
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        session, pool = request.session, candidates.pool
         if session is None:
-            return least_loaded(nodes, turn, load)
-        return max(nodes, key=lambda node: _rank(session, node.info.address))
+            return candidates.least_loaded(turn)
+
+        def rank(node: Node) -> bytes:
+            return _rank(session, node.info.address)
+
+        if pool is None:
+            return max(candidates, key=rank)
+        known = self._ranked.pop(session, None)
+        if known is None or known[0] is not pool:
+            first = nlargest(SESSION_CHOICES, candidates.in_pool(), key=rank)
+            known = (pool, [node.incarnation for node in first])
+        self._ranked[session] = known
+        if len(self._ranked) > MAX_SESSIONS_KNOWN:
+            self._ranked.popitem(last=False)
+        return max(candidates.find(known[1]) or candidates, key=rank)
 
 
 class PrefixIndex:
@@ -115,6 +141,10 @@ class PrefixIndex:
         while len(self._holders) > self._capacity:
             self._holders.popitem(last=False)
 
+    def holders(self, chunks: Sequence[bytes]) -> Iterable[Incarnation]:
+        """Return the agents that have computed the first of the chunks: `MAX_HOLDERS` at most."""
+        return self._holders.get(chunks[0], {}).keys() if chunks else ()
+
     def matched(self, chunks: Sequence[bytes], agent: Incarnation) -> int:
         """Return how many of the leading chunks the agent has computed, without a gap."""
         for count, chunk in enumerate(chunks):
@@ -133,13 +163,17 @@ class PrefixAware(Policy):
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def pick(self, nodes: Sequence[Node], request: RoutingRequest, turn: int, load: LoadOf) -> Node:
-        relaxed = least_loaded(nodes, turn, load)
-        matches = {node.incarnation: self._index.matched(request.chunks, node.incarnation) for node in nodes}
-        longest = max(matches.values())
-        if not longest:
+    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        load, relaxed = candidates.load, candidates.least_loaded(turn)
+        holders = candidates.find(self._index.holders(request.chunks))
+        if not holders:
             return relaxed
-        holder = least_loaded([node for node in nodes if matches[node.incarnation] == longest], turn, load)
+        matches = {
+            node.incarnation: self._index.matched(request.chunks, node.incarnation) for node in holders
+        }
+        longest = max(matches.values())
+        best = Listed([node for node in holders if matches[node.incarnation] == longest], load)
+        holder = best.least_loaded(turn)
         overloaded = load(holder) > OVERLOAD_FACTOR * load(relaxed) + OVERLOAD_SLACK
         return relaxed if overloaded else holder
 
@@ -148,12 +182,6 @@ class PrefixAware(Policy):
 
     def cached_tokens(self, node: Node, request: RoutingRequest) -> int:
         return self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS
-
-
-def least_loaded(nodes: Sequence[Node], turn: int, load: LoadOf) -> Node:
-    """Return the first of the least loaded, counting from the one whose turn it is."""
-    start = turn % len(nodes)
-    return min([*nodes[start:], *nodes[:start]], key=load)
 
 
 def _rank(session: str, address: str) -> bytes:

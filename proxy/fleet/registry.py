@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 Leg = Literal["prefill", "decode"]
 
 STALL_S = 30.0
+"""An agent that pings, but has made no progress for so long, does not work."""
+BUSY_LAG_S = 1.0
+"""An agent whose HTTP loop is this late is busy."""
+PROOF_S = 0.5
+"""A ping this long after something happened to the agent was sent after that."""
 MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
 ROUNDING_S = 1e-3
@@ -57,7 +63,8 @@ class NodeState(enum.StrEnum):
     TRIPPED = "tripped"
     """It failed too often in a row; a probe is not due yet (`proxy.fleet.circuit_breaker`)."""
     STALLED = "stalled"
-    """Something runs on it, but its engine has not stepped for 30 s."""
+    """It pings, but makes no progress: for 30 s its engine has not stepped with something to run, or its HTTP
+    loop has not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class Node:
 
     @property
     def incarnation(self) -> Incarnation:
-        return Incarnation(self.info.incarnation)
+        return self.info.incarnation
 
     @property
     def on_trial(self) -> bool:
@@ -91,9 +98,14 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Memo:
-    """What `proxy.fleet.groups` derives from the registrations, kept until their `pairing_terms` change."""
+    """What is derived from the registrations, kept until their `pairing_terms` change.
+
+    `groups`: by `proxy.fleet.groups`. `changed`: positions of agents whose nodes have changed, for who keeps
+    more than that (`proxy.fleet.candidates`) and clears it.
+    """
 
     groups: object = None
+    changed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +113,15 @@ class Snapshot:
     """All agents at one moment, ordered by address so that a rotation over them is stable.
 
     `models` also holds the names that were served lately: their absence is an outage, not a wrong name.
-    `rejected`: agents whose registrations were rejected lately.
+    `rejected`: agents whose registrations were rejected lately. `is_altered`: it shows agents otherwise than
+    the registry does, for the sake of one request or page.
     """
 
     nodes: tuple[Node, ...]
     models: frozenset[str]
     rejected: tuple[RejectedAgent, ...] = ()
     memo: Memo = field(default_factory=Memo, compare=False, repr=False)
+    is_altered: bool = field(default=False, compare=False)
 
     def up(self, leg: Leg) -> list[int]:
         """Return the positions in `nodes` of the agents that serve the leg now."""
@@ -115,8 +129,13 @@ class Snapshot:
 
     def only(self, keep: Callable[[Node], bool]) -> Snapshot:
         """Return the snapshot with all other agents out of rotation."""
-        nodes = tuple(node if keep(node) else replace(node, state=NodeState.DRAINING) for node in self.nodes)
-        return replace(self, nodes=nodes)
+        return self.altered(
+            node if keep(node) else replace(node, state=NodeState.DRAINING) for node in self.nodes
+        )
+
+    def altered(self, nodes: Iterable[Node]) -> Snapshot:
+        """Return the snapshot with other nodes of the same agents."""
+        return replace(self, nodes=tuple(nodes), is_altered=True)
 
 
 @dataclass(slots=True)
@@ -125,6 +144,8 @@ class _Record:
     heard_at: float
     progress_at: float
     breaker: Breaker
+    served_at: float
+    """When its last ping that did not announce its end came."""
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
     drained: bool = False
@@ -170,6 +191,7 @@ class Registry:
         rules: AddressRules | None = None,
     ) -> None:
         self._subscribers: list[Callable[[Register | Bye], None]] = []
+        self._watchers: dict[Incarnation, list[Callable[[], None]]] = {}
         self._in_flight = in_flight
         self._breakers = breakers
         self._rules = rules or AddressRules()
@@ -177,13 +199,33 @@ class Registry:
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
+        self._gone: OrderedDict[Incarnation, float] = OrderedDict()
+        """When agents that are gone last served, the latest last."""
         self._models: dict[str, float] = {}
         self._swept_at = float("-inf")
         self._kept = _Kept()
 
+    @property
+    def num_agents(self) -> int:
+        """Agents that are registered, whatever their state."""
+        return len(self._records)
+
     def subscribe(self, subscriber: Callable[[Register | Bye], None]) -> None:
         """Have every registration that is accepted, and every goodbye, passed to `subscriber`."""
         self._subscribers.append(subscriber)
+
+    @contextmanager
+    def watching(self, agents: Collection[Incarnation], callback: Callable[[], None]) -> Iterator[None]:
+        """While open, call `callback` whenever one of these agents pings or is removed."""
+        for agent in agents:
+            self._watchers.setdefault(agent, []).append(callback)
+        try:
+            yield
+        finally:
+            for agent in agents:
+                self._watchers[agent].remove(callback)
+                if not self._watchers[agent]:
+                    del self._watchers[agent]
 
     def register(self, info: Register, now: float) -> RejectReason | None:
         """Apply one ping. Returns None when it was accepted, else why it changed nothing.
@@ -196,13 +238,13 @@ class Registry:
         if rejected is not None:
             self._rejected.note(info, rejected, now)
             return rejected
-        incarnation = Incarnation(info.incarnation)
+        incarnation = info.incarnation
         record = self._records.get(incarnation)
         if record is None:
             self._replace_at(info.address)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
-            self._records[incarnation] = record = _Record(info, now, now, breaker)
+            self._records[incarnation] = record = _Record(info, now, now, breaker, now)
             self._kept.order_changed()
         else:
             if info.address != record.info.address:
@@ -218,11 +260,12 @@ class Registry:
         if info.model:
             self._note_model(info.model, now)
         self._publish(info)
+        self._call_watchers(incarnation)
         return None
 
     def reject_reason(self, info: Register) -> RejectReason | None:
         """Return why this ping would change nothing, or None if it would be accepted."""
-        incarnation = Incarnation(info.incarnation)
+        incarnation = info.incarnation
         record = self._records.get(incarnation)
         if self._rules.tls_only and not speaks_tls(info):
             return RejectReason.PLAINTEXT
@@ -268,15 +311,18 @@ class Registry:
     def sent(self, agents: Iterable[Incarnation], now: float) -> None:
         """Report an attempt to the circuit breakers of its agents."""
         for incarnation in agents:
-            if (record := self._records.get(incarnation)) is not None:
+            record = self._records.get(incarnation)
+            if record is not None and record.breaker.state is not BreakerState.CLOSED:
                 record.breaker.sent(now)
                 self._kept.stale.add(incarnation)
 
     def leg_succeeded(self, incarnation: Incarnation) -> None:
         """Report a leg that ended as it should to the agent's circuit breaker."""
         if (record := self._records.get(incarnation)) is not None:
+            before = record.breaker.state
             record.breaker.succeeded()
-            self._kept.stale.add(incarnation)
+            if record.breaker.state is not before:
+                self._kept.stale.add(incarnation)
 
     def leg_failed(self, incarnation: Incarnation, now: float) -> None:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
@@ -325,6 +371,31 @@ class Registry:
         record = self._records.get(incarnation)
         return record is not None and not _stalled(record, now)
 
+    def is_busy(self, incarnation: Incarnation, now: float) -> bool:
+        """Return whether the agent works, but has more to do than it can: a slow response is no failure."""
+        if not self.is_alive(incarnation, now):
+            return False
+        info = self._records[incarnation].info
+        return info.load.waiting > 0 or info.loop_lag_s >= BUSY_LAG_S
+
+    def is_leaving(self, incarnation: Incarnation, now: float) -> bool:
+        """Return whether the agent's end was announced before, by itself or by an operator."""
+        record = self._records.get(incarnation)
+        if record is None:
+            return False
+        # What dies says so too, in the moment of its death.
+        long_since = now - record.served_at > PING_INTERVAL_S + PROOF_S
+        return record.drained or (record.info.state == "draining" and long_since)
+
+    def has_served_since(self, incarnation: Incarnation, at: float, now: float) -> bool | None:
+        """Return whether the agent went on working after `at`; None while its next ping is to be awaited."""
+        self.sweep(now)
+        record = self._records.get(incarnation)
+        served_at = self._gone.get(incarnation, float("-inf")) if record is None else record.served_at
+        if served_at >= at + PROOF_S:
+            return True
+        return None if record is not None else False
+
     def has_substitute(self, info: Register, now: float) -> bool:
         """Return whether other agents in rotation serve the legs that this one serves, or served."""
         others = [
@@ -341,7 +412,8 @@ class Registry:
         addresses = {record.info.address: key for key, record in self._records.items()}
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
-        assert len(self._records) <= MAX_NODES and len(self._retired) <= MAX_RETIRED
+        assert len(self._records) <= MAX_NODES
+        assert len(self._retired) <= MAX_RETIRED and len(self._gone) <= MAX_RETIRED
 
     def _refresh(self, now: float) -> None:
         """Bring the kept nodes up to date: the stale ones, or all where time may have changed them."""
@@ -369,6 +441,7 @@ class Registry:
             kept.changes_at = min(kept.changes_at, _changes_at(record, now))
             if node != before:
                 kept.nodes[position] = node
+                kept.memo.changed.add(position)
                 kept.snapshot = None
                 kept.revision += _routed_by(node) != _routed_by(before)
         kept.stale.clear()
@@ -376,6 +449,10 @@ class Registry:
     def _publish(self, update: Register | Bye) -> None:
         for subscriber in self._subscribers:
             subscriber(update)
+
+    def _call_watchers(self, incarnation: Incarnation) -> None:
+        for callback in self._watchers.get(incarnation, ()):
+            callback()
 
     def _note_model(self, model: str, now: float) -> None:
         self._models.pop(model, None)
@@ -390,6 +467,8 @@ class Registry:
             record.connection_refused_at = None
         if info.state != record.info.state:
             logger.info("agent %s is %s", info.incarnation, info.state)
+        if info.state != "draining":
+            record.served_at = now
         record.info = info
         record.heard_at = now
 
@@ -402,8 +481,13 @@ class Registry:
     def _remove(self, incarnation: Incarnation, why: str) -> None:
         record = self._records.pop(incarnation)
         del self._by_address[record.info.address]
+        self._gone.pop(incarnation, None)
+        self._gone[incarnation] = record.served_at
+        if len(self._gone) > MAX_RETIRED:
+            self._gone.popitem(last=False)
         self._kept.order_changed()
         logger.info("agent %s at %s %s", incarnation, record.info.address, why)
+        self._call_watchers(incarnation)
 
     def _retire(self, incarnation: Incarnation) -> None:
         self._retired[incarnation] = None
@@ -476,4 +560,6 @@ def _routed_by(node: Node) -> tuple[object, ...]:
 
 
 def _stalled(record: _Record, now: float) -> bool:
+    if record.info.loop_lag_s >= STALL_S:
+        return True
     return record.info.load.running > 0 and now - record.progress_at >= STALL_S

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
-from kvferry.proxy.dialects.catalogue import SERVING_ALONE
+import msgspec
+
+from kvferry.proxy.dialects.names import SERVING_ALONE
+from kvferry.proxy.fleet.candidates import Openings, Search
 from kvferry.proxy.fleet.groups import Matching, groups_of
-from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.load import Candidates, Loads
 from kvferry.proxy.fleet.policy import (
     LeastLoaded,
     Policy,
@@ -29,8 +31,7 @@ from kvferry.proxy.wire.messages import Incarnation
 NO_AGENTS: frozenset[Incarnation] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
 
     `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
@@ -42,7 +43,7 @@ class Pair:
 
     @property
     def alone(self) -> bool:
-        return self.prefill.incarnation == self.decode.incarnation
+        return self.prefill.info.incarnation == self.decode.info.incarnation
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -89,6 +90,10 @@ class Router:
         self._loads = loads
         self._split_min_tokens = split_min_tokens
         self._stream_pull_min_tokens = stream_pull_min_tokens
+        self._openings = Openings(loads)
+        self._reasons: dict[str, NoPair | None] = {}
+        """By model: what `can_serve` returned last, for as long as no agent enters or leaves the rotation."""
+        self._reasons_epoch = 0
         self._pair_turns: dict[str, int] = {}
         self._alone_turns: dict[str, int] = {}
 
@@ -115,52 +120,62 @@ class Router:
         return NoPair.FULL if later is None else chosen
 
     def _choose(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
+        unknown = _unknown(snapshot, request.model)
+        if unknown is not None:
+            return unknown
+        search = self._search(snapshot, apart)
         if (request.one_token or request.undivided) and not apart:
             # The prefill agent's response to a request for one token is complete.
-            node = self._lone(snapshot, request, "prefill" if request.one_token else "decode")
-            if isinstance(node, Node):
+            leg: Leg = "prefill" if request.one_token else "decode"
+            node = self._lone(search, request, leg)
+            if node is not None:
                 return self._alone(node, snapshot, request)
-            if node is NoPair.FULL:
-                return node
+            if _serving_alone(snapshot, request.model, leg):
+                return NoPair.FULL
         if self._split_min_tokens and not apart:
-            node = self._lone(snapshot, request, "decode")
-            if isinstance(node, Node) and self._is_short(request, node):
+            node = self._lone(search, request, "decode")
+            if node is not None and self._is_short(request, node):
                 return self._alone(node, snapshot, request)
-        return self._pair(snapshot, request, apart)
+        return self._pair(snapshot, search, request, apart)
 
-    def _pair(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
-        ready = _ready(snapshot, request.model)
-        if isinstance(ready, NoPair):
-            return ready
-        nodes, (all_prefills, all_decodes) = snapshot.nodes, ready
-        has_room = self._loads.has_room
-        decodes = [each for each in all_decodes if has_room(nodes[each], "decode", request.n)]
-        with_room = Matching(groups_of(snapshot), "prefill", decodes, apart=apart)
-        # A prefill agent without a partner must not cost its neighbour two turns, so it is left out first.
-        prefills = {
-            nodes[each].incarnation: each
-            for each in all_prefills
-            if with_room.has_partner(each) and has_room(nodes[each], "prefill", 1)
-        }
+    def _search(self, snapshot: Snapshot, apart: bool) -> Search | Openings:
+        """Return where to look for candidates. Both would find the same ones."""
+        if apart or snapshot.is_altered:
+            return Search(snapshot, self._loads, apart=apart)
+        self._openings.follow(snapshot)
+        return self._openings
+
+    def _pair(
+        self, snapshot: Snapshot, search: Search | Openings, request: RoutingRequest, apart: bool
+    ) -> Pair | NoPair:
+        prefills = search.prefills(request.model, request.n)
         if not prefills:
-            fitting = Matching(groups_of(snapshot), "prefill", all_decodes, apart=apart)
-            return NoPair.FULL if any(map(fitting.has_partner, all_prefills)) else NoPair.INCOMPATIBLE
+            return self._reason(snapshot, search, request.model, apart) or NoPair.FULL
         count = _turn(self._pair_turns, request.model, snapshot)
-        prefill = self._pick("prefill", [nodes[each] for each in prefills.values()], request, count)
-        partners = [nodes[each] for each in with_room.partners(prefills[prefill.incarnation])]
-        decode = self._pick("decode", partners, request, _skewed(count, len(prefills), len(partners)))
+        num_prefills = len(prefills)
+        prefill = self._pick("prefill", prefills, request, count)
+        partners = search.partners(prefill, request.n)
+        decode = self._pick("decode", partners, request, _skewed(count, num_prefills, len(partners)))
         streamed = _has_spare_room(decode) and self._is_long(request, prefill)
         return self._noted(Pair(prefill, decode, streamed), request)
 
-    def _lone(self, snapshot: Snapshot, request: RoutingRequest, leg: Leg) -> Node | NoPair:
-        """Choose the agent of the leg's role that could serve all of the request, if its dialect can."""
-        nodes = _serving(snapshot, request.model, leg)
-        if not nodes:
-            return _unknown(snapshot, request.model) or NoPair.NO_PREFILL
-        able = [node for node in nodes if self._loads.has_room(node, leg, request.n)]
-        return (
-            self._pick(leg, able, request, self._alone_turns.get(request.model, 0)) if able else NoPair.FULL
-        )
+    def _reason(
+        self, snapshot: Snapshot, search: Search | Openings, model: str, apart: bool
+    ) -> NoPair | None:
+        """Return why no two agents in rotation fit, whether they have room or not; None if two do."""
+        if isinstance(search, Search):
+            return _no_pair(snapshot, model, apart)
+        if search.states_epoch != self._reasons_epoch:
+            self._reasons_epoch = search.states_epoch
+            self._reasons.clear()
+        if model not in self._reasons:
+            self._reasons[model] = _no_pair(snapshot, model, apart)
+        return self._reasons[model]
+
+    def _lone(self, search: Search | Openings, request: RoutingRequest, leg: Leg) -> Node | None:
+        """Choose an agent of the leg's role that could serve all of the request, if any has room."""
+        able = search.lone(request.model, leg, request.n)
+        return self._pick(leg, able, request, self._alone_turns.get(request.model, 0)) if able else None
 
     def _alone(self, node: Node, snapshot: Snapshot, request: RoutingRequest) -> Pair:
         _turn(self._alone_turns, request.model, snapshot)
@@ -179,8 +194,8 @@ class Router:
             least > 0 and request.tokens - self._policies["prefill"].cached_tokens(prefill, request) >= least
         )
 
-    def _pick(self, leg: Leg, nodes: Sequence[Node], request: RoutingRequest, turn: int) -> Node:
-        return self._policies[leg].pick(nodes, request, turn, self._loads.at)
+    def _pick(self, leg: Leg, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        return self._policies[leg].pick(candidates, request, turn)
 
     def _noted(self, pair: Pair, request: RoutingRequest) -> Pair:
         self._policies["prefill"].note(pair.prefill, request)
@@ -234,9 +249,9 @@ def _in_rotation(snapshot: Snapshot, model: str, leg: Leg) -> list[int]:
     return [each for each in groups_of(snapshot).serving(model, leg) if nodes[each].state is ready]
 
 
-def _serving(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
+def _serving_alone(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
     nodes = [snapshot.nodes[each] for each in _in_rotation(snapshot, model, leg)]
-    return [node for node in nodes if node.info.dialect in SERVING_ALONE]
+    return [node for node in nodes if node.info.dialect in SERVING_ALONE[leg]]
 
 
 def _has_spare_room(decode: Node) -> bool:
@@ -262,8 +277,9 @@ def _without(snapshot: Snapshot, exclude: frozenset[Incarnation]) -> Snapshot:
 
 def _after_trials(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot as if the probe of every agent on trial had succeeded."""
-    nodes = tuple(replace(node, state=NodeState.READY) if node.on_trial else node for node in snapshot.nodes)
-    return replace(snapshot, nodes=nodes)
+    return snapshot.altered(
+        replace(node, state=NodeState.READY) if node.on_trial else node for node in snapshot.nodes
+    )
 
 
 def _skewed(count: int, prefills: int, decodes: int) -> int:
@@ -272,8 +288,9 @@ def _skewed(count: int, prefills: int, decodes: int) -> int:
 
 def _turn(turns: dict[str, int], model: str, snapshot: Snapshot) -> int:
     """Count a turn and return its number. Drops the counts of models that are not served any more."""
-    for gone in [name for name in turns if name not in snapshot.models]:
-        del turns[gone]
     count = turns.get(model, 0)
     turns[model] = count + 1
+    if len(turns) > len(snapshot.models):
+        for gone in [name for name in turns if name not in snapshot.models]:
+            del turns[gone]
     return count

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -19,62 +17,80 @@ BYTES_PER_TOKEN = 4
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 512
 _DIGEST_BYTES = 8
+_BRACKETS_AND_SPACE = b"[] \t\r\n"
+_OF_TOKEN_IDS = b"0123456789," + _BRACKETS_AND_SPACE
+_TEXTS = msgspec.json.Decoder(list[str])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What policies choose by.
 
-    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages. It is read only for
-    `tokens` and `chunks`. `n`: how many sequences it makes. `one_token`: one token of each is enough.
-    `undivided`: one agent should serve all of it. `session`: the client's session id.
+    `prompt` is the client's own: text, token ids, a list of either, or a chat's messages, or JSON of these.
+    It is read only for `tokens` and `chunks`. `n`: how many sequences it makes. `one_token`: one token of
+    each is enough. `undivided`: one agent should serve all of it. `session`: the client's session id.
+    `cache_salt`: agents share prefixes only among requests with the same one.
     """
 
     model: str
-    prompt: str | list[Any] = ""
+    prompt: str | list[Any] | msgspec.Raw = ""
     n: int = 1
     one_token: bool = False
     undivided: bool = False
     session: str | None = None
+    cache_salt: bytes = b""
 
     @cached_property
     def tokens(self) -> int:
         """The prompt's length in tokens: exact for token ids, else an estimate."""
-        material = self._material
-        return len(material) if isinstance(material, list) else -(-len(material) // BYTES_PER_TOKEN)
+        if self._has_ids:
+            return self._json.count(b",") + 1
+        return -(-len(self._text) // BYTES_PER_TOKEN)
 
     @cached_property
     def chunks(self) -> tuple[bytes, ...]:
-        """A digest for each whole chunk of the prompt's beginning, of all that precedes it, and of the model.
+        """A digest for each whole chunk of the prompt's beginning, of all that precedes it, model and salt.
 
         Two prompts share as many leading digests as they share whole chunks.
         """
-        digest = self.model.encode(errors="surrogatepass")
+        digest = self.model.encode(errors="surrogatepass") + b"\0" + self.cache_salt
         digests = []
-        for chunk in self._cut():
+        for chunk in self._chunks_of_ids() if self._has_ids else self._chunks_of_text():
             digest = hashlib.blake2b(digest + chunk, digest_size=_DIGEST_BYTES).digest()
             digests.append(digest)
         return tuple(digests)
 
-    def _cut(self) -> Iterator[bytes]:
-        material = self._material
-        size = CHUNK_TOKENS if isinstance(material, list) else CHUNK_TOKENS * BYTES_PER_TOKEN
-        for start in range(0, min(len(material) - size + 1, size * MAX_CHUNKS), size):
-            chunk = material[start : start + size]
-            yield chunk if isinstance(chunk, bytes) else repr(chunk).encode()
+    @property
+    def _json(self) -> bytes:
+        """A copy, which may be large: not kept."""
+        prompt = self.prompt
+        return bytes(prompt) if isinstance(prompt, msgspec.Raw) else msgspec.json.encode(prompt)
 
     @cached_property
-    def _material(self) -> bytes | list[int]:
-        prompt = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            prompt = "".join(prompt)
-        elif isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-            prompt = list(chain.from_iterable(prompt))
-        if isinstance(prompt, str):
-            return prompt.encode(errors="surrogatepass")
-        if prompt and isinstance(prompt[0], dict):
-            return msgspec.json.encode(prompt)
+    def _has_ids(self) -> bool:
+        prompt = self._json
+        return prompt.startswith(b"[") and not prompt.translate(None, _OF_TOKEN_IDS)
+
+    @property
+    def _text(self) -> bytes:
+        """Texts as JSON spells them, and messages as they are."""
+        prompt = self._json
+        if prompt.startswith(b'"'):
+            return prompt[1:-1]
+        if prompt[1:].lstrip().startswith(b'"'):
+            return msgspec.json.encode("".join(_TEXTS.decode(prompt)))[1:-1]
         return prompt
+
+    def _chunks_of_text(self) -> Iterator[bytes]:
+        size, text = CHUNK_TOKENS * BYTES_PER_TOKEN, self._text
+        for start in range(0, min(len(text) - size + 1, size * MAX_CHUNKS), size):
+            yield text[start : start + size]
+
+    def _chunks_of_ids(self) -> Iterator[bytes]:
+        """Yield chunks of the beginning; there may be millions of ids."""
+        most = MAX_CHUNKS * CHUNK_TOKENS
+        ids = self._json.translate(None, _BRACKETS_AND_SPACE).split(b",", most)[:most]
+        for start in range(0, len(ids) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+            yield b",".join(ids[start : start + CHUNK_TOKENS])
 
 
 def routing_request(request: ClientRequest, session: str | None) -> RoutingRequest:
@@ -86,4 +102,5 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         one_token=request.max_tokens == 1,
         undivided=request.undivided,
         session=session,
+        cache_salt=bytes(request.cache_salt),
     )

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet as clients and operators see it: `/v1/models`, `/ready`, `/nodes`, `/metrics`, the dashboard."""
+"""The fleet as clients and operators see it: `/v1/models`, `/ready`, `/nodes`, `/metrics`, the dashboard.
+
+Pages are made from snapshots, in slices between which requests are served, and those of a large fleet are
+shown again for a second (`PageCache`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,20 +21,37 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.proxy.dialects.catalogue import SUPPORTED
+from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.errors import NotFound
-from kvferry.proxy.fleet.compatibility import count_incompatible, incompatible_pairs
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.groups import Matching, Mismatch, groups_of, reason
+from kvferry.proxy.fleet.groups import (
+    Matching,
+    Mismatch,
+    count_incompatible,
+    groups_of,
+    incompatible_pairs,
+    reason,
+)
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
-from kvferry.proxy.fleet.router import can_serve
+from kvferry.proxy.fleet.router import NoPair, can_serve
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.wire.messages import Incarnation
 
+_T = TypeVar("_T")
+
 JSON = "application/json"
 MAX_SHOWN = 200
 """Entries of each list in the feed of the operator's page."""
+
+MAX_PAIRINGS = 1000
+"""Refused pairings that `/nodes` lists, beside their number."""
+SLICE_S = 0.002
+"""How long a page is worked on before requests are served again."""
+LARGE_FLEET = 64
+"""Agents from which on a page is shown again."""
+PAGE_AGE_S = 1.0
+"""How old such a page may be."""
 
 PageName = Literal["models", "ready", "nodes", "targets", "metrics", "dashboard"]
 
@@ -61,6 +83,36 @@ class FleetView:
     now: float
 
 
+class PageCache:
+    """The last version of each page, for who asks while it is made or, with a large fleet, soon after.
+
+    Args:
+        clock: The event loop's clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._pages: dict[str, tuple[Page, float]] = {}
+        """With the time at which it was begun."""
+
+    async def get(self, name: str, make: Callable[[], Awaitable[Page]], *, is_large: bool) -> Page:
+        """Return the page that `make` makes, or has made lately. Raises what it raises."""
+        oldest = self._clock() - (PAGE_AGE_S if is_large else 0.0)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            last = self._pages.get(name)
+            if last is not None and last[1] >= oldest:
+                return last[0]
+            begun = self._clock()
+            page = await make()
+            self._pages[name] = (page, begun)
+            return page
+
+    def clear(self) -> None:
+        """Show no page again that shows the fleet as it was."""
+        self._pages.clear()
+
+
 class OperatorViews:
     """The pages of a proxy of one process, and the operator's commands to it."""
 
@@ -77,16 +129,21 @@ class OperatorViews:
         self._history = history
         self._failures = failures
         self._down = down
+        self._pages = PageCache(fleet.clock)
 
     async def page(self, name: PageName) -> Page:
         """Return one page. Raises `ProxyError` when it cannot be put together."""
+        is_large = self._fleet.registry.num_agents > LARGE_FLEET
+        return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
+
+    async def _make(self, name: PageName) -> Page:
         view = self.view()
         if name == "metrics":
             return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
         if name == "dashboard":
             in_flight = self._metrics.requests_in_flight()
-            return dashboard_page(view, in_flight, self._history, self._failures.latest())
-        return fleet_page(name, view)
+            return await dashboard_page(view, in_flight, self._history, self._failures.latest())
+        return await fleet_page(name, view)
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """Take an agent out of rotation, or put it back; the page is its entry in `/nodes`, or a 404.
@@ -94,6 +151,7 @@ class OperatorViews:
         Raises `ProxyError` when that cannot be done.
         """
         self._fleet.drain(agent, drained)
+        self._pages.clear()
         return node_page(self.view(), agent)
 
     def view(self) -> FleetView:
@@ -130,18 +188,18 @@ class FleetCollector(Collector):
         )
 
 
-def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
+async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
     """Return a page that shows the fleet alone."""
     match name:
         case "models":
             return _json(models_page(view.snapshot))
         case "ready":
-            report = readiness(view.snapshot)
+            report = await readiness(view.snapshot)
             return _json(report, 200 if report["ready"] else 503)
         case "nodes":
-            return _json(nodes_page(view) | {"down": view.down})
+            return Page(body=await _written(nodes_page(view)))
         case "targets":
-            return _json(scrape_targets(view.snapshot))
+            return Page(body=await _written_list(scrape_targets(view.snapshot)))
 
 
 def node_page(view: FleetView, agent: Incarnation) -> Page:
@@ -153,7 +211,7 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     return Page(status=error.status, body=error.body())
 
 
-def dashboard_page(
+async def dashboard_page(
     view: FleetView, in_flight: Mapping[str, int], history: History, failures: Iterable[FailureCount]
 ) -> Page:
     """Return one snapshot for the operator's page: of each list its first entries, beside their full number.
@@ -164,10 +222,10 @@ def dashboard_page(
         {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(view.now - each.at, 1)}
         for each in failures
     ]
-    return _json(
+    body = await _written(
         {
             "time": time.time(),
-            "readiness": readiness(view.snapshot),
+            "readiness": await readiness(view.snapshot),
             "nodes": _nodes(view, MAX_SHOWN),
             "num_nodes": len(view.snapshot.nodes),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
@@ -178,6 +236,7 @@ def dashboard_page(
             "failures": shown,
         }
     )
+    return Page(body=body)
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
@@ -194,27 +253,31 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def readiness(snapshot: Snapshot) -> dict[str, Any]:
+async def readiness(snapshot: Snapshot) -> dict[str, Any]:
     """Return whether a pair can serve any model, and for each model that cannot be served, why."""
     named = {node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED}
     models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
-    reasons = {model: can_serve(snapshot, model) for model in models}
+    reasons: dict[str, NoPair | None] = {}
+    async for part in _slices(models):
+        reasons |= {model: can_serve(snapshot, model) for model in part}
     waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
 
 
 def nodes_page(view: FleetView) -> dict[str, Any]:
-    """Return every known agent, and every incompatible pair and rejected agent with the reason."""
+    """Return every known agent, and incompatible pairs and rejected agents with the reason."""
     return {
         "nodes": _nodes(view),
-        "refused_pairings": _refused_pairings(view),
+        "refused_pairings": _refused_pairings(view, MAX_PAIRINGS),
+        "num_refused_pairings": count_incompatible(view.snapshot).total(),
         "refused_agents": _rejected_agents(view.snapshot, view.now),
+        "down": view.down,
     }
 
 
-def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Return the agents for Prometheus' HTTP service discovery, labelled with their role and model."""
-    return [
+def scrape_targets(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    """Yield the agents for Prometheus' HTTP service discovery, labelled with their role and model."""
+    return (
         {
             "targets": [urlsplit(node.info.address).netloc],
             "labels": {
@@ -224,19 +287,19 @@ def scrape_targets(snapshot: Snapshot) -> list[dict[str, Any]]:
             },
         }
         for node in snapshot.nodes
-    ]
+    )
 
 
-def _nodes(view: FleetView, most: int | None = None) -> list[dict[str, Any]]:
+def _nodes(view: FleetView, most: int | None = None) -> Iterator[dict[str, Any]]:
     apart = _Apart(view.snapshot)
-    return [_node(position, view, apart) for position in range(len(view.snapshot.nodes))[:most]]
+    return (_node(position, view, apart) for position in range(len(view.snapshot.nodes))[:most])
 
 
-def _refused_pairings(view: FleetView, most: int | None = None) -> list[dict[str, str]]:
-    return [
+def _refused_pairings(view: FleetView, most: int) -> Iterator[dict[str, str]]:
+    return (
         {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
         for pair in islice(incompatible_pairs(view.snapshot), most)
-    ]
+    )
 
 
 def _node(position: int, view: FleetView, apart: _Apart) -> dict[str, Any]:
@@ -253,6 +316,8 @@ def _node(position: int, view: FleetView, apart: _Apart) -> dict[str, Any]:
         "incarnation": info.incarnation,
         "control": info.control,
         "tp_size": info.tp_size,
+        "dp_size": info.dp_size,
+        "transfer_mode": info.transfer_mode,
         "transfers": list(info.transfers),
         "version": info.version,
         "load": {
@@ -314,6 +379,36 @@ class _Apart:
         nodes, why = self._snapshot.nodes, groups_of(self._snapshot).why(prefill, decode)
         assert why is not None, "they fit"
         return reason(nodes[prefill].info, nodes[decode].info, why)
+
+
+async def _written(members: Mapping[str, Any]) -> bytes:
+    """Return a JSON object; members that are iterators become lists."""
+    parts = [
+        msgspec.json.encode(name)
+        + b":"
+        + (await _written_list(value) if isinstance(value, Iterator) else msgspec.json.encode(value))
+        for name, value in members.items()
+    ]
+    return b"{" + b",".join(parts) + b"}"
+
+
+async def _written_list(items: Iterable[Any]) -> bytes:
+    return b"[" + b",".join([msgspec.json.encode(part)[1:-1] async for part in _slices(items)]) + b"]"
+
+
+async def _slices(items: Iterable[_T]) -> AsyncIterator[list[_T]]:
+    """Yield the items in lists, none of which took much longer than `SLICE_S`; requests go on in between."""
+    part: list[_T] = []
+    until = time.perf_counter() + SLICE_S
+    for item in items:
+        part.append(item)
+        if time.perf_counter() >= until:
+            yield part
+            part = []
+            await asyncio.sleep(0)
+            until = time.perf_counter() + SLICE_S
+    if part:
+        yield part
 
 
 def _json(value: Any, status: int = 200) -> Page:

@@ -9,15 +9,17 @@ parsing, keep-alive, TLS, shutdown.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvferry.proxy.wire.http_server import CLOSE, GuardedConnection, Header, response_head
 
-EXTENSION = "kvferry.response"
-"""The ASGI extension of a request's scope whose `response` is its `ClientResponse`."""
+Scope = Any
+Receive = Callable[[], Awaitable[Any]]
+Handler = Callable[[Scope, Receive, "ClientResponse"], Coroutine[Any, Any, None]]
+"""Serves one request, whose scope and `receive` are those of ASGI. It is cancelled when the client leaves."""
 
 
 class AlreadyResponded(RuntimeError):
@@ -43,16 +45,20 @@ class ClientResponse:
         self._transport = connection.transport
         self.on_disconnect: Callable[[], object] = _ignore_disconnect
         self.on_pause: Callable[[bool], None] = _ignore_pause
+        self.was_dropped = False
+        """Whether the server answered instead, since it held too much of requests' bodies."""
 
     @property
     def is_disconnected(self) -> bool:
         """Whether the client has disconnected."""
         return self._cycle.disconnected
 
-    @property
-    def request_body(self) -> bytes | None:
-        """The request's body, if it has arrived completely."""
-        return None if self._cycle.more_body else bytes(self._cycle.body)
+    def take_request_body(self) -> bytes | None:
+        """Return the request's body, if it has arrived completely; it is not kept here."""
+        if self._cycle.more_body:
+            return None
+        body, self._cycle.body = bytes(self._cycle.body), bytearray()
+        return body
 
     def send(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a complete response."""
@@ -99,27 +105,40 @@ class ClientResponse:
 
 
 class ClientConnection(GuardedConnection):
-    """A guarded connection whose requests have a `ClientResponse`, and whose client must read.
+    """A guarded connection whose client must read, and of which some paths are served without ASGI.
 
     Args:
+        handlers: By path; all other paths are the ASGI application's.
         stall_s: How long a client may read nothing, while the transport's buffer (64 KiB) is full, before it
             is disconnected.
     """
 
-    def __init__(self, *args: Any, stall_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, handlers: Mapping[str, Handler], stall_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._handlers = handlers
         self._stall_s = stall_s
         self._stall_deadline: asyncio.TimerHandle | None = None
         self._response: ClientResponse | None = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._response = ClientResponse(self, cycle)
-        cycle.scope["extensions"] = {EXTENSION: {"response": self._response}}
-        super()._start_asgi_task(cycle, app)
+        self._response = response = ClientResponse(self, cycle)
+        handler = self._handlers.get(cycle.scope["path"])
+        if handler is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        task = self.loop.create_task(handler(cycle.scope, cycle.receive, response))
+        response.on_disconnect = task.cancel
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def on_response_complete(self) -> None:
         self._response = None
         super().on_response_complete()
+
+    def drop_body(self) -> None:
+        if self._response is not None:
+            self._response.was_dropped = True
+        super().drop_body()
 
     def eof_received(self) -> None:
         # The event loop closes the connection now, but first flushes to a client that may never read again.

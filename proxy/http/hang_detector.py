@@ -73,7 +73,7 @@ class HangDetector:
         agents = {request.agent.incarnation: request.agent for request in waiting}
         hung = find_hung(tuple(agents.values()))
         for request in waiting:
-            if Incarnation(request.agent.incarnation) in hung and _is_overdue(request, since):
+            if request.agent.incarnation in hung and _is_overdue(request, since):
                 request.abort()
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvferry.proxy.clock import now
 from kvferry.proxy.errors import (
     AgentLost,
     AgentRejected,
@@ -19,9 +21,11 @@ from kvferry.proxy.errors import (
     BadResponse,
     OutOfDescriptors,
     ProxyError,
-    error_object,
+    agent_error,
+    shorten,
 )
 from kvferry.proxy.http.hang_detector import HangDetector
+from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.http.upstream_connection import (
     AgentUnresponsive,
     ConnectionBroken,
@@ -29,16 +33,22 @@ from kvferry.proxy.http.upstream_connection import (
     Sink,
     UpstreamConnection,
 )
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Incarnation, Register
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
 from kvferry.proxy.wire.tls import client_context
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Of a response that is not streamed."""
+LARGE_BODY_BYTES = 64 * 1024
+"""Of a request: more is not copied to put a head in front of it."""
 MAX_ERROR_BYTES = 1024 * 1024
+"""Of the body of a response with a status other than 200; what is passed on of it is far shorter."""
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""Of what is fetched by GET: metrics, lists of ranks."""
+MAX_RETRY_AFTER_S = 3600
 FINISH_GRACE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where an agent listens. `host_header`: host and port as HTTP spells them."""
 
     host: str
@@ -113,25 +123,28 @@ class UpstreamResponse:
 
     @property
     def content_type(self) -> str:
-        """The media type with its parameters, as the agent sent it."""
-        return self.header("content-type") or "application/octet-stream"
+        """The media type with its parameters, as the agent sent it but for its length."""
+        return shorten(self.header("content-type") or "application/octet-stream")
 
     def header(self, name: str) -> str | None:
         """A header of the response; `name` in lower case."""
         value = self._connection.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    async def read(self) -> bytes:
-        """The whole body."""
+    async def read(self, limit: int = MAX_BODY_BYTES) -> bytes:
+        """The whole body. Raises `BadResponse` past `limit` bytes."""
         try:
-            return await _read_body(self._connection, self._deadline, MAX_BODY_BYTES)
+            return await _read_body(self._connection, limit)
         except (ConnectionBroken, TimeoutError) as error:
             raise _failure(error, self._agent) from error
 
-    async def stream_to(self, sink: Sink) -> None:
-        """Pass the body to `sink` as it arrives, until its end. Also raises what `sink` raises."""
+    async def stream_to(self, sink: Sink, held: Callable[[], int] | None = None) -> None:
+        """Pass the body to `sink` as it arrives, until its end. Also raises what `sink` raises.
+
+        `held` says how many bytes the sink keeps of it; beyond `ResponseBounds`, raises `TooManyResponses`.
+        """
         self._connection.set_deadline(self._deadline, self._idle_timeout_s)
-        self._connection.stream_to(sink)
+        self._connection.stream_to(sink, held)
         try:
             await self._connection.wait_complete()
         except (ConnectionBroken, TimeoutError) as error:
@@ -147,7 +160,7 @@ class UpstreamResponse:
 
     def finish_soon(self) -> None:
         """All that is needed has arrived: give the body's end `FINISH_GRACE_S` more."""
-        self._deadline = asyncio.get_running_loop().time() + FINISH_GRACE_S
+        self._deadline = now() + FINISH_GRACE_S
         self._connection.set_deadline(self._deadline)
 
     def pause(self) -> None:
@@ -174,27 +187,34 @@ class UpstreamRequest:
         headers_deadline: float,
         deadline: float,
         can_retry: Callable[[], bool],
+        body: bytes = b"",
     ) -> None:
         self.agent = agent
         self.can_retry = can_retry
         self._pool = pool
         self._origin = origin
         self._request = request
+        self._body = body
         self._headers_deadline = headers_deadline
         self._deadline = deadline
         self._connection: UpstreamConnection
 
     async def __aenter__(self) -> UpstreamResponse:
         pool = self._pool
-        self._connection = connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
+        connection = pool.acquire_idle(self._origin)
+        if connection is None:
+            connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
+        self._connection = connection
         pool.hang_detector.add(self)
         try:
-            connection.send(self._request, self._headers_deadline)
+            connection.send(self._request, self._headers_deadline, self._body)
             await connection.read_headers()
+            if self._deadline != self._headers_deadline:
+                connection.set_deadline(self._deadline)  # for the body, whenever it is read
             if connection.status != 200:
-                raw = await _read_body(connection, self._deadline, MAX_ERROR_BYTES)
+                raw = await _read_body(connection, MAX_ERROR_BYTES)
                 raise _status_error(connection, raw, self.agent)
-            connection.set_deadline(self._deadline)  # for the body, whenever it is read
+            _require_plain(connection, self.agent)
         except (ConnectionBroken, TimeoutError) as error:
             pool.hang_detector.discard(self)
             pool.release(self._origin, connection)
@@ -225,13 +245,14 @@ class UpstreamPool:
     Raises `BadCertificate` when `settings.agent_ca` cannot be used.
     """
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(self, settings: PoolSettings, bounds: ResponseBounds | None = None) -> None:
         self.settings = settings
         self.hang_detector = HangDetector()
         """Watches every request in flight; its `run` needs an owner."""
-        self._bearer = {} if settings.bearer is None else {"Authorization": f"Bearer {settings.bearer}"}
+        self._bearer = "" if settings.bearer is None else f"Authorization: Bearer {settings.bearer}\r\n"
         self._agent_tls = None if settings.agent_ca is None else client_context(settings.agent_ca)
         self._limit = ConnectionLimit(settings.max_connections)
+        self._bounds = bounds or ResponseBounds()
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[Origin, dict[UpstreamConnection, None]] = {}
         self._idle_since: dict[UpstreamConnection, tuple[Origin, float]] = {}
@@ -277,12 +298,15 @@ class UpstreamPool:
         Entering raises:
             AgentLost: connection refused or reset, a truncated response, or a 5xx.
             AgentTimeout: a deadline passed.
-            AgentRejected: a 4xx, with the agent's body.
+            AgentRejected: a 4xx, with the agent's error.
+            BadResponse: any other status but 200, or a body that is compressed.
             OutOfDescriptors: this process may open no more connections.
         """
         origin = origin_of(agent.address)
         head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
-        return UpstreamRequest(self, origin, agent, head + body, headers_deadline, deadline, can_retry)
+        if len(body) < LARGE_BODY_BYTES:
+            head, body = head + body, b""
+        return UpstreamRequest(self, origin, agent, head, headers_deadline, deadline, can_retry, body)
 
     async def get(self, agent: Register, url: str, *, deadline: float) -> bytes:
         """The body at a URL of the agent, which may be on another port than its address.
@@ -296,7 +320,16 @@ class UpstreamPool:
         async with UpstreamRequest(
             self, origin, agent, request, deadline, deadline, lambda: False
         ) as response:
-            return await response.read()
+            return await response.read(MAX_PAGE_BYTES)
+
+    def acquire_idle(self, origin: Origin) -> UpstreamConnection | None:
+        """An idle connection, to be released; None if there is none, or others wait for one."""
+        if not self._limit.free:
+            return None
+        connection = self._take_idle(origin)
+        if connection is not None:
+            self._limit.free -= 1
+        return connection
 
     async def acquire(self, origin: Origin, agent: Register, deadline: float) -> UpstreamConnection:
         """An idle connection, or a new one; to be released."""
@@ -304,9 +337,8 @@ class UpstreamPool:
             await self._limit.acquire(deadline)
         except TimeoutError as error:
             raise _failure(error, agent) from error
-        if idle := self._idle.get(origin):
-            connection = next(reversed(idle))
-            self._remove_idle(connection)
+        connection = self._take_idle(origin)
+        if connection is not None:
             return connection
         if len(self._idle_since) > self._limit.free:
             next(iter(self._idle_since)).close()  # the one that has been idle longest
@@ -318,6 +350,7 @@ class UpstreamPool:
 
     def release(self, origin: Origin, connection: UpstreamConnection) -> None:
         """Return a connection to the idle pool if it can be reused, else close it."""
+        self._bounds.release(connection)
         if connection.reusable:
             self._add_idle(origin, connection)
         else:
@@ -333,19 +366,19 @@ class UpstreamPool:
         self, method: str, origin: Origin, target: str, agent: Register, headers: Mapping[str, str]
     ) -> bytes:
         """A request's head. The cluster's token is not for other engines' servers."""
-        if agent.dialect == NATIVE_DIALECT:
-            headers = {**headers, **self._bearer}
+        bearer = self._bearer if agent.dialect == NATIVE_DIALECT else ""
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if not lines.count("\n") == len(headers) == lines.count("\r"):
             raise ProxyError("internal error: a line break in a header")
-        return f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n{lines}\r\n".encode("latin-1")
+        start = f"{method} {target} HTTP/1.1\r\nHost: {origin.host_header}\r\n"
+        return f"{start}{bearer}{lines}\r\n".encode("latin-1")
 
     async def _connect(self, origin: Origin, agent: Register, by: float) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(by, loop.time() + self.settings.connect_timeout_s)):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self._discard),
+                    lambda: UpstreamConnection(self._discard, self._bounds),
                     origin.host,
                     origin.port,
                     ssl=self._tls if origin.is_tls else None,
@@ -363,10 +396,18 @@ class UpstreamPool:
 
     def _add_idle(self, origin: Origin, connection: UpstreamConnection) -> None:
         connection.reset()
-        self._idle_since[connection] = (origin, asyncio.get_running_loop().time())
+        self._idle_since[connection] = (origin, now())
         self._idle.setdefault(origin, {})[connection] = None
         if self._sweeper is None:
             self._sweep()
+
+    def _take_idle(self, origin: Origin) -> UpstreamConnection | None:
+        idle = self._idle.get(origin)
+        if idle is None:
+            return None
+        connection = next(reversed(idle))
+        self._remove_idle(connection)
+        return connection
 
     def _remove_idle(self, connection: UpstreamConnection) -> None:
         origin, _ = self._idle_since.pop(connection)
@@ -401,60 +442,70 @@ def origin_of(address: str) -> Origin:
     return Origin(url.hostname or "", url.port or (443 if is_tls else 80), is_tls, url.netloc)
 
 
-async def _read_body(connection: UpstreamConnection, deadline: float, limit: int) -> bytes:
+def _require_plain(connection: UpstreamConnection, agent: Register) -> None:
+    """Raise `BadResponse` for a compressed body, for which the request does not ask."""
+    coding = connection.headers.get(b"content-encoding", b"identity")
+    if coding.lower() not in (b"identity", b""):
+        shown = shorten(coding.decode("latin-1"))
+        raise BadResponse(f"{agent.address} answered with Content-Encoding {shown}")
+
+
+async def _read_body(connection: UpstreamConnection, limit: int) -> bytes:
     """The whole body. Raises as `UpstreamConnection.wait_complete`, and `BadResponse` past `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
+    if (whole := connection.take_body()) is not None:  # no more than a connection buffers
+        return whole
+    body = bytearray()  # one buffer: freed pieces would leave gaps in the heap
 
     def collect(part: bytes) -> None:
-        nonlocal size
-        parts.append(part)
-        size += len(part)
-        if size > limit:
+        body.extend(part)
+        if len(body) > limit:
             raise BadResponse(f"an agent's response exceeds {limit} bytes")
 
-    connection.set_deadline(deadline)
-    connection.stream_to(collect)
+    connection.stream_to(collect, body.__len__)
     await connection.wait_complete()
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return bytes(body)
 
 
 def _failure(error: ConnectionBroken | TimeoutError, agent: Register) -> ProxyError:
     if isinstance(error, TimeoutError):
         return AgentTimeout(f"{agent.address} did not respond in time")
-    lost = Incarnation(agent.incarnation)
+    lost = agent.incarnation
     if isinstance(error, AgentUnresponsive):
         return AgentLost(f"{agent.address} is unresponsive", lost, unresponsive=True, status=504)
     return AgentLost(f"connection to {agent.address} broken: {error}", lost)
 
 
 def _cannot_connect(error: OSError | UnicodeError, agent: Register) -> ProxyError:
-    lost = Incarnation(agent.incarnation)
+    lost = agent.incarnation
     if isinstance(error, TimeoutError):
-        return AgentLost(f"connecting to {agent.address} timed out", lost, status=504)
+        return AgentLost(f"connecting to {agent.address} timed out", lost, not_connected=True, status=504)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return OutOfDescriptors("the proxy has no file descriptor left to connect to an agent")
     refused = number == errno.ECONNREFUSED
-    return AgentLost(f"cannot connect to {agent.address}: {error}", lost, connection_refused=refused)
+    return AgentLost(
+        f"cannot connect to {agent.address}: {error}", lost, not_connected=True, connection_refused=refused
+    )
 
 
 def _status_error(
     connection: UpstreamConnection, raw: bytes, agent: Register
 ) -> AgentRejected | AgentLost | BadResponse:
     """The error for an agent's status other than 200."""
-    status, headers = connection.status, connection.headers
+    status, error = connection.status, agent_error(raw)
     if 400 <= status < 500:
-        content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
-        retry_after = headers.get(b"retry-after")
-        return AgentRejected(
-            status, content_type, raw, None if retry_after is None else retry_after.decode("latin-1")
-        )
+        return AgentRejected(status, error, _retry_after_s(connection.headers.get(b"retry-after", b"")))
     if status >= 500:
-        reason = (error_object(raw) or {}).get("message", "no reason given")
+        reason = "no reason given" if error is None else error.message
         return AgentLost(
             f"{agent.address} returned HTTP {status}: {reason}",
-            Incarnation(agent.incarnation),
+            agent.incarnation,
             status=status,
         )
     return BadResponse(f"{agent.address} returned HTTP {status}")
+
+
+def _retry_after_s(value: bytes) -> int | None:
+    """An agent's `Retry-After`, if it is a number of seconds; at most an hour."""
+    digits = value.strip()
+    return min(int(digits), MAX_RETRY_AFTER_S) if digits.isdigit() and len(digits) <= 9 else None

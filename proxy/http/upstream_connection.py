@@ -8,19 +8,27 @@ go to a sink within the callback that receives them. One timer serves all deadli
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import cast
 
 import httptools
 
-from kvferry.proxy.state_machine import transition
+from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.state_machine import State, transition
 
 Sink = Callable[[bytes], None]
 """Consumes one piece of a body. What it raises closes the connection and is re-raised to the reader."""
 
 MAX_BUFFERED_BYTES = 64 * 1024
 """Of a body that is not read yet; then reading from the socket pauses."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a response's headers; and of what may come between two pieces of a body: chunk extensions, trailers. The
+parser has no limit, and a line costs it the square of its size."""
+MAX_TURN_BYTES = 64 * 1024
+"""What one connection may deliver in one turn of the event loop: of what an earlier turn left, and again of
+what is read. The other connections come before the rest."""
+MEASURED_BYTES = 64 * 1024
+"""After how much of a response what is held of it is counted anew."""
 NO_DEADLINE = float("inf")
 
 
@@ -28,11 +36,15 @@ class ConnectionBroken(Exception):
     """The connection was lost, or the peer violated HTTP, before the response was complete."""
 
 
+class _BadHead(Exception):
+    """Raised in a callback of the parser, to stop it."""
+
+
 class AgentUnresponsive(ConnectionBroken):
     """The connection was aborted because its agent no longer works."""
 
 
-class ConnectionState(enum.Enum):
+class ConnectionState(State):
     IDLE = "idle"
     HEADERS = "headers"
     """A request was sent; the response's headers have not arrived."""
@@ -55,25 +67,44 @@ class UpstreamConnection(asyncio.Protocol):
     """Carries one request at a time: `send`, `read_headers`, then `read_some`, or `stream_to`
     and `wait_complete`.
 
-    It may be reused after `reset` if `reusable`. `on_closed` is called once, with this connection.
+    It may be reused after `reset` if `reusable`. `on_closed` is called once, with this connection. `bounds`:
+    shared by all connections of a pool.
     """
 
-    def __init__(self, on_closed: Callable[[UpstreamConnection], None]) -> None:
+    def __init__(
+        self, on_closed: Callable[[UpstreamConnection], None], bounds: ResponseBounds | None = None
+    ) -> None:
         self.state = ConnectionState.IDLE
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         """Of the latest response; names in lower case, the last of each."""
         self._on_closed = on_closed
+        self._bounds = bounds or ResponseBounds()
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._sink: Sink | None = None
+        self._held = _nothing
+        """How many bytes the sink holds of the response."""
+        self._unmeasured_bytes = 0
+        """Received since it was last asked."""
         self._buffer: list[bytes] = []
         self._buffered_bytes = 0
         self._paused = False
+        self._wants_reading = True
         self._is_reading = True
+        self._turn_began_at = 0.0
+        self._turn_bytes = 0
+        """Delivered in this turn of the event loop, or in the same tick of its clock."""
+        self._postponed: bytes | None = None
+        """Read from the socket, for later turns. Nothing is read meanwhile."""
+        self._next_turn: asyncio.Handle | None = None
+        self._head_bytes = 0
+        """Of the headers so far."""
+        self._overhead_bytes = 0
+        """Received since the request was sent, or since the last piece of the body."""
         self._is_keep_alive = False
         self._progress_at = 0.0
         self._deadline = NO_DEADLINE
@@ -83,7 +114,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether the response is complete and the agent keeps the connection open."""
-        return self.state is ConnectionState.COMPLETE and self._is_keep_alive
+        return self.state is ConnectionState.COMPLETE and self._is_keep_alive and self._postponed is None
 
     @property
     def waiting_since(self) -> float | None:
@@ -92,16 +123,19 @@ class UpstreamConnection(asyncio.Protocol):
             return None
         return self._progress_at
 
-    def send(self, request: bytes, deadline: float) -> None:
-        """Send a whole request, head and body.
+    def send(self, request: bytes, deadline: float, body: bytes = b"") -> None:
+        """Send a whole request, head and body; `body` is what of it is not in `request`.
 
         `deadline` is on the loop's clock and holds until `set_deadline` is called. When it passes, the
         pending wait raises `TimeoutError`.
         """
         self._transition(ConnectionState.HEADERS)
         self.status, self.headers = 0, {}
+        self._head_bytes = self._overhead_bytes = self._unmeasured_bytes = 0
         self._sink = None
         self._transport.write(request)
+        if body:
+            self._transport.write(body)
         self.set_deadline(deadline)
 
     async def read_headers(self) -> None:
@@ -110,9 +144,12 @@ class UpstreamConnection(asyncio.Protocol):
             await self._wait()
         self._raise()
 
-    def stream_to(self, sink: Sink) -> None:
-        """Pass the body to `sink`, piece by piece: what is buffered now, the rest as it arrives."""
-        self._sink = sink
+    def stream_to(self, sink: Sink, held: Callable[[], int] | None = None) -> None:
+        """Pass the body to `sink`, piece by piece: what is buffered now, the rest as it arrives.
+
+        `held` says how many bytes the sink keeps of it; None for a sink that keeps nothing.
+        """
+        self._sink, self._held = sink, held or _nothing
         buffer, self._buffer, self._buffered_bytes = self._buffer, [], 0
         for piece in buffer:
             self._deliver(piece)
@@ -131,6 +168,13 @@ class UpstreamConnection(asyncio.Protocol):
         data, self._buffer, self._buffered_bytes = b"".join(self._buffer), [], 0
         self._set_reading(True)
         return data
+
+    def take_body(self) -> bytes | None:
+        """The whole body, if it is buffered to its end; else None, and nothing is taken."""
+        if self.state is not ConnectionState.COMPLETE:
+            return None
+        buffer, self._buffer, self._buffered_bytes = self._buffer, [], 0
+        return buffer[0] if len(buffer) == 1 else b"".join(buffer)
 
     async def wait_complete(self) -> None:
         """Wait for the body's end. Raises `ConnectionBroken`, `TimeoutError`, or what the sink raised."""
@@ -162,7 +206,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Make the connection ready for another request. Legal only when the response is complete."""
         self._transition(ConnectionState.IDLE)
         self._deadline = self._idle_timeout_s = NO_DEADLINE
-        self._sink = None
+        self._sink, self._held = None, _nothing
         self._buffer, self._buffered_bytes = [], 0
         self._paused = False
         self._set_reading(True)
@@ -170,6 +214,10 @@ class UpstreamConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once, which also cancels a response that is still being sent. Idempotent."""
         self._fail(ConnectionBroken("closed by the proxy"))
+
+    def fail(self, error: BaseException) -> None:
+        """Close at once: the pending wait raises `error`."""
+        self._fail(error)
 
     def abort(self) -> None:
         """Close at once: the pending wait raises `AgentUnresponsive`."""
@@ -181,13 +229,31 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._progress_at = self._loop.time()
+        if self._postponed is not None:  # a TLS transport may deliver more after it was paused
+            self._postponed += data
+            return
+        now = self._loop.time()
+        if now != self._turn_began_at:
+            self._turn_began_at, self._turn_bytes = now, 0
+        self._progress_at = now
+        self._turn_bytes += len(data)
+        if self._turn_bytes > MAX_TURN_BYTES:
+            data = self._postpone(data)
+        self._overhead_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(ConnectionBroken(f"invalid HTTP/1.1: {error}"))
+        if self._overhead_bytes > MAX_HEAD_BYTES:
+            self._fail(ConnectionBroken(f"more than {MAX_HEAD_BYTES} bytes without a piece of the body"))
+        self._unmeasured_bytes += len(data)
+        if self._unmeasured_bytes > MEASURED_BYTES and self._sink is not None:
+            self._unmeasured_bytes = 0
+            self._bounds.hold(self, self._held())
 
     def connection_lost(self, error: Exception | None) -> None:
+        while self._postponed:  # it was received before
+            self._continue(is_last=True)
         if self.state is ConnectionState.BODY and not self._is_framed:
             self._transition(ConnectionState.COMPLETE)
             self._wake()
@@ -196,15 +262,24 @@ class UpstreamConnection(asyncio.Protocol):
     # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.state is not ConnectionState.HEADERS:
+            return  # a trailer is no header (RFC 9110 §6.5.1)
+        self._head_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(ConnectionBroken(f"its headers exceed {MAX_HEAD_BYTES} bytes"))
+            raise _BadHead
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:
+        if 100 <= status < 200:
             self.headers = {}
             return
         if self.state is not ConnectionState.HEADERS:
             self._fail(ConnectionBroken("a response without a request"))
+            return
+        if status < 100:
+            self._fail(ConnectionBroken(f"an invalid status: {status}"))
             return
         self.status = status
         self._is_keep_alive = self._parser.should_keep_alive()  # not available once the message has ended
@@ -212,6 +287,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def on_body(self, body: bytes) -> None:
+        self._overhead_bytes = 0
         if self.state is not ConnectionState.BODY:
             return
         if self._sink is not None:
@@ -248,9 +324,31 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(error)
 
     def _set_reading(self, wanted: bool) -> None:
+        self._wants_reading = wanted
+        if self._postponed is not None:
+            if wanted and self._next_turn is None:
+                self._next_turn = self._loop.call_soon(self._continue)
+            wanted = False
         if wanted is not self._is_reading and not self._transport.is_closing():
             self._is_reading = wanted
             (self._transport.resume_reading if wanted else self._transport.pause_reading)()
+
+    def _postpone(self, data: bytes) -> bytes:
+        """Leave for later turns what is too much for this one; returns the rest."""
+        room = max(0, MAX_TURN_BYTES - self._turn_bytes + len(data))
+        self._postponed = data[room:]
+        self._set_reading(self._wants_reading)
+        return data[:room]
+
+    def _continue(self, *, is_last: bool = False) -> None:
+        """Go on with what was postponed, unless the client is slow: then `_set_reading` calls again."""
+        self._next_turn = None
+        if self._postponed is None or not (self._wants_reading or is_last):
+            return
+        data, self._postponed = self._postponed, None
+        self._turn_bytes = 0
+        self.data_received(data)
+        self._set_reading(self._wants_reading)
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
@@ -293,10 +391,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._error = error
         self._transition(ConnectionState.CLOSED)
         self._disarm()
-        self._sink = None
+        self._sink, self._held = None, _nothing
+        self._postponed = None
         self._transport.abort()
         self._wake()
         self._on_closed(self)
 
     def _transition(self, state: ConnectionState) -> None:
         self.state = transition(CONNECTION_TRANSITIONS, self.state, state, "connection to an agent")
+
+
+def _nothing() -> int:
+    return 0

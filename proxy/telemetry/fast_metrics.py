@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gauges and histograms for what happens with every token or every phase of a request.
+"""Counters, gauges and histograms for what happens with every token or every phase of a request.
 
 They are Prometheus collectors like the client library's own, whose locks and label look-ups would cost a
 request more than its routing. For one event loop: no lock.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -92,6 +93,8 @@ class LabelledHistogram(Collector):
 class LabelledGauge(Collector):
     """How many there are now of each value of a label, which must be few."""
 
+    family: ClassVar[type[GaugeMetricFamily | CounterMetricFamily]] = GaugeMetricFamily
+
     def __init__(self, name: str, documentation: str, label: str) -> None:
         self._name = name
         self._help = documentation
@@ -107,10 +110,16 @@ class LabelledGauge(Collector):
         return {str(value): count for value, count in self._counts.items()}
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._help, labels=[self._label])
+        family = self.family(self._name, self._help, labels=[self._label])
         for value, count in self._counts.items():
             family.add_metric([value], count)
         yield family
+
+
+class LabelledCounter(LabelledGauge):
+    """How many there have been of each value of a label, which must be few."""
+
+    family = CounterMetricFamily
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:

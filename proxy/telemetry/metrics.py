@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.proxy.telemetry.fast_metrics import Histogram, LabelledGauge, LabelledHistogram
+from kvferry.proxy.telemetry.fast_metrics import Histogram, LabelledCounter, LabelledGauge, LabelledHistogram
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
@@ -136,6 +136,11 @@ class Metrics:
         self.retries_denied = Counter(
             "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )
+        self.suspect_requests = Counter(
+            "kvferry_suspect_requests",
+            "Requests that were given to no other agent, for agents were lost while they served them.",
+            registry=registry,
+        )
         self.queue_length = Gauge(
             "kvferry_queue_length", "Requests that wait for an agent with room.", registry=registry
         )
@@ -159,12 +164,12 @@ class Metrics:
             ["dialect"],
             registry=registry,
         )
-        self.leases = Counter(
+        self.leases = LabelledCounter(
             "kvferry_leases_judged",
             "Decode legs of other engines by what is known of the KV that they read.",
-            ["verdict"],
-            registry=registry,
+            "verdict",
         )
+        registry.register(self.leases)
         self.bad_pings = Counter(
             "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
         )

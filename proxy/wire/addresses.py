@@ -3,6 +3,13 @@
 
 from __future__ import annotations
 
+import re
+from ipaddress import IPv6Address
+
+MAX_NAME_CHARS = 253
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+
 
 def bracketed(host: str) -> str:
     """The host as URLs spell it."""
@@ -15,11 +22,13 @@ def host_port(host: str, port: int | str) -> str:
 
 
 def check_dialable(host: str) -> None:
-    """Raise `ValueError` unless the host can be looked up: ASCII, with labels of 1 to 63 characters."""
-    if not host.isascii():
-        raise ValueError(f"host {host!r} is not ASCII")
-    if ":" not in host:  # IPv6
-        host.encode("idna")
+    """Raise `ValueError` unless the host is an address, or a name that can be looked up: of ASCII letters,
+    digits, hyphens and underscores, with labels of 1 to 63 characters.
+    """
+    if ":" in host:
+        IPv6Address(host)
+    elif len(host) > MAX_NAME_CHARS or not _NAME.fullmatch(host):
+        raise ValueError(f"host {host!r} cannot be looked up")
 
 
 def check_host_port(name: str, address: str) -> None:

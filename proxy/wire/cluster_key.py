@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ ZAP_DOMAIN = "kvferry"
 
 
 class BadClusterKey(ValueError):
-    """A file that holds no cluster key; the message names the file only."""
+    """A file that holds no cluster key, or one that others can read; the message names the file only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,9 @@ class ClusterKey:
     @classmethod
     def read(cls, path: Path) -> ClusterKey:
         """Read a file made by `kvferry keygen`: a secret key. Raises `OSError` or `BadClusterKey`."""
-        secret = path.read_bytes().strip()
+        with path.open("rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            secret = file.read().strip()
         try:
             return cls(public=zmq.curve_public(secret), secret=secret)
         except (zmq.ZMQError, ValueError) as error:
@@ -47,6 +51,19 @@ class ClusterKey:
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    """Raise `BadClusterKey` if others than the owner can read the file.
+
+    A group may, where the file is root's and the group one of this process: so Kubernetes mounts a secret for
+    a pod with `fsGroup`.
+    """
+    ours = {os.getegid(), *os.getgroups()}
+    by_group = stat.S_IRGRP if status.st_uid == 0 and status.st_gid in ours else 0
+    others = stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) & ~by_group
+    if others:
+        raise BadClusterKey(f"{path} can be read or written by others: chmod 600 it")
 
 
 class ClusterKeyAuthenticator:

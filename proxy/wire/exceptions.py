@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exception groups, as `asyncio.TaskGroup` raises them."""
+"""Exception groups, as `asyncio.TaskGroup` raises them, and what exceptions keep alive."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 
 
@@ -13,3 +14,22 @@ def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
             yield from leaves(error)
         else:
             yield error
+
+
+def release_locals(error: BaseException) -> None:
+    """Clear the local variables of all frames that an exception has left, and those it came of.
+
+    To be called where it is handled for good. It refers to those frames and they often to it; so what they
+    hold, be it megabytes, would stay until the next full garbage collection, which may be minutes away.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        pending += (each.__cause__, each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            pending += each.exceptions

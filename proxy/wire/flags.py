@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line, and a YAML file, for a settings dataclass: one flag per field, spelled with dashes."""
+"""A command line, and a YAML file, for a settings dataclass: one flag per field, spelled with dashes.
+
+What is wrong is said in one line that names the flag, the value and what would be right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound="DataclassInstance")
+
+MAX_SHOWN_CHARS = 80
+"""Of a value that is wrong."""
+_DESCRIBED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
+# How jsonargparse says it.
+_WRONG_VALUE = re.compile(
+    r'Parser key "(\w+)":\s+(?:Expected|Does not validate).*(?:Got|Given) value: (.*)', re.DOTALL
+)
+_WRONG_FILE = re.compile(r'Parser key "(\w+)": (File does not exist|Path is not a file): .*', re.DOTALL)
+_WRONG_KEY = re.compile(r"Option '([^']*)' is not accepted")
+_NO_VALUE = re.compile(r"argument (--[\w-]+): expected (?:one|at least one) argument")
+_MISSING = re.compile(r"the following arguments are required: (.*)")
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
 
 def parse_flags(
@@ -30,23 +51,61 @@ def parse_flags(
     dataclass itself may.
 
     Raises:
-        SystemExit: with status 2 and a message that names the unknown flag or key, or the wrong value;
-            with status 0 after `--help`.
+        SystemExit: with status 2 and a line on stderr that names the unknown flag or key, or the wrong
+            value; with status 0 after `--help`.
     """
     parser = flag_parser(settings, prog=prog, description=description)
-    values = parser.parse_args(list(argv)).as_dict()
+    types = get_type_hints(settings)
+    unknown = _unknown_flag(argv, parser)
+    if unknown is not None:
+        exit_with(prog, f"{unknown}: no such option{did_you_mean(unknown, map(_flag, types))}")
+    try:
+        values = parser.parse_args(list(argv)).as_dict()
+    except ArgumentError as error:
+        exit_with(prog, _explained(str(error), types))
     values.pop("config")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     try:
         made = settings(**values)
         return made if check is None else check(made)
     except ValueError as error:
-        parser.error(str(error))
+        exit_with(prog, _with_flags(str(error), types))
+
+
+def exit_with(prog: str, message: str) -> NoReturn:
+    """Print what is wrong with a command line, in one line, and exit with status 2."""
+    print(f"{prog}: {' '.join(message.split())} (see {prog} --help)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command without a settings class. Its errors are lines like those of `parse_flags`."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        exit_with(self.prog, message)
+
+
+def check_files(settings: DataclassInstance, names: Iterable[str]) -> None:
+    """Raise ValueError, naming the field, unless each file that is given can be read."""
+    for name in names:
+        path = getattr(settings, name)
+        if path is not None and not os.access(path, os.R_OK):
+            reason = "no permission to read it" if os.path.exists(path) else "no such file"
+            raise ValueError(f"{name}: {str(path)!r}: {reason}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean …?` if one of the `known` words is like this one, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def flag_parser(settings: type[DataclassInstance], *, prog: str, description: str) -> ArgumentParser:
     """One flag per field. It may be repeated for `tuple[str, ...]`, and needs no value for a bool."""
-    parser = ArgumentParser(prog=prog, description=description)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
     types = get_type_hints(settings)
     described = docstring_parser.parse(settings.__doc__ or "").params
@@ -59,5 +118,63 @@ def flag_parser(settings: type[DataclassInstance], *, prog: str, description: st
             options = {"type": types[field.name], "required": True}
         elif field.default is False:
             options |= {"nargs": "?", "const": True}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", help=helps.get(field.name), **options)
+        parser.add_argument(_flag(field.name), help=helps.get(field.name), **options)
     return parser
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _unknown_flag(argv: Sequence[str], parser: ArgumentParser) -> str | None:
+    known = {option for action in parser._actions for option in action.option_strings}
+    given = (word.partition("=")[0] for word in argv if word.startswith("--") and word != "--")
+    return next((flag for flag in given if flag not in known), None)
+
+
+def _explained(message: str, types: Mapping[str, Any]) -> str:
+    """Return jsonargparse's message in terms of flags and of what would be right."""
+    if found := _WRONG_VALUE.fullmatch(message):
+        name, value = found.groups()
+        right = _described(types[name])
+        close = did_you_mean(value, map(str, _choices(types[name])))
+        return f"{_flag(name)}: {value[:MAX_SHOWN_CHARS]!r} is not {right}{close}"
+    if found := _WRONG_FILE.fullmatch(message):
+        return f"{_flag(found[1])}: {message.partition(': ')[2]}"
+    if found := _WRONG_KEY.search(message):
+        return f"--config: no such setting {found[1]!r}{did_you_mean(found[1], types)}"
+    if found := _NO_VALUE.fullmatch(message):
+        return f"{found[1]}: its value is missing, {_described(types.get(_name(found[1]), str))}"
+    if found := _MISSING.fullmatch(message):
+        return f"{_flag(found[1])} must be given"
+    if found := _UNRECOGNIZED.fullmatch(message):
+        return f"{found[1]!r}: every option begins with two dashes"
+    if message.startswith(("Problems parsing config", "Unexpected config")):
+        return f"--config: the file is not YAML with one setting a line: {message}"
+    return message
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _choices(expected: Any) -> tuple[Any, ...]:
+    """Return the words that a type allows, or none if it allows more than some words."""
+    if get_origin(expected) is Literal:
+        return get_args(expected)
+    return tuple(choice for part in get_args(expected) for choice in _choices(part))
+
+
+def _described(expected: Any) -> str:
+    if choices := _choices(expected):
+        return f"one of {', '.join(map(str, choices))}"
+    parts = get_args(expected) or (expected,)
+    return next((_DESCRIBED_TYPES[part] for part in parts if part in _DESCRIBED_TYPES), "a text")
+
+
+def _with_flags(message: str, names: Iterable[str]) -> str:
+    """Return a settings class's own message, in which its fields are called as on the command line."""
+    for name in sorted(names, key=len, reverse=True):
+        anywhere = "_" in name  # one that is no English word
+        message = re.sub(rf"(?<![\w/.-]){name}(?![\w.])" if anywhere else rf"^{name}\b", _flag(name), message)
+    return message

@@ -7,10 +7,15 @@ uvicorn's version is pinned: `GuardedConnection` depends on its internals.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
+import logging
+import resource
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,12 +27,29 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
 MAX_PIPELINED = 100
 """Requests that a connection may send ahead of the response to the first of them."""
+MAX_CONNECTIONS = 16384
+"""Of one process; fewer where it may not open twice as many files."""
+MAX_BODY_BYTES_HELD = 1024 * 1024 * 1024
+"""Of the bodies of all requests of one process that have no complete response yet."""
+MAX_PARTIAL_BYTES_HELD = 128 * 1024 * 1024
+"""Of those of them that have not arrived completely."""
+CANCEL_TIMEOUT_S = 2.0
+COLLECTION_THRESHOLD = 10_000
+"""Objects that come and stay until the youngest are looked through for cycles."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE_BUFFER_BYTES = 128 * 1024
+"""More than one read from a socket takes, for that would cost a system call each."""
+_CANDIDATES = 64
+"""How many connections are looked at to find one that is idle."""
 
 Header = tuple[bytes, bytes]
 CLOSE: Header = (b"connection", b"close")
+RETRY_LATER: Header = (b"retry-after", b"1")
+
+logger = logging.getLogger(__name__)
 
 
-class BadHead(Exception):
+class RequestRejected(Exception):
     """Raised in a callback of the parser, to stop it: the connection is closed."""
 
 
@@ -43,26 +65,124 @@ class _Reading(FlowControl):
             super().resume_reading()
 
 
+class ServerBounds:
+    """What all connections of a server may hold together.
+
+    Args:
+        max_connections: None for as many as this process may open files for.
+        max_body_bytes: Of requests without a complete response.
+        max_partial_bytes: Of those of them that have not arrived completely.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_connections: int | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES_HELD,
+        max_partial_bytes: int = MAX_PARTIAL_BYTES_HELD,
+    ) -> None:
+        self.max_connections = max_connections_allowed() if max_connections is None else max_connections
+        self._room = max_body_bytes
+        self._partial_room = max_partial_bytes
+        self._partial: dict[GuardedConnection, int] = {}
+        """Bytes of bodies that have not arrived completely; the one that began first is in front."""
+
+    def hold(self, connection: GuardedConnection, size: int) -> None:
+        """Count bytes of a body; to be released.
+
+        Beyond the limit the partial bodies that began first are dropped; without any, that of `connection`.
+        """
+        self._room -= size
+        while self._room < 0:
+            next(iter(self._partial), connection).drop_body()
+
+    def release(self, size: int) -> None:
+        """Count bytes of a body that was held as gone."""
+        self._room += size
+
+    def note_partial(self, connection: GuardedConnection, size: int) -> None:
+        """Record how much of a body has arrived that is to go on.
+
+        Beyond the limit those that began first are dropped.
+        """
+        self._partial_room -= size - self._partial.get(connection, 0)
+        self._partial[connection] = size
+        while self._partial_room < 0:
+            next(iter(self._partial)).drop_body()
+
+    def note_whole(self, connection: GuardedConnection) -> None:
+        """Record that a body has arrived completely, or never will. Idempotent."""
+        self._partial_room += self._partial.pop(connection, 0)
+
+
+def spare_full_collections() -> None:
+    """Leave all that exists now out of garbage collections; to be called once everything is set up.
+
+    A full one takes 10 ms and more over what was imported, and all streams stand still meanwhile. Of what
+    comes later nearly nothing is in cycles: Python's own thresholds would spend 5 % of the CPU on looking.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECTION_THRESHOLD, 10, 10)
+
+
+def return_large_buffers() -> None:
+    """Have malloc return large buffers to the system once they are freed.
+
+    Without this glibc takes the largest buffer that was ever freed for a size worth keeping: bodies then lie
+    in its heap, grow there from one gap to the next, and what is freed stays. No-op without glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BUFFER_BYTES)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may allow itself."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_connections_allowed() -> int:
+    """Leave half of the files that this process may open to all else, such as connections to agents."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+
+
 class GuardedConnection(HttpToolsProtocol):
-    """uvicorn's connection with bounds on what a client can send before its request is known.
+    """uvicorn's connection with bounds on what a client can send, and make the server hold.
 
     For use as uvicorn's `http` class, with `ws="none"`.
 
     Args:
         head_s: Deadline for the head of a request, from the connection's start or from the first byte after
             the last response. uvicorn itself only limits how long a connection may be idle after a response.
+        bounds: Shared by all connections of the server.
     """
 
-    def __init__(self, *args: Any, head_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, head_s: float, bounds: ServerBounds, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_s = head_s
+        self._bounds = bounds
         self._head_deadline: asyncio.TimerHandle | None = None
         self._head_room = MAX_HEAD_BYTES
         """Bytes that the pending head (or trailers) may still have; unlimited while a body is received."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._num_hosts = 0
+        self._expects = b""
+        self._body_bytes = 0
+        """Of the bodies of its requests that have no complete response yet."""
+        self._is_partial = False
+        """Whether the bounds know of a body that has not arrived completely."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Reading(transport, self.pipeline)
+        if len(self.connections) > self._bounds.max_connections and not self._replace_idle():
+            self._reject(503, "too_many_connections", "the server has as many connections as it may have")
+            return
         self._start_head_deadline()
 
     def data_received(self, data: bytes) -> None:
@@ -71,6 +191,9 @@ class GuardedConnection(HttpToolsProtocol):
         super().data_received(now)
         if self.transport.is_closing():
             return
+        if self._body_bytes and self.cycle.more_body:
+            self._is_partial = True
+            self._bounds.note_partial(self, self._body_bytes)
         if not later:
             self._start_head_deadline()
         elif self._head_room:
@@ -78,40 +201,84 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             self._reject(431, "head_too_large", f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_hosts, self._expects = 0, b""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"host":
+            self._num_hosts += 1
+        elif name == b"expect":
+            self._expects = value.lower()
+        self.headers.append((name, value))
+
     def on_headers_complete(self) -> None:
         self._head_room = sys.maxsize
         self._cancel_head_deadline()
-        if [name for name, _ in self.headers].count(b"host") != 1 and self.parser.get_http_version() == "1.1":
+        if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
             self._reject(400, "bad_request", "a request must have exactly one Host header")
-            raise BadHead
+            raise RequestRejected
+        self.expect_100_continue = self._expects == b"100-continue"
+        if self._expects and not self.expect_100_continue:
+            self._reject(417, "bad_request", "only 100-continue can be expected")
+            raise RequestRejected
         super().on_headers_complete()
         self.headers = []  # trailers go here, and are no headers of the request
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
-            raise BadHead(f"more than {MAX_PIPELINED} requests are pipelined")
+            raise RequestRejected(f"more than {MAX_PIPELINED} requests are pipelined")
 
     def on_chunk_header(self) -> None:
         self._head_room = MAX_HEAD_BYTES  # after the last one, trailers come
 
     def on_body(self, body: bytes) -> None:
         self._head_room = sys.maxsize
+        if self.cycle.response_complete or self.transport.is_closing():
+            return
+        self._body_bytes += len(body)
+        self._bounds.hold(self, len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._head_room = MAX_HEAD_BYTES
+        self._note_whole()
         # uvicorn stopped reading at 64 KiB, and resumes when the application asks for more. It does not ask
         # after the end of the body, but a disconnect is noticed only while reading.
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.transport.is_closing():
-            self.flow.resume_reading()  # uvicorn did before it took the next request from the queue
+        """As uvicorn's, but with one timer for the connection instead of one for each response."""
+        self.server_state.total_requests += 1
+        if self._body_bytes and not self.pipeline:
+            self._release_bodies()
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since = self.loop.time()
+            if self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._on_idle_timer)
+        self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._cancel_head_deadline()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._release_bodies()
+
+    def drop_body(self) -> None:
+        """Called when too much is held: answer the request that is being received by 503, and close."""
+        logger.warning("a request of %s was dropped: too much of requests' bodies is held", self.client)
+        self._release_bodies()
+        if self.pipeline or self.cycle.response_started:
+            self.transport.abort()
+            return
+        self.cycle.disconnected = True  # the application's own response would come too late
+        self._send_error(503, "too_many_bodies", "the server holds as much of requests' bodies as it may")
 
     def send_400_response(self, msg: str) -> None:
         """Called for what the parser rejects."""
@@ -124,6 +291,10 @@ class GuardedConnection(HttpToolsProtocol):
     @property
     def _is_serving(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._is_serving and not self.transport.is_closing()
 
     def _start_head_deadline(self) -> None:
         """Start the deadline for the next request's head, unless a request is being served."""
@@ -141,15 +312,48 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _on_idle_timer(self) -> None:
+        """Close a connection that has been idle for too long; else look again when it may be."""
+        is_idle = not self._is_serving and self._head_deadline is None
+        due = (self._idle_since if is_idle else self.loop.time()) + self.timeout_keep_alive
+        if due > self.loop.time():
+            self._idle_timer = self.loop.call_at(due, self._on_idle_timer)
+        else:
+            self.transport.close()
+
+    def _release_bodies(self) -> None:
+        self._bounds.release(self._body_bytes)
+        self._body_bytes = 0
+        self._note_whole()
+
+    def _note_whole(self) -> None:
+        if self._is_partial:
+            self._is_partial = False
+            self._bounds.note_whole(self)
+
+    def _replace_idle(self) -> bool:
+        """Close a connection without a request, in favour of this one. False: none was found."""
+        for other in islice(self.connections, _CANDIDATES):
+            if isinstance(other, GuardedConnection) and other is not self and other._is_idle:
+                other.transport.abort()
+                return True
+        return False
+
     def _reject(self, status: int, code: str, message: str) -> None:
         """Answer a malformed request head with an error, and close the connection."""
         if self._is_serving:
             self.transport.abort()  # an error cannot be sent in the middle of another request's response
-            return
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        else:
+            self._send_error(status, code, message)
+
+    def _send_error(self, status: int, code: str, message: str) -> None:
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
         content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
-        self.transport.write(response_head(status, (*self.server_state.default_headers, *content)) + body)
+        later = (RETRY_LATER,) if status == 503 else ()
+        head = response_head(status, (*self.server_state.default_headers, *content, *later))
+        self.transport.write(head + body)
         self.transport.close()
 
 
@@ -169,6 +373,17 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signal handlers as they are."""
         yield
+
+    async def cancel_requests(self) -> None:
+        """Cancel every running request, as if its client had disconnected, and wait until they have ended.
+
+        uvicorn abandons those that are left at its graceful timeout.
+        """
+        tasks = tuple(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
 
     def close_connections(self) -> None:
         """Stop listening, and close every connection once its pending output is sent.

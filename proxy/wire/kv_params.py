@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The members of `kv_transfer_params` that the proxy and an agent must read alike."""
+"""Members of `kv_transfer_params` and of events that the proxy and an agent must read or write alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import msgspec
 from msgspec import Meta
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+def running_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Make the `usage` of one event of a stream with `continuous_usage_stats`: of its choice, so far."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ and typed here with msgspec; nothing downstream of this module sees an untyped m
 
 from __future__ import annotations
 
-from typing import Any, Literal, NewType, TypeVar
+from typing import Annotated, Any, Literal, NewType, TypeVar
 
 import msgpack
 import msgspec
@@ -20,7 +20,14 @@ NATIVE_DIALECT = "native"
 """The dialect of our own agents."""
 MAX_FRAME_BYTES = 64 * 1024
 
+MAX_REFUSALS = 64
+MAX_TEXT_CHARS = 1024
+MAX_TRANSFERS = 16
+MAX_GEOMETRY = 64
+
 Incarnation = NewType("Incarnation", str)
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+"""Operators' pages repeat it for every agent."""
 Role = Literal["prefill", "decode", "both"]
 TransferMode = Literal["read", "write"]
 NodeState = Literal["starting", "ready", "draining"]
@@ -48,35 +55,38 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One agent's ping. `address` and `control` are what peers connect to, whatever is bound.
 
     `geometry`: what `layout` is the fingerprint of, in readable form. `refusals`: prefill agents, by
-    incarnation, whose KV it can never read, as found at the first handshake, and why; at most 64.
-    `prefill_chunk`: prompt tokens computed per step; None when unknown.
+    incarnation, whose KV it can never read, as found at the first handshake, and why.
+    `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
+    event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
+    progress.
     """
 
     v: Literal[2] = 2
     type: Literal["register"] = "register"
     role: Role
-    incarnation: str
+    incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
     index: int
-    address: str
-    control: str
-    dialect: str
-    model: str
+    address: Text
+    control: Text
+    dialect: Text
+    model: Text
     max_model_len: int
     tp_size: int
     dp_size: int
-    transfers: tuple[str, ...]
-    host_id: str
-    geometry: dict[str, str] = {}
-    layout: str
-    weights: str
-    tokenizer: str
+    transfers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TRANSFERS)]
+    host_id: Text
+    geometry: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_GEOMETRY)] = {}
+    layout: Text
+    weights: Text
+    tokenizer: Text
     transfer_mode: TransferMode
-    version: str
+    version: Text
     state: NodeState
-    refusals: dict[str, str] = {}
+    refusals: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_REFUSALS)] = {}
     steps: int
     load: Load
     prefill_chunk: int | None = None
+    loop_lag_s: float = 0.0
 
 
 class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,13 +94,18 @@ class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     v: Literal[2] = 2
     type: Literal["bye"] = "bye"
-    incarnation: str
+    incarnation: Incarnation
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    """The proxy has taken a ping. `in_flight`: sequences of its clients that are at the agent, or routed to
+    it and still to come; None from a proxy that does not say.
+    """
+
     type: Literal["ack"] = "ack"
     proxy: str
     index: int
+    in_flight: int | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +129,14 @@ def encode(message: AgentMessage | ProxyMessage) -> bytes:
 def decode_agent_message(frame: bytes) -> AgentMessage:
     """Type one frame sent by an agent. Raises `BadFrame`, and nothing else, whatever the bytes are."""
     return _decode(frame, _AGENT_TYPES)
+
+
+def checked(info: Register) -> Register:
+    """Return a registration that was made of another engine's ping. Raises `BadFrame`."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(info), Register)
+    except msgspec.ValidationError as error:
+        raise BadFrame(str(error)) from error
 
 
 def decode_proxy_message(frame: bytes) -> ProxyMessage:

@@ -31,10 +31,12 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.registry import Node, NodeState, Registry
 from kvferry.proxy.fleet.views import (
+    LARGE_FLEET,
     DownServer,
     FleetCollector,
     FleetView,
     Page,
+    PageCache,
     PageName,
     dashboard_page,
     fleet_page,
@@ -119,8 +121,11 @@ async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
     registry = Registry(rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
-        async with discovery.running() as discovery_port, asyncio.TaskGroup() as tasks:
-            supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock)
+        supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock)
+        async with (
+            discovery.running(supervisor.in_flight) as discovery_port,
+            asyncio.TaskGroup() as tasks,
+        ):
             watching = tasks.create_task(supervisor.watch())
             kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
             try:
@@ -160,6 +165,7 @@ class Supervisor:
         self._ended_totals = Totals()
         self._ended_failures = FailureLog()
         self._history = History()
+        self._pages = PageCache(clock)
         registry.subscribe(self._broadcast)
 
     async def started(self) -> None:
@@ -198,6 +204,10 @@ class Supervisor:
 
     async def page(self, name: PageName) -> Page:
         """Return a page of all workers together."""
+        is_large = self._registry.num_agents > LARGE_FLEET
+        return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
+
+    async def _make(self, name: PageName) -> Page:
         await self._collect()
         view = self._view()
         match name:
@@ -210,17 +220,25 @@ class Supervisor:
                 for report in self._reports():
                     failures.merge(report.failures)
                     phases.update(report.phases)
-                return dashboard_page(view, phases, self._history, failures.latest())
+                return await dashboard_page(view, phases, self._history, failures.latest())
             case _:
-                return fleet_page(name, view)
+                return await fleet_page(name, view)
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
         self._registry.drain(agent, drained)
         for worker in self._workers:
             worker.channel.send(SetDrained(agent=agent, drained=drained))
+        self._pages.clear()
         await self._collect()
         return node_page(self._view(), agent)
+
+    def in_flight(self, agent: Incarnation) -> int:
+        """Return how many sequences the workers have at an agent, as they reported last.
+
+        A worker that may not know yet that the agent is leaving counts as one more: it may still route to it.
+        """
+        return sum(_in_flight(worker, agent) for worker in self._workers)
 
     async def _run_worker(self) -> int:
         """Run one worker to its end; return its exit status (negative: the signal that killed it)."""
@@ -260,7 +278,7 @@ class Supervisor:
     def _broadcast(self, update: Register | Bye) -> None:
         message: Registration | Departure
         if isinstance(update, Bye):
-            message = Departure(Incarnation(update.incarnation))
+            message = Departure(update.incarnation)
         else:
             message = Registration(info=update, heard_at=self._clock())
         for worker in self._workers:
@@ -296,7 +314,7 @@ class Supervisor:
             in_flight[node.incarnation] = sum(status.in_flight for status in statuses)
             nodes.append(_merged(node, statuses))
         return FleetView(
-            snapshot=replace(snapshot, nodes=tuple(nodes)),
+            snapshot=snapshot.altered(nodes),
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
             now=now,
@@ -401,6 +419,13 @@ class WorkerSession:
             error = ProxyError("internal error; see the proxy's log")
             page = Page(status=error.status, body=error.body())
         self.channel.send(PageResponse(seq=seq, page=page))
+
+
+def _in_flight(worker: WorkerSession, agent: Incarnation) -> int:
+    status = None if worker.report is None else worker.report.agents.get(agent)
+    if status is None:
+        return 1
+    return status.in_flight + (status.state is not NodeState.DRAINING)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from kvferry.proxy.fleet.views import OperatorViews, Page, PageName
 from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.http_server import return_large_buffers, spare_full_collections
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.workers.messages import (
     AgentStatus,
@@ -180,6 +181,7 @@ async def _run(end: socket.socket) -> int:
             format="%(asctime)s %(levelname)s worker-%(process)d %(message)s",
             force=True,
         )
+        return_large_buffers()
         return await _serve(channel, start.config, start)
     finally:
         channel.close()
@@ -194,6 +196,7 @@ async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) 
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(worker.receive())
             async with serving(config, keys, fleet, metrics, failures, worker, listener):
+                spare_full_collections()
                 channel.send(Listening())
                 await worker.stopped.wait()
             receiving.cancel()

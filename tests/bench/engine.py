@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in engine that costs next to nothing, so that a router beside it on the same cores can be measured.
 
-It speaks plain OpenAI completions and the native dialect, answers at once, and sends one event of a stream
-every `--interval-s`. It draws nothing and keeps nothing: `tests/standins/agents.py` is the one that behaves.
+It speaks plain OpenAI completions, the native dialect and those of vLLM's NixlConnector and SGLang, answers
+at once, and sends one event of a stream every `--interval-s`. It draws nothing and keeps nothing:
+`tests/standins/agents.py` and `engines.py` are the ones that behave.
 """
 
 from __future__ import annotations
@@ -48,26 +49,44 @@ def answer(finish_reason: str) -> dict[str, Any]:
     return {**ENVELOPE, "choices": [choice], "usage": USAGE}
 
 
-_CHOICE = {"index": 0, "text": " 12345", "logprobs": None, "finish_reason": None}
-EVENT = b"data: " + json.dumps({**ENVELOPE, "choices": [_CHOICE]}).encode() + b"\n\n"
-PLAIN_EVENT, LINED_EVENT = chunk(EVENT), chunk(LINE + EVENT)
-END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+def page(text: str) -> bytes:
+    """A page of metrics."""
+    raw = text.encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw)
+
+
+def event(finish_reason: str | None) -> bytes:
+    """One event of a stream."""
+    choice = {"index": 0, "text": " 12345", "logprobs": None, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({**ENVELOPE, "choices": [choice]}).encode() + b"\n\n"
+
+
+DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+PLAIN = chunk(event(None)), chunk(event("length")) + DONE
+"""An event, and the end of a stream from its last event on."""
+LINED = (
+    chunk(LINE + event(None)),
+    chunk(b": t 0 12345 length\n" + event("length")) + chunk(b": t end\n\n") + DONE,
+)
+ONE_TOKEN = STREAM_HEAD + PLAIN[1]
 ANSWER = whole(answer("length"))
 MODELS = whole({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "bench"}]})
+METRICS = page("process_start_time_seconds 1.0\nvllm:nixl_num_kv_expired_reqs_total 0.0\n")
 HEALTHY = whole({"status": "ok", "model_path": MODEL})
 
 
 class EngineConnection(asyncio.Protocol):
     """One client's connection: one request after the other."""
 
-    def __init__(self, interval_s: float, incarnation: str) -> None:
+    def __init__(self, role: wire.Role, interval_s: float, incarnation: str) -> None:
+        self._role = role
         self._interval_s = interval_s
         self._incarnation = incarnation
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
-        self._event = PLAIN_EVENT
+        self._event, self._end = PLAIN
         self._left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,15 +110,18 @@ class EngineConnection(asyncio.Protocol):
 
     def _serve(self, path: bytes, raw: bytes) -> None:
         if not path.startswith(b"/v1/") or not raw:
-            self._transport.write(MODELS if path == b"/v1/models" else HEALTHY)
+            self._transport.write({b"/v1/models": MODELS, b"/metrics": METRICS}.get(path, HEALTHY))
             return
         body = json.loads(raw)
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
-            self._transport.write(whole(self._prefilled(params)))
+            is_native = "client_max_tokens" in params
+            self._transport.write(whole(self._prefilled(params) if is_native else self._prefilled_by_vllm()))
+        elif "bootstrap_room" in body and self._role == "prefill":
+            self._transport.write(ONE_TOKEN if body.get("stream") else ANSWER)
         elif body.get("stream"):
-            self._event = LINED_EVENT if body.get("kvferry_token_lines") else PLAIN_EVENT
-            self._left = body["max_tokens"]
+            self._event, self._end = LINED if body.get("kvferry_token_lines") else PLAIN
+            self._left = body["max_tokens"] - len(params.get("first_tokens", ()))
             self._transport.write(STREAM_HEAD)
             self._tick()
         else:
@@ -119,10 +141,19 @@ class EngineConnection(asyncio.Protocol):
         }
         return answer("length") | {"kv_transfer_params": told}
 
+    def _prefilled_by_vllm(self) -> dict[str, Any]:
+        told = {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[2, 3]],
+            "remote_engine_id": self._incarnation, "remote_request_id": f"cmpl-{self._incarnation}",
+            "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1, "remote_num_tokens": 5,
+            "transfer_mode": "pull",
+        }  # fmt: skip
+        return answer("length") | {"kv_transfer_params": told}
+
     def _tick(self) -> None:
         self._left -= 1
         if self._left <= 0:
-            self._transport.write(self._event + END)
+            self._transport.write(self._end)
             return
         self._transport.write(self._event)
         self._timer = self._loop.call_later(self._interval_s, self._tick)
@@ -169,7 +200,7 @@ async def main(role: wire.Role, proxy: str | None, interval_s: float) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = await asyncio.get_running_loop().create_server(
-        lambda: EngineConnection(interval_s, incarnation), sock=listener
+        lambda: EngineConnection(role, interval_s, incarnation), sock=listener
     )
     print(json.dumps({"listening": {"url": url}}), flush=True)
     async with server, asyncio.TaskGroup() as tasks:

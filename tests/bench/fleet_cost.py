@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the number of agents costs the proxy: CPU time per request, per ping and per page, in this process.
+"""What the number of agents costs the proxy: CPU time per request, per ping and per page, in this process,
+and how long a page keeps requests from being served.
 
-python -m tests.bench.fleet_cost [--agents 2,32,128,512,1000]
+python -m tests.bench.fleet_cost [--agents 2,32,128,512,1000] [--policy round_robin]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
+import psutil
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
+from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.views import FleetCollector, FleetView, fleet_page
+from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
+from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Load, Register
 
 SIZES = (2, 32, 128, 512, 1000)
 LEAST_S = 0.3
-COLUMNS = ("request", "request after a ping", "ping while one waits", "/nodes", "/ready", "/metrics")
+PAGES: tuple[PageName, ...] = ("nodes", "ready", "metrics", "dashboard")
+MISFITS = 4
+"""Layouts in the fleet where nothing fits; each prefill agent has one, and no decode agent has it."""
 
 
-def agent(number: int, running: int = 0) -> Register:
+def agent(number: int, running: int = 0, *, fits: bool = True) -> Register:
     """Return a ping of the agent; even numbers prefill, odd ones decode."""
     host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
     return Register(
@@ -41,7 +51,7 @@ def agent(number: int, running: int = 0) -> Register:
         dp_size=1,
         transfers=("cuda_ipc", "tcp"),
         host_id=f"host {number // 8}",
-        layout="l",
+        layout="l" if fits else f"{number % 2} {number // 2 % MISFITS}",
         weights="w",
         tokenizer="t",
         transfer_mode="read",
@@ -62,76 +72,142 @@ def cpu_ms(action: Callable[[], object]) -> float:
     return 1000 * spent / count
 
 
-async def measure(agents: int) -> list[float]:
-    """Return the CPU milliseconds of each of `COLUMNS`."""
-    clock = asyncio.get_running_loop().time
-    fleet = Fleet(FleetSettings(), Metrics(), clock)
-    pings = [agent(number) for number in range(agents)]
-    turn = 0
+@dataclass(slots=True)
+class Holds:
+    """The most CPU time, in milliseconds, that the event loop spent without a turn for others."""
 
-    def keep(registered: list[Register]) -> None:
-        for info in registered:
-            fleet.registry.register(info, clock())
+    longest_ms: float = 0.0
 
-    def ping() -> None:
-        nonlocal turn
-        turn += 1
-        fleet.registry.register(msgspec.structs.replace(pings[turn % agents], index=turn + 1), clock())
 
-    def request() -> None:
-        waiting = fleet.acquire(AcquireRequest(routing_request=RoutingRequest(model="m"), by=clock() + 60))
+@asynccontextmanager
+async def watched() -> AsyncIterator[Holds]:
+    """Watch the event loop while the context is open. CPU time: what else runs here does not count."""
+    holds = Holds()
+
+    async def tick() -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            holds.longest_ms = max(holds.longest_ms, 1000 * (now - last))
+            last = now
+
+    ticking = asyncio.ensure_future(tick())
+    try:
+        await asyncio.sleep(0)
+        yield holds
+    finally:
+        ticking.cancel()
+
+
+async def page_ms(make: Callable[[], Awaitable[object]]) -> tuple[float, float]:
+    """Return the CPU milliseconds of one page, and the longest hold of the event loop meanwhile."""
+    await make()
+    count, begun = 0, time.process_time()
+    while (spent := time.process_time() - begun) < LEAST_S or not count:
+        await make()
+        count += 1
+    async with watched() as holds:
+        for _ in range(5):
+            await make()
+            await asyncio.sleep(0)
+    return 1000 * spent / count, holds.longest_ms
+
+
+class Bench:
+    """A fleet without sockets."""
+
+    def __init__(self, agents: int, policy: PolicyName) -> None:
+        self.clock = time.process_time  # on a busy machine no ping may expire meanwhile
+        metrics = Metrics()
+        settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
+        self.fleet = Fleet(settings, metrics, self.clock)
+        self.views = OperatorViews(self.fleet, metrics, History(), FailureLog(), down=list)
+        metrics.add_collector(FleetCollector(self.views.view))
+        self._pings = [agent(number) for number in range(agents)]
+        self._turn = 0
+
+    def register_all(self, **fields: object) -> None:
+        """Have every agent ping, with these fields from now on."""
+        self._turn += 1
+        self._pings = [msgspec.structs.replace(ping, index=self._turn, **fields) for ping in self._pings]
+        for ping in self._pings:
+            self.fleet.registry.register(ping, self.clock())
+
+    def misfit(self) -> None:
+        """Have every agent ping with a layout that fits no other's."""
+        self._pings = [agent(number, fits=False) for number in range(len(self._pings))]
+        self.register_all()
+
+    def ping(self) -> None:
+        """Have the next agent ping."""
+        self._turn += 1
+        ping = self._pings[self._turn % len(self._pings)]
+        self.fleet.registry.register(msgspec.structs.replace(ping, index=self._turn), self.clock())
+
+    def acquire(self) -> AcquireRequest:
+        routing = RoutingRequest(model="m", prompt="a prompt " * 100, session=f"{self._turn % 100}")
+        return AcquireRequest(routing_request=routing, by=asyncio.get_running_loop().time() + 60)
+
+    def request(self) -> None:
+        """Route a request and release its slots."""
+        waiting = self.fleet.acquire(self.acquire())
         try:
             waiting.send(None)
         except StopIteration as done:
             done.value.release()
 
-    def after_ping() -> None:
-        ping()
-        request()
+    def request_after_ping(self) -> None:
+        self.ping()
+        self.request()
 
-    def view() -> FleetView:
-        return FleetView(
-            snapshot=fleet.registry.snapshot(clock()), in_flight=fleet.slots.in_flight, down=(), now=clock()
-        )
+    async def page(self, name: PageName) -> None:
+        """Make a page anew."""
+        await self.views._make(name)
 
-    collector = FleetCollector(view)
-    pages: list[Callable[[], object]] = [
-        lambda: fleet_page("nodes", view()),
-        lambda: fleet_page("ready", view()),
-        lambda: list(collector.collect()),
-    ]
-    keep(pings)
-    figures = [cpu_ms(request)]
-    keep(pings)
-    figures.append(cpu_ms(after_ping))
-    for page in pages:
-        keep([msgspec.structs.replace(info, index=turn + 2) for info in pings])
-        figures.append(cpu_ms(page))
-    turn += 3
-    pings = [msgspec.structs.replace(agent(number, running=256), index=turn + 1) for number in range(agents)]
-    keep(pings)
-    request_ = AcquireRequest(routing_request=RoutingRequest(model="m"), by=clock() + 60)
-    waiter = asyncio.create_task(fleet.acquire(request_))
+
+async def measure(agents: int, policy: PolicyName) -> list[str]:
+    """Return a row of the table."""
+    bench = Bench(agents, policy)
+    bench.register_all()
+    figures = [cpu_ms(bench.request)]
+    bench.register_all()
+    figures.append(cpu_ms(bench.request_after_ping))
+    pages = []
+    for name in PAGES:
+        bench.register_all()
+        pages.append(await page_ms(lambda name=name: bench.page(name)))  # type: ignore[misc]
+    bench.misfit()
+    pages.append(await page_ms(lambda: bench.page("nodes")))
+    bench = Bench(agents, policy)
+    bench.register_all(load=Load(256, 0, 1000, 1000, 0, max_running=256))
+    waiter = asyncio.create_task(bench.fleet.acquire(bench.acquire()))
     await asyncio.sleep(0)
-    assert fleet.admission.waiting
-    figures.insert(2, cpu_ms(ping))
+    assert bench.fleet.admission.waiting
+    figures.append(cpu_ms(bench.ping))
     waiter.cancel()
     await asyncio.gather(waiter, return_exceptions=True)
-    return figures
+    return [*(f"{each:.3f}" for each in figures), *(f"{cpu:.2f} ({hold:.1f})" for cpu, hold in pages)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", default=",".join(map(str, SIZES)))
-    sizes = [int(size) for size in parser.parse_args().agents.split(",")]
-    print(f"| agents | {' | '.join(COLUMNS)} |")
-    print("|---" * (1 + len(COLUMNS)) + "|")
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="round_robin")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.agents.split(",")]
+    machine = f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F')}"
+    print(f"{options.policy}; {machine}")
+    pages = [f"{page} (hold)" for page in ("/nodes", "/ready", "/metrics", "/ui", "/nodes, nothing fits")]
+    columns = ["agents", "request", "request after a ping", "ping while one waits", *pages]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for size in sizes:
         try:
-            figures = asyncio.run(measure(size))
+            row = asyncio.run(measure(size, options.policy))
         except Overloaded as error:
             raise SystemExit(str(error)) from error
-        print(f"| {size} | {' | '.join(f'{figure:.3f}' for figure in figures)} |", flush=True)
+        print(f"| {size} | {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

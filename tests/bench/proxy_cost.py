@@ -10,15 +10,14 @@ import argparse
 import asyncio
 import json
 import platform
-import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,21 +26,40 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from tests.servers import free_port
+
 EVENT_INTERVAL_S = 0.02
 STREAMS = (64, 256)
 WINDOW_S = 4.0
+LENGTHS = (64, 512)
+LENGTH_STREAMS = 256
+LENGTH_EVENTS = 512
+"""Per place: so many events one after the other, as one stream or as several."""
 PROBES = 200
 WHOLE_REQUESTS = 6400
 WHOLE_CONCURRENCY = 16
 START_TIMEOUT_S = 30.0
 DIRECT, PLAIN = "no router", "plain relay"
-KVFERRY = ("kvferry, one agent", "kvferry, a pair")
 RIVAL_FOLDER = Path("build/rivals")
 """Where `make bench-proxy` installs them, each in an environment of its own."""
 RIVALS = {
     "vllm-router": (str(RIVAL_FOLDER / "vllm-router/bin/vllm-router"),),
     "sglang-router": (str(RIVAL_FOLDER / "sglang-router/bin/python"), "-m", "sglang_router.launch_router"),
 }
+PAIR = ", a pair"
+"""What the name of a router ends with that has a prefill and a decode server."""
+PAIR_FLAGS = {
+    "vllm-router": ("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+    "sglang-router": ("--pd-disaggregation",),
+}
+BOOTSTRAP_PORT = "8998"
+"""Of the prefill server, as SGLang's protocol names it to the decode server; nobody listens there."""
+KINDS = ("streams", "lengths", "requests")
+SINGLE = (DIRECT, PLAIN, *RIVALS, "kvferry, one agent")
+PAIRS = (
+    *(name + PAIR for name in RIVALS),
+    *(f"kvferry {dialect}{PAIR}" for dialect in ("native", "vllm-nixl", "sglang")),
+)
 BODY = {"model": "stand-in", "prompt": "a prompt of some words", "seed": 1}
 
 
@@ -66,11 +84,25 @@ class StreamCost:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthCost:
+    """One router serving streams of a length, all they cost included, divided by their events."""
+
+    router: str
+    events_per_stream: int
+    events_per_s: float
+    cpu_us_per_event: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestCost:
     """One router answering requests that do not stream."""
 
     router: str
     cpu_ms_per_request: float
+
+
+C = TypeVar("C", StreamCost, LengthCost, RequestCost)
+K = TypeVar("K")
 
 
 class StreamClient(asyncio.Protocol):
@@ -83,6 +115,8 @@ class StreamClient(asyncio.Protocol):
         self.events = 0
         self.is_open = False
         self.ttfb = asyncio.get_running_loop().create_future()
+        self.done = asyncio.get_running_loop().create_future()
+        """Set when `[DONE]` has come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -94,11 +128,14 @@ class StreamClient(asyncio.Protocol):
         self.events += data.count(b"\n\n")
         if not self.ttfb.done() and b"data: " in data:
             self.ttfb.set_result(time.perf_counter() - self._sent_at)
+        if b"[DONE]" in data and not self.done.done():
+            self.done.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
         if not self.ttfb.done():
             self.ttfb.set_exception(ConnectionError("the stream ended before its first event"))
+        self.done.cancel()
 
     def leave(self) -> None:
         """Hang up."""
@@ -127,32 +164,58 @@ async def child(*argv: str) -> AsyncIterator[Child]:
 async def router(name: str) -> AsyncIterator[Child]:
     """One router with the stand-in engines that it needs, ready to serve."""
     engine = ("tests.bench.engine", "--interval-s", str(EVENT_INTERVAL_S))
+    roles = ("prefill", "decode") if name.endswith(PAIR) else ("both",)
     async with AsyncExitStack() as stack:
-        if name.startswith("kvferry"):
-            started = child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning")
-            proxy = await stack.enter_async_context(started)
-            discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
-            for role in ("both",) if name == "kvferry, one agent" else ("prefill", "decode"):
-                await stack.enter_async_context(child(*engine, "--role", role, "--proxy", discovery))
+
+        async def engines(*options: str) -> list[str]:
+            started = [
+                await stack.enter_async_context(child(*engine, "--role", role, *options)) for role in roles
+            ]
+            return [each.listening["url"] for each in started]
+
+        if name == DIRECT:
+            yield await stack.enter_async_context(child(*engine))
+        elif name == PLAIN:
+            yield await stack.enter_async_context(child("tests.bench.plain_relay", *await engines()))
+        elif name.startswith("kvferry"):
+            named = ()
+            if (dialect := name.removesuffix(PAIR).partition(" ")[2]) in ("vllm-nixl", "sglang"):
+                prefill, decode = await engines()
+                named = (
+                    "--dialect",
+                    dialect,
+                    "--prefill",
+                    _at_bootstrap(dialect, prefill),
+                    "--decode",
+                    decode,
+                )
+            proxy = await stack.enter_async_context(
+                child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning", *named)
+            )
+            if not named:
+                await engines("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}")
             await _until_served(proxy.listening["url"])
             yield proxy
-            return
-        agent = await stack.enter_async_context(child(*engine))
-        url = agent.listening["url"]
-        if name == DIRECT:
-            yield agent
-        elif name == PLAIN:
-            yield await stack.enter_async_context(child("tests.bench.plain_relay", url))
         else:
-            yield await stack.enter_async_context(rival(RIVALS[name], url))
+            yield await stack.enter_async_context(rival(name, await engines()))
+
+
+def _at_bootstrap(dialect: str, prefill: str) -> str:
+    return f"{prefill},bootstrap_port={BOOTSTRAP_PORT}" if dialect == "sglang" else prefill
 
 
 @asynccontextmanager
-async def rival(command: Sequence[str], engine: str) -> AsyncIterator[Child]:
-    """A router from the package index in front of one engine, by round robin, for as long as it is open."""
-    ports = [_free_port(), _free_port()]
+async def rival(name: str, engines: Sequence[str]) -> AsyncIterator[Child]:
+    """A router from the package index in front of one engine or a pair, for as long as it is open."""
+    product = name.removesuffix(PAIR)
+    workers: tuple[str, ...] = ("--worker-urls", *engines)
+    if name.endswith(PAIR):
+        prefill, decode = engines
+        bootstrap = (BOOTSTRAP_PORT,) if product == "sglang-router" else ()
+        workers = (*PAIR_FLAGS[product], "--prefill", prefill, *bootstrap, "--decode", decode)
+    ports = [free_port(), free_port()]
     process = await asyncio.create_subprocess_exec(
-        *command, "--host", "127.0.0.1", "--port", str(ports[0]), "--worker-urls", engine,
+        *RIVALS[product], "--host", "127.0.0.1", "--port", str(ports[0]), *workers,
         "--policy", "round_robin", "--prometheus-port", str(ports[1]), "--log-level", "error",
         "--worker-startup-check-interval", "1",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
@@ -165,11 +228,6 @@ async def rival(command: Sequence[str], engine: str) -> AsyncIterator[Child]:
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 async def _until_served(url: str) -> None:
@@ -210,6 +268,26 @@ async def stream_cost(name: str, at: Child, streams: int) -> StreamCost:
     )
 
 
+async def length_cost(name: str, at: Child, length: int) -> LengthCost:
+    """CPU per event of streams of so many events: 256 places, in each one stream after the other."""
+    events = 0
+
+    async def serve_place() -> None:
+        nonlocal events
+        for _ in range(LENGTH_EVENTS // length):
+            client = await open_stream(at, max_tokens=length)
+            async with asyncio.timeout(START_TIMEOUT_S + length * EVENT_INTERVAL_S * 4):
+                await asyncio.wait([client.done])
+            events += client.events - 1  # [DONE]
+            client.leave()
+
+    before, start = cpu_s(at.pid), time.perf_counter()
+    await asyncio.gather(*(serve_place() for _ in range(LENGTH_STREAMS)))
+    spent, elapsed = cpu_s(at.pid) - before, time.perf_counter() - start
+    assert events == LENGTH_STREAMS * LENGTH_EVENTS, f"{name} gave {events} events"
+    return LengthCost(name, length, events / elapsed, spent / events * 1e6)
+
+
 async def request_cost(name: str, at: Child) -> RequestCost:
     """CPU per request that does not stream, over kept connections."""
     connector = aiohttp.TCPConnector(limit=WHOLE_CONCURRENCY)
@@ -237,10 +315,10 @@ def cpu_s(pid: int) -> float:
     return float(sum(spent.user + spent.system for spent in times))
 
 
-async def open_stream(at: Child) -> StreamClient:
-    """A stream that goes on until somebody leaves."""
+async def open_stream(at: Child, max_tokens: int = 4000) -> StreamClient:
+    """A stream; by default it goes on until somebody leaves."""
     url = urlsplit(at.listening["url"])
-    body = json.dumps({**BODY, "max_tokens": 4000, "stream": True}).encode()
+    body = json.dumps({**BODY, "max_tokens": max_tokens, "stream": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
@@ -256,36 +334,84 @@ def _events(clients: Sequence[StreamClient]) -> int:
     return sum(client.events for client in clients)
 
 
-def show(streams: Sequence[StreamCost], requests: Sequence[RequestCost], console: Console) -> None:
-    """Print both tables. Ratios are to the cheapest rival of this run, or to the plain relay without any."""
+@dataclass(slots=True)
+class Figures:
+    """What was measured, one entry per router and round."""
+
+    streams: list[StreamCost] = field(default_factory=list)
+    lengths: list[LengthCost] = field(default_factory=list)
+    requests: list[RequestCost] = field(default_factory=list)
+
+
+def show(figures: Figures, console: Console) -> None:
+    """Print the tables: medians over the rounds."""
     table = Table(title=f"an event every {EVENT_INTERVAL_S * 1e3:.0f} ms per stream")
     for column in ("router", "streams", "events/s", "CPU µs/event", "ratio", "TTFB p50 ms", "p99 ms"):
         table.add_column(column, justify="left" if column == "router" else "right")
-    for cost in streams:
-        base = _base({each.router: each.cpu_us_per_event for each in streams if each.streams == cost.streams})
+    for (name, streams), costs in _by(figures.streams, lambda cost: (cost.router, cost.streams)):
+        peers = [cost for cost in figures.streams if cost.streams == streams]
         table.add_row(
-            cost.router,
-            str(cost.streams),
-            f"{cost.events_per_s:,.0f}",
-            "" if cost.router == DIRECT else f"{cost.cpu_us_per_event:.1f}",
-            "" if cost.router == DIRECT else f"{cost.cpu_us_per_event / base:.2f}",
-            f"{cost.ttfb_p50_ms:.2f}",
-            f"{cost.ttfb_p99_ms:.2f}",
+            name,
+            str(streams),
+            f"{_median(cost.events_per_s for cost in costs):,.0f}",
+            *_cost(name, costs, peers, lambda cost: cost.cpu_us_per_event, ".1f"),
+            f"{_median(cost.ttfb_p50_ms for cost in costs):.2f}",
+            f"{_median(cost.ttfb_p99_ms for cost in costs):.2f}",
+        )
+    console.print(table)
+    table = Table(title=f"{LENGTH_STREAMS} streams at once, each to its end, the next at once")
+    for column in ("router", "events each", "events/s", "CPU µs/event", "ratio"):
+        table.add_column(column, justify="left" if column == "router" else "right")
+    for (name, length), ended in _by(figures.lengths, lambda cost: (cost.router, cost.events_per_stream)):
+        alike = [cost for cost in figures.lengths if cost.events_per_stream == length]
+        table.add_row(
+            name,
+            str(length),
+            f"{_median(cost.events_per_s for cost in ended):,.0f}",
+            *_cost(name, ended, alike, lambda cost: cost.cpu_us_per_event, ".1f"),
         )
     console.print(table)
     table = Table(title="requests that do not stream")
     for column in ("router", "CPU ms/request", "ratio"):
         table.add_column(column, justify="left" if column == "router" else "right")
-    base = _base({cost.router: cost.cpu_ms_per_request for cost in requests})
-    for request in requests:
-        ratio = request.cpu_ms_per_request / base
-        table.add_row(request.router, f"{request.cpu_ms_per_request:.3f}", f"{ratio:.2f}")
+    for name, asked in _by(figures.requests, lambda cost: cost.router):
+        table.add_row(
+            name, *_cost(name, asked, figures.requests, lambda cost: cost.cpu_ms_per_request, ".3f")
+        )
     console.print(table)
 
 
-def _base(figures: dict[str, float]) -> float:
-    rivals = [figure for router, figure in figures.items() if router in RIVALS]
-    return min(rivals) if rivals else figures[PLAIN]
+def _by(costs: Sequence[C], key: Callable[[C], K]) -> list[tuple[K, list[C]]]:
+    """Group costs by a key, in the order in which they were measured."""
+    groups: dict[K, list[C]] = {}
+    for cost in costs:
+        groups.setdefault(key(cost), []).append(cost)
+    return list(groups.items())
+
+
+def _cost(
+    name: str, costs: Sequence[C], peers: Sequence[C], figure: Callable[[C], float], form: str
+) -> tuple[str, str]:
+    """The median figure of a router, and its ratio to the cheapest rival that has as many servers.
+
+    Without any rival it is the ratio to the plain relay; empty where there is neither.
+    """
+    if name == DIRECT:
+        return "", ""
+    medians = {
+        router: _median(map(figure, measured)) for router, measured in _by(peers, lambda cost: cost.router)
+    }
+    of_rivals = [
+        cost
+        for router, cost in medians.items()
+        if router.removesuffix(PAIR) in RIVALS and router.endswith(PAIR) == name.endswith(PAIR)
+    ]
+    base = min(of_rivals) if of_rivals else medians.get(PLAIN)
+    return f"{medians[name]:{form}}", "" if base is None else f"{medians[name] / base:.2f}"
+
+
+def _median(figures: Iterable[float]) -> float:
+    return statistics.median(figures)
 
 
 def _versions() -> dict[str, str]:
@@ -302,31 +428,43 @@ def _versions() -> dict[str, str]:
     return found
 
 
-async def main(json_file: Path | None) -> None:
+async def measure(name: str, figures: Figures, only: Sequence[str]) -> None:
+    """What was asked for about one router."""
+    async with router(name) as at:
+        if "requests" in only and name != DIRECT:
+            figures.requests.append(await request_cost(name, at))
+        for count in STREAMS if "streams" in only else ():
+            figures.streams.append(await stream_cost(name, at, count))
+        if "lengths" in only and name in PAIRS:
+            for length in LENGTHS:
+                figures.lengths.append(await length_cost(name, at, length))
+
+
+async def main(routers: Sequence[str], rounds: int, only: Sequence[str], json_file: Path | None) -> None:
     """Measure every router in turn, so that they never compete with each other."""
-    streams: list[StreamCost] = []
-    requests: list[RequestCost] = []
+    figures = Figures()
     console = Console()
     missing = [name for name, command in RIVALS.items() if not Path(command[0]).exists()]
     for name in missing:
         console.print(f"{name} is not installed (make bench-proxy tries to): left out")
-    for name in (DIRECT, PLAIN, *(name for name in RIVALS if name not in missing), *KVFERRY):
-        async with router(name) as at:
-            if name != DIRECT:
-                requests.append(await request_cost(name, at))
-            for count in STREAMS:
-                streams.append(await stream_cost(name, at, count))
-    show(streams, requests, console)
+    for _ in range(rounds):
+        for name in routers:
+            if name.removesuffix(PAIR) not in missing:
+                await measure(name, figures, only)
+    show(figures, console)
     if json_file is not None:
-        report = {
-            "versions": _versions(),
-            "streams": [asdict(cost) for cost in streams],
-            "requests": [asdict(cost) for cost in requests],
-        }
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+        json_file.write_text(json.dumps({"versions": _versions(), **asdict(figures)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure what the proxy costs.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    uvloop.run(main(parser.parse_args().json))
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="measure all in turn so often; medians are shown"
+    )
+    parser.add_argument(
+        "--routers", nargs="+", choices=(*SINGLE, *PAIRS), default=(*SINGLE, *PAIRS), help="only these"
+    )
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="only these figures")
+    options = parser.parse_args()
+    uvloop.run(main(options.routers, options.rounds, options.only, options.json))

@@ -18,6 +18,7 @@ from kvferry.transfer.checksum import PoolSums
 from kvferry.transfer.engine import usable
 from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.memory import own_pool
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
 
 GEOMETRY = KVGeometry(
@@ -31,7 +32,7 @@ ROUNDS = 20
 def sum_ms() -> float:
     """One rank's sums of all blocks, alone on its thread."""
     shape = GEOMETRY.pool_shape(len(BLOCKS), 8)
-    sums = PoolSums(torch.randn(shape), GEOMETRY)
+    sums = PoolSums(own_pool(torch.randn(shape), GEOMETRY, 1, 0))
     best = float("inf")
     for _ in range(ROUNDS):
         begun = time.perf_counter()

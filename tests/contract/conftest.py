@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,16 +23,30 @@ from kvferry.transfer.engine import (
     TransferEngine,
     Usability,
     open_engine,
+    parse_backend_options,
     usable,
 )
 from tests.contract.pools import pattern
 from tests.contract.serving_peer import serve
 from tests.forked import Forked
 from tests.gpu import count_gpus, needs_gpus
+from tests.patience import patient
 from tests.standins import mori_io
 
 POOL_BYTES = 16 << 20
-DEADLINE_S = 20.0
+DEADLINE_S = patient(20.0)
+OPTIONS = parse_backend_options(os.environ.get("KVFERRY_TEST_TRANSFER_OPTIONS", ""))
+"""Options of backends on a machine that needs some, as an agent takes them."""
+
+
+def engine_options(name: str, backend: str) -> EngineOptions:
+    """What an engine of these tests is opened with."""
+    return EngineOptions(
+        name=name,
+        bind_host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        backend_options=OPTIONS.get(backend, {}),
+    )
 
 
 class ServingPeer(Forked):
@@ -40,7 +56,8 @@ class ServingPeer(Forked):
         self, backend: str, fault: str | None = None, device: str = "cpu", pool_bytes: int = POOL_BYTES
     ) -> None:
         self.secret = new_secret()
-        super().__init__(serve, backend, pool_bytes, self.secret, device, fault)
+        options = OPTIONS.get(backend, {})
+        super().__init__(serve, backend, options, pool_bytes, self.secret, device, fault)
         self.engine, self.region = self.said
 
 
@@ -50,7 +67,7 @@ class Reader:
     def __init__(self, backend: str, device: str = "cpu", *, computing: bool = False) -> None:
         """`computing`: as if a model ran on the device all the time."""
         self._tensor = torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device)
-        options = EngineOptions(name=f"reader-{backend}", bind_host="127.0.0.1", advertise_host="127.0.0.1")
+        options = engine_options(f"reader-{backend}", backend)
         if computing:
             options.computing.set()
         self.engine: TransferEngine = open_engine(backend, options)
@@ -66,7 +83,9 @@ class Reader:
         self._tensor.zero_()
         self._settle()
 
-    def connect(self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = 10.0) -> Peer:
+    def connect(
+        self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = patient(10.0)
+    ) -> Peer:
         """Connect and wait for it. Raises what the backend raises."""
         connection = self.engine.connect(
             peer.engine, [peer.region], mint(peer.secret) if token is None else token, timeout_s
@@ -74,7 +93,9 @@ class Reader:
         self.wait(connection.poll)
         return connection
 
-    def read(self, peer: Peer, spans: list[tuple[int, int, int]], timeout_s: float = 10.0) -> Transfer:
+    def read(
+        self, peer: Peer, spans: list[tuple[int, int, int]], timeout_s: float = patient(10.0)
+    ) -> Transfer:
         return self.engine.read(peer, np.array(spans, dtype=np.int64).reshape(-1, 3), timeout_s)
 
     def finish(self, transfer: Transfer) -> Status:
@@ -113,8 +134,9 @@ def mori_standin() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def usability(mori_standin: None) -> dict[str, Usability]:
-    return {name: usable(name) for name in BACKENDS}
+def usability(mori_standin: None) -> Callable[[str], Usability]:
+    """Whether a backend works here; each is tried once."""
+    return functools.cache(lambda name: usable(name, OPTIONS.get(name)))
 
 
 ON_HOSTS = [name for name in BACKENDS if name != "cuda_ipc"]
@@ -134,10 +156,10 @@ def cell(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture
-def backend(cell: tuple[str, str], usability: dict[str, Usability]) -> str:
+def backend(cell: tuple[str, str], usability: Callable[[str], Usability]) -> str:
     name = cell[0]
-    if not usability[name].ok:
-        pytest.skip(f"{name} does not work here: {usability[name].reason}")
+    if not usability(name).ok:
+        pytest.skip(f"{name} does not work here: {usability(name).reason}")
     return name
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 
 import torch
@@ -17,11 +18,20 @@ MAX_KNOWN_BYTES = 64 << 20
 
 
 def serve(
-    connection: Connection, backend: str, pool_bytes: int, secret: bytes, device: str, fault: str | None
+    connection: Connection,
+    backend: str,
+    backend_options: Mapping[str, str],
+    pool_bytes: int,
+    secret: bytes,
+    device: str,
+    fault: str | None,
 ) -> None:
     """Say how the engine and the pool are described, then serve until the connection ends."""
     options = EngineOptions(
-        name=f"serving-{backend}-{os.getpid()}", bind_host="127.0.0.1", advertise_host="127.0.0.1"
+        name=f"serving-{backend}-{os.getpid()}",
+        bind_host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        backend_options=backend_options,
     )
     with tcp.injected(fault):
         engine = open_engine(backend, options)

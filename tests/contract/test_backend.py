@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.access_tokens import mint, new_secret
-from kvferry.transfer.engine import EngineOptions, PeerUnreachable, Status, open_engine
-from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer
+from kvferry.transfer.engine import PeerUnreachable, Status, open_engine
+from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer, engine_options
+from tests.patience import patient
 
 StartPeer = Callable[..., ServingPeer]
 
@@ -78,7 +79,7 @@ def test_a_peer_killed_before_the_read_fails_it_and_leaves_it_quiescent(
     other = start_peer()
     peer = reader.connect(other)
     other.kill_now()
-    transfer = reader.read(peer, scattered(1 << 20, 16), timeout_s=5.0)
+    transfer = reader.read(peer, scattered(1 << 20, 16), timeout_s=patient(5.0))
     assert reader.finish(transfer) is Status.FAILED
     assert transfer.reason == "peer_lost"
     reader.wait(lambda: transfer.quiescent)
@@ -95,11 +96,11 @@ def test_a_peer_killed_during_reads_ends_every_one_of_them(
     batches = []
     spans = scattered(65536, 256)
     while killer.is_alive():
-        transfer = reader.read(peer, spans, timeout_s=5.0)
+        transfer = reader.read(peer, spans, timeout_s=patient(5.0))
         batches.append(transfer)
         reader.finish(transfer)
     killer.join()
-    last = reader.read(peer, spans, timeout_s=5.0)
+    last = reader.read(peer, spans, timeout_s=patient(5.0))
     assert reader.finish(last) is Status.FAILED
     for transfer in batches:
         reader.wait(lambda transfer=transfer: transfer.quiescent)
@@ -117,9 +118,9 @@ def test_a_stopped_peer_runs_into_the_deadline_or_is_not_needed(
     other.stop()
     spans = scattered(1 << 20, 15)
     begun = time.monotonic()
-    transfer = reader.read(peer, spans, timeout_s=0.5)
+    transfer = reader.read(peer, spans, timeout_s=patient(0.5))
     status = reader.finish(transfer)
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < patient(2.0)
     if status is Status.DONE:
         assert np.array_equal(reader.pool, expected(spans, served_bytes))
     else:
@@ -133,7 +134,7 @@ def test_a_cancelled_read_writes_nothing_after_it_is_quiescent(reader: Reader, s
     other = start_peer()
     peer = reader.connect(other)
     other.stop()
-    transfer = reader.read(peer, scattered(1 << 20, 15), timeout_s=5.0)
+    transfer = reader.read(peer, scattered(1 << 20, 15), timeout_s=patient(5.0))
     transfer.cancel()
     assert transfer.poll() in (Status.FAILED, Status.DONE)
     other.resume()
@@ -149,8 +150,8 @@ def test_a_peer_that_died_before_we_connect_is_unreachable(reader: Reader, start
     other.kill_now()
     begun = time.monotonic()
     with pytest.raises(PeerUnreachable):
-        reader.connect(other, timeout_s=2.0)
-    assert time.monotonic() - begun < 4.0
+        reader.connect(other, timeout_s=patient(2.0))
+    assert time.monotonic() - begun < patient(4.0)
 
 
 def test_a_stopped_peer_is_unreachable_within_the_deadline(reader: Reader, start_peer: StartPeer) -> None:
@@ -159,8 +160,8 @@ def test_a_stopped_peer_is_unreachable_within_the_deadline(reader: Reader, start
     other.stop()
     begun = time.monotonic()
     with pytest.raises(PeerUnreachable):
-        reader.connect(other, timeout_s=1.0)
-    assert time.monotonic() - begun < 3.0
+        reader.connect(other, timeout_s=patient(1.0))
+    assert time.monotonic() - begun < patient(3.0)
 
 
 def test_a_stopped_peer_does_not_delay_reads_from_another(
@@ -169,13 +170,13 @@ def test_a_stopped_peer_does_not_delay_reads_from_another(
     """X13, L11: one dead peer does not block the others."""
     stopped, healthy = start_peer(), start_peer()
     stopped.stop()
-    pending = reader.engine.connect(stopped.engine, [stopped.region], mint(stopped.secret), 5.0)
+    pending = reader.engine.connect(stopped.engine, [stopped.region], mint(stopped.secret), patient(5.0))
     peer = reader.connect(healthy)
     spans = scattered(65536, 64)
     begun = time.monotonic()
     transfer = reader.read(peer, spans)
     assert reader.finish(transfer) is Status.DONE
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < patient(2.0)
     assert not pending.poll()
     pending.close()
 
@@ -200,7 +201,7 @@ def test_a_closed_peer_can_be_met_again(
 
 def test_closing_an_engine_leaves_no_thread_and_no_descriptor_behind(backend: str) -> None:
     """R7: opening and closing again and again leaks nothing."""
-    options = EngineOptions(name="leak", bind_host="127.0.0.1", advertise_host="127.0.0.1")
+    options = engine_options("leak", backend)
     open_engine(backend, options).close()  # libraries keep what they open on first use
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(5):

@@ -39,8 +39,8 @@ DEFECTS = (
     Defect(
         sentence="A block's hash does not cover the blocks before it.",
         file="agent/engine/blocks.py",
-        old='parent = hashes[-1] if hashes else b""',
-        new='parent = b""',
+        old="parent = hashes[-1] if hashes else _root(salt)",
+        new="parent = _root(salt)",
         tests=(BLOCKS, SCHEDULER),
     ),
     Defect(
@@ -236,6 +236,22 @@ DEFECTS = (
         core=False,
     ),
     Defect(
+        sentence="KV at another engine is proven by the operator's number.",
+        file="proxy/exchange/lease_check.py",
+        old="if now() < self._sent_at + SURE_S:",
+        new="if now() < self._sent_at + SURE_S or not self.is_over:",
+        tests=("tests/unit/proxy/exchange/test_lease_check.py",),
+        core=False,
+    ),
+    Defect(
+        sentence="A count of expired leases that came too late proves KV at another engine.",
+        file="proxy/exchange/lease_check.py",
+        old="in_time = count is not None and count.came_at < self._sent_at + SURE_S",
+        new="in_time = count is not None",
+        tests=("tests/unit/proxy/exchange/test_lease_check.py",),
+        core=False,
+    ),
+    Defect(
         sentence="A retry goes to the agent that was lost.",
         file="proxy/exchange/exchange.py",
         old="self._exclude |= {lost.agent}",
@@ -257,5 +273,27 @@ DEFECTS = (
         old="        self._tokens -= 1\n",
         new="",
         tests=("tests/unit/proxy/exchange/test_retry.py",),
+    ),
+    # ATOM's dialect, as it was before it had met ATOM's own code.
+    Defect(
+        sentence="An ATOM prefill that reached its limit is taken for the whole answer.",
+        file="proxy/dialects/atom.py",
+        old='_TO_BE_CONTINUED = frozenset({"max_tokens", "length"})',
+        new='_TO_BE_CONTINUED = frozenset({"length"})',
+        tests=("tests/unit/proxy/dialects/test_dialects.py",),
+    ),
+    Defect(
+        sentence="An ATOM decode server reads the rank that was asked for, not the one that holds the KV.",
+        file="proxy/dialects/atom.py",
+        old='"remote_dp_rank": prefilled.params.get("dp_rank"),',
+        new='"remote_dp_rank": endpoints.prefill_rank,',
+        tests=("tests/unit/proxy/dialects/test_dialects.py",),
+    ),
+    Defect(
+        sentence="A choice that ends twice, as ATOM's do, ends twice for the client.",
+        file="proxy/exchange/foreign_events.py",
+        old="                if index in self._ended:\n",
+        new="                if False:\n",
+        tests=("tests/unit/proxy/exchange/test_foreign_events.py",),
     ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import signal
 import socket
@@ -29,6 +30,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire.addresses import host_port
 
 Leg = Literal["prefill", "decode", "alone"]
 CONTEXT_TOKENS = 4096
@@ -38,6 +40,9 @@ STOP_AT_ONCE = "stop at once"
 """A prompt that contains this draws the end of sequence as its first token."""
 UNEVEN = "uneven"
 """A prompt that contains this ends choice i with "stop", i tokens before the others' limit."""
+DEADLY_TO = "deadly to "
+"""A prompt that contains this before a moment ("prefill", "decode", "alone", or "stream": after two events of
+one) brings down every agent that gets so far with it."""
 HELD_BACK = "held back"
 """A prompt that contains this has every second token's text come with the next token's."""
 
@@ -100,6 +105,8 @@ class StandInAgent:
     prefill_gate: asyncio.Event | None = None
     """When given, a prefill leg neither answers nor fails before it is set."""
     tls: ssl.SSLContext | None = None
+    death: Literal["ends", "killed", "stopped"] = "ends"
+    """By a deadly prompt: it ends as far as others can tell, or its process is killed or stopped."""
     answer_headers: dict[str, str] = field(default_factory=dict)
     """Headers that all its answers carry."""
 
@@ -120,6 +127,7 @@ class StandInAgent:
     _runner: web.AppRunner | None = None
     _pinger: asyncio.Task[None] | None = None
     _http: aiohttp.ClientSession | None = None
+    _dying: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> StandInAgent:
         app = web.Application(client_max_size=2**26)
@@ -146,6 +154,8 @@ class StandInAgent:
 
     async def __aexit__(self, *_: object) -> None:
         await self.silence()
+        if self._dying is not None:
+            await self._dying
         await self.close_http()
         if self._http is not None:
             await self._http.close()
@@ -169,9 +179,33 @@ class StandInAgent:
         self._runner = None
 
     @property
+    def is_dead(self) -> bool:
+        """Whether a deadly prompt has ended it."""
+        return self._dying is not None
+
+    async def _survive(self, request: web.Request, body: dict[str, Any], moment: str) -> None:
+        """Return unless the prompt is deadly to it at this moment."""
+        if f"{DEADLY_TO}{moment}" not in str(body.get("prompt") or body.get("messages")):
+            return
+        match self.death:
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "ends":
+                if self._pinger is not None:
+                    self._pinger.cancel()
+                if self._dying is None:
+                    self._dying = asyncio.get_running_loop().create_task(self._end())
+                await _reset(request)
+
+    async def _end(self) -> None:
+        await self.close_http()
+        self.leases.clear()
+
+    @property
     def address(self) -> str:
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self.tls is None else 'https'}://{shown}:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://{host_port(self.host, self.port)}"
 
     def registration(self) -> wire.Register:
         """What it says of itself in its next ping."""
@@ -181,7 +215,7 @@ class StandInAgent:
             "incarnation": self.incarnation,
             "index": self._pings,
             "address": self.address,
-            "control": f"tcp://{self.host}:{self.port}",
+            "control": f"tcp://{host_port(self.host, self.port)}",
             "dialect": "native",
             "model": self.model,
             "max_model_len": CONTEXT_TOKENS,
@@ -297,6 +331,7 @@ class StandInAgent:
                 self.changed.set()
             if leg == "prefill" and self.prefill_gate is not None:
                 await self.prefill_gate.wait()
+            await self._survive(request, body, leg)
             fault = self._fault(leg)
             if fault is not None and fault.kind == "dropped":
                 return _error(409, "nobody wants it", code="transfer_dropped")
@@ -316,7 +351,7 @@ class StandInAgent:
             if leg == "decode":
                 await self._pull(params)
             if body.get("stream"):
-                return await self._stream(request, drawn, fault)
+                return await self._stream(request, body, drawn, fault)
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
             return web.json_response(drawn.whole(), headers={"Server-Timing": "decode;dur=1"})
@@ -372,7 +407,9 @@ class StandInAgent:
             async with self._http.post(url, json=body, ssl=False) as answer:
                 await answer.read()
 
-    async def _stream(self, request: web.Request, drawn: _Drawn, fault: Fault | None) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], drawn: _Drawn, fault: Fault | None
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         kind = None if fault is None else fault.kind
         await response.prepare(request)
@@ -391,6 +428,8 @@ class StandInAgent:
                     return await self._break_off(request, response, kind)
                 await response.write(drawn.event(index, position))
                 sent += 1
+                if sent == 2:
+                    await self._survive(request, body, "stream")
         if fault is not None and sent == fault.after_events and kind not in HARMLESS:
             return await self._break_off(request, response, kind)
         await response.write(drawn.last_event())
@@ -437,6 +476,7 @@ class _Drawn:
         self._with_ids = bool(body.get("return_token_ids"))
         self._with_timing = bool(body.get("kvferry_timing"))
         self._with_lines = bool(body.get("kvferry_token_lines"))
+        self._first_choice = body.get("kvferry_first_choice") or 0
         self._salt = f"{prompt}/{body.get('seed')}/{'other' if other else ''}"
         self._envelope = {
             "id": request.headers.get("X-Kvferry-Answer-Id", "cmpl-direct"),
@@ -481,7 +521,8 @@ class _Drawn:
         if not text and not self._with_ids:
             return line and line + b"\n"
         shown = {"delta": {"content": text}} if self.chat else {"text": text}
-        choice = {"index": index, **shown, "logprobs": None, "finish_reason": reason}
+        index_shown = self._first_choice + index
+        choice = {"index": index_shown, **shown, "logprobs": None, "finish_reason": reason}
         if self._with_ids:
             choice["token_ids"] = [self.token(index, position)]
         return line + _event({**self._envelope, "choices": [choice]})
@@ -559,12 +600,19 @@ async def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--role", choices=["prefill", "decode", "both"], required=True)
     parser.add_argument("--proxy", required=True)
+    parser.add_argument("--model", default="stand-in")
     parser.add_argument("--interval-s", type=float, default=0.0)
+    parser.add_argument("--death", choices=["killed", "stopped"], default="killed")
     options = parser.parse_args()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with StandInAgent(
-        role=options.role, proxies=(options.proxy,), interval_s=options.interval_s, keep_requests=False
+        role=options.role,
+        proxies=(options.proxy,),
+        model=options.model,
+        interval_s=options.interval_s,
+        keep_requests=False,
+        death=options.death,
     ) as agent:
         print(json.dumps({"listening": {"url": agent.address}}), flush=True)
         await stop.wait()

@@ -73,7 +73,11 @@ def write_checkpoint(
     """Write the files that the API process reads; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"vocab_size": tokenizer.get_vocab_size() + 3, "eos_token_id": tokenizer.token_to_id(EOS)}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": tokenizer.get_vocab_size() + 3,
+        "eos_token_id": tokenizer.token_to_id(EOS),
+    }
     (directory / "config.json").write_text(json.dumps(config))
     settings = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": chat_template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -27,6 +27,8 @@ import zmq.asyncio
 
 from kvferry.agent.messages.requests import (
     Abort,
+    Drain,
+    Drained,
     DropTransfer,
     EngineReady,
     FinishReason,
@@ -113,6 +115,8 @@ class StandInEngine:
                 self._stopped.add((message.request_id, message.index))
             case DropTransfer():
                 self._told["drop"] += 1
+            case Drain():
+                await self._send(Drained())
         await self._send_stats()
 
     async def _run(self, submit: Submit) -> None:

@@ -54,7 +54,8 @@ class Fabric:
     """What lies between the servers of one fleet: KV by key, who has met, and what was done wrong."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
-    expired: int = 0
+    expired_elsewhere: int = 0
+    """Leases of other routers that have expired."""
     wrongs: list[str] = field(default_factory=list)
     _meetings: dict[tuple[str, str], asyncio.Future[Any]] = field(default_factory=dict)
 
@@ -66,16 +67,21 @@ class Fabric:
             self.kept[key] = kept
 
     def read(self, key: str) -> str:
-        """The prompt whose KV lies at `key`; another one if its lease is over or it was read before."""
+        """The prompt whose KV lies at `key`; another one if its lease is over: its blocks are recycled."""
         kept = self.kept.get(key)
         if not self.expect(kept is not None, f"{key} is not known") or kept is None:
             return "somebody else's prompt"
         self.expect(not kept.read, f"{key} was read twice")
         if _now() > kept.until:
-            self.expired += 1
             return "somebody else's prompt"
         kept.read = True
         return kept.prompt
+
+    @property
+    def expired(self) -> int:
+        """Leases that have expired unread, whoever asked for them afterwards."""
+        ended = {id(kept) for kept in self.kept.values() if not kept.read and _now() > kept.until}
+        return self.expired_elsewhere + len(ended)
 
     async def meet(self, key: str, leg: str, brought: Any) -> Any:
         """Wait for the other leg with the same key, and take what it has brought."""
@@ -102,17 +108,27 @@ class StandInServer(StandInAgent):
     """A server of another engine. Its registration is what a sidecar would send for it."""
 
     dialect: ClassVar[str]
+    forks: ClassVar[bool] = False
+    """Whether it draws several choices from one transfer."""
+    failed: ClassVar[str] = "error"
+    """Its finish reason of a choice that has failed."""
 
     fabric: Fabric
     dp_size: int = 1
     tp_size: int = 1
     lease_s: float = 30.0
     hold_s: float = 0.0
-    """How long a decode leg waits before it asks for KV."""
+    """How long a decode leg waits before it asks for KV; its lease is not renewed."""
+    holds: list[float] = field(default_factory=list)
+    """The same for the next decode legs, one each."""
     stagger: asyncio.Event | None = None
     """All prefill legs but the first wait for it."""
     hands_over: bool = True
     models_asked: int = 0
+    counts_asked: int = 0
+    count_delay_s: float = 0.0
+    """How long its metrics take from when they were read until they are sent."""
+    started_at: float = 1.8e9
     counts: bool = True
     """Whether its metrics tell of expired leases."""
     engine_id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -145,9 +161,13 @@ class StandInServer(StandInAgent):
         return web.json_response({"object": "list", "data": [served]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.counts_asked += 1
         if not self.counts:
             return web.Response(text="# nothing\n")
-        return web.Response(text=f'vllm:nixl_num_kv_expired_reqs_total{{rank="0"}} {self.fabric.expired}.0\n')
+        count = f'vllm:nixl_num_kv_expired_reqs_total{{rank="0"}} {self.fabric.expired}.0\n'
+        page = f"process_start_time_seconds {self.started_at}\n{count}"
+        await asyncio.sleep(self.count_delay_s)
+        return web.Response(text=page)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         with self._busy():
@@ -156,6 +176,7 @@ class StandInServer(StandInAgent):
             self.asked.append(Asked(leg, request.path, request.headers, _connection(request), body))
             self.changed.set()
             self.check(request.headers, body)
+            await self._survive(request, body, leg)
             fault = self._fault(leg)
             if fault is not None and fault.kind == "status":
                 return _error(fault.status, "as it was told to fail", encoding=fault.encoding)
@@ -167,17 +188,20 @@ class StandInServer(StandInAgent):
                 if self.stagger is not None and len(self.asked) > 1:
                     await self.stagger.wait()
                 return await self.prefill(request, body)
-            drawn = Drawn(request, body)
+            drawn = self.draw(request, body)
             if leg == "decode":
-                await asyncio.sleep(self.hold_s)
+                await asyncio.sleep(self.holds.pop(0) if self.holds else self.hold_s)
                 await self.fetch(request, body, drawn)
             if body.get("stream"):
                 return await self._streamed(request, drawn, fault)
             if fault is not None and fault.kind == "error":
-                drawn.finish_reason = "error"
+                drawn.finish_reason = self.failed
             if fault is not None and fault.kind == "latin_1":
                 return web.Response(body=_latin_1(drawn.whole()), content_type="application/json")
             return web.json_response(drawn.whole())
+
+    def draw(self, request: web.Request, body: dict[str, Any]) -> Drawn:
+        return Drawn(request, body)
 
     def leg_of(self, body: dict[str, Any]) -> Any:
         params = body.get("kv_transfer_params") or {}
@@ -192,7 +216,8 @@ class StandInServer(StandInAgent):
         expect("Authorization" not in headers, "credentials")
         if self.leg_of(body) == "alone":
             return
-        expect((body.get("n") or 1) == 1, "n > 1 in one transfer")
+        alone = (body.get("n") or 1) == 1 or (self.forks and self.leg_of(body) == "decode")
+        expect(alone, "n > 1 in one transfer")
         expect(isinstance(body.get("prompt", ""), str), "several prompts in one transfer")
         expect(
             (body.get("min_tokens") or 0) <= (body.get("max_tokens") or 1000), "min_tokens over max_tokens"
@@ -374,6 +399,43 @@ class VllmNixlServer(StandInServer):
         drawn.cached = params.get("remote_prefill_cached_tokens", NOT_KNOWN_HERE)
 
 
+@dataclass(slots=True, kw_only=True)
+class VllmKvferryServer(StandInServer):
+    """With our connector: the decode server's params are the prefill's, and a lease can be dropped."""
+
+    dialect: ClassVar[str] = "vllm-kvferry"
+    forks: ClassVar[bool] = True
+    dropped: list[str] = field(default_factory=list)
+
+    def check(self, headers: Mapping[str, str], body: dict[str, Any]) -> None:
+        params = body.get("kv_transfer_params") or {}
+        if params.get("drop"):
+            self.fabric.expect(params["do_remote_prefill"] is True, "a drop that vLLM would not see")
+            self.dropped.append(params["transfer_id"])
+            self.asked.pop()  # no leg
+            raise web.HTTPNotFound(text="no such model")
+        StandInServer.check(self, headers, body)
+
+    async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.expect_pared_down(body)
+        if not self.hands_over:
+            return _answered(request, body, None)
+        transfer_id = body["kv_transfer_params"]["transfer_id"]
+        self.fabric.keep(Drawn(request, body).prompts[0], self.lease_s, transfer_id)
+        params = {
+            "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id,
+            "remote_engine_id": self.engine_id, "remote_host": self.host, "remote_port": 6301,
+            "remote_num_tokens": 3, "remote_tp_size": self.tp_size, "remote_dp_rank": 0,
+            "remote_prefill_cached_tokens": CACHED_AT_PREFILL,
+        }  # fmt: skip
+        return _answered(request, body, params)
+
+    async def fetch(self, request: web.Request, body: dict[str, Any], drawn: Drawn) -> None:
+        params = body["kv_transfer_params"]
+        drawn.prompts = [self.fabric.read(params["transfer_id"])]
+        drawn.cached = params.get("remote_prefill_cached_tokens", NOT_KNOWN_HERE)
+
+
 _ADDRESSES = re.compile(r"___prefill_addr_(.+?)___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
 
 
@@ -504,47 +566,139 @@ class SglangServer(StandInServer):
         drawn.prompts = [str(told["messages"] if drawn.chat else told["prompt"])]
 
 
+class AtomDrawn(Drawn):
+    """As recorded in `tests/unit/proxy/dialects/exchanges/atom`: its finish reasons, and ends told twice."""
+
+    def __init__(self, request: web.Request, body: dict[str, Any], *, head: bool) -> None:
+        super().__init__(request, body)
+        self._min_tokens = 0  # not known there
+        self._head = head
+
+    def reason(self, choice: int) -> str:
+        reason = self.finish_reason or ("eos" if self.ends_at_once(choice) else "max_tokens")
+        if self.chat and self._head:
+            return "length" if reason == "max_tokens" else "stop"
+        return reason
+
+    def whole(self) -> dict[str, Any]:
+        times = {"ttft_s": 0.5, "tpot_s": 0.5, "latency_s": 0.5}
+        return super().whole() | {"usage": self.usage() | times}
+
+    def usage(self) -> dict[str, Any]:
+        """With the end of sequence as a token; how much was cached is told of streamed chat alone."""
+        prompt = sum(len(each.split()) for each in self.prompts)
+        completion = sum(len(self.tokens(choice)) or 1 for choice in range(self.n * len(self.prompts)))
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+        return counts | {"total_tokens": prompt + completion}
+
+    def events(self) -> list[bytes]:
+        """Streamed chat ends with `stop`, whatever it was; streamed text ends twice. Usage comes unasked."""
+        events = []
+        if self.chat:
+            events.append(self._chunk(0, {"delta": {"role": "assistant", "content": ""}}))
+            events += [self._chunk(0, {"delta": {"content": text}}) for text in self.tokens(0)]
+            events.append(self._chunk(0, {"delta": {}}, "stop"))
+        else:
+            tokens = self.tokens(0) or [""]
+            events += [self._chunk(0, {"text": text}) for text in tokens[:-1]]
+            events.append(self._chunk(0, {"text": tokens[-1]}, self.reason(0)))
+            events.append(self._chunk(0, {"text": ""}, "stop"))
+        choices: dict[str, Any] = {"choices": []} if self._head else {}
+        events.append(_event({**self._envelope, **choices, "usage": self.usage()}))
+        return events
+
+
 @dataclass(slots=True, kw_only=True)
 class AtomServer(StandInServer):
-    """The prefill server's token is the answer's first."""
+    """ATOM at ffdf3bb5d, or at 0c982ea92 without `head`. The prefill server's token is the answer's first.
+
+    A prefill server keeps what it computes until it is fetched, once.
+    """
 
     dialect: ClassVar[str] = "atom"
+    failed: ClassVar[str] = "aborted"
+    head: bool = True
+    kv_host: str = field(default_factory=lambda: f"10.9.{secrets.randbelow(256)}.{secrets.randbelow(256)}")
+    """What it takes its own address to be; nobody but its partners needs to reach it there."""
+    handshake_port: int = field(default_factory=lambda: 6301 + secrets.randbelow(1000))
+    transfers: int = 0
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        StandInServer.add_routes(self, router)
+        if self.head:
+            router.add_get("/kv_transfer_info", self._info)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[self.role]
+        sizes = {"tp_size": self.tp_size, "dp_size": self.dp_size}
+        return web.json_response(sizes | {"kv_role": role, "handshake_port": self.handshake_port})
 
     def registration(self) -> Any:
-        self.overrides["control"] = f"tcp://{self.host}:6301"
+        self.overrides["control"] = f"tcp://{self.host}:{self.handshake_port}"
+        if not self.head:
+            self.overrides["version"] = "without /kv_transfer_info"
         return StandInServer.registration(self)
 
-    def _expect_partner(self, params: dict[str, Any]) -> None:
-        known = {"remote_host", "remote_port", "remote_handshake_port", "remote_dp_size", "remote_tp_size"}
-        self.fabric.expect(known <= params.keys(), "where the partner is")
-        self.fabric.expect(isinstance(params["remote_port"], str), "a port as text")
-        self.fabric.expect(int(params["remote_port"]) != self.port, "the partner's port, not mine")
+    def draw(self, request: web.Request, body: dict[str, Any]) -> Drawn:
+        return AtomDrawn(request, body, head=self.head)
+
+    def check(self, headers: Mapping[str, str], body: dict[str, Any]) -> None:
+        StandInServer.check(self, headers, body)
+        expect, rank = self.fabric.expect, body.get("data_parallel_rank")
+        expect((rank is None) == (self.dp_size == 1), f"rank {rank} of {self.dp_size}")
+        expect(rank is None or 0 <= rank < self.dp_size, f"rank {rank} is not below {self.dp_size}")
+        expect(isinstance(body.get("stop", []), list), "stop strings that are no list are a 422")
+        fetched = self.role == "decode" or self.leg_of(body) == "prefill"
+        expect(fetched, "a prefill server keeps for ever what nobody fetches")
+        if self.leg_of(body) != "alone":
+            expect(self.head or "messages" not in body, "chat takes no params before June 2026")
 
     async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.fabric.expect(body["max_tokens"] == 1 and body["stream"] is False, "a prefill of one token")
-        self._expect_partner(body["kv_transfer_params"])
-        drawn, transfer_id = Drawn(request, body), secrets.randbits(30)
-        params = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "None",
-            "remote_block_ids": [4], "remote_host": "wrong", "remote_port": 1, "remote_dp_rank": 0, "tp_size":
-            1, "transfer_id": transfer_id, "first_token_id": 5,
+        params = body["kv_transfer_params"]
+        known = {"remote_host", "remote_port", "remote_handshake_port", "remote_dp_size", "remote_tp_size"}
+        self.fabric.expect(known <= params.keys(), "where the decode server is")
+        drawn = self.draw(request, body)
+        self.transfers += 1
+        # Before the body could name a rank, the server chose one itself.
+        rank = body.get("data_parallel_rank", 0) if self.head else self.transfers % self.dp_size
+        where = f"{self.kv_host}:{self.handshake_port}" if self.head else str(self.handshake_port)
+        self.fabric.keep(drawn.prompts[0], self.lease_s, f"{where}/{rank}/{self.transfers}")
+        told = {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [4],
+            "remote_engine_id": "None", "remote_host": self.kv_host, "remote_port": 51234,
+            "tp_size": self.tp_size, "dp_rank": rank, "transfer_id": self.transfers,
         }  # fmt: skip
-        self.fabric.keep(drawn.prompts[0], self.lease_s, str(transfer_id))
-        self.fabric.keep(drawn.token(0, 0), self.lease_s, f"first/{transfer_id}")
-        return _answered(request, body, params)
+        if self.head:
+            first = 2 if drawn.ends_at_once(0) else int(drawn.token(0, 0))
+            told |= {
+                "remote_handshake_port": self.handshake_port, "first_token_id": first, "draft_token_ids": [],
+                "prefix_cache_hit_tokens": 0,
+            }  # fmt: skip
+        return web.json_response(drawn.whole() | {"kv_transfer_params": told})
 
     async def fetch(self, request: web.Request, body: dict[str, Any], drawn: Drawn) -> None:
-        params = body["kv_transfer_params"]
-        self._expect_partner(params)
-        self.fabric.expect(params["first_token_id"] == 5, "the first token")
-        self.fabric.expect(params["remote_handshake_port"] == 6301, "the prefill server's handshake port")
-        drawn.first = self.fabric.read(f"first/{params['transfer_id']}")
-        drawn.prompts = [self.fabric.read(str(params["transfer_id"]))]
+        params, expect = body["kv_transfer_params"], self.fabric.expect
+        expect(params["remote_block_ids"] == [4], "the prefill server's blocks")
+        expect(params["remote_host"].startswith("10.9."), "the prefill server's own host")
+        expect(params["remote_dp_rank"] < params["remote_dp_size"], "one of the prefill server's ranks")
+        where = str(params["remote_handshake_port"])
+        if self.head:
+            where = f"{params['remote_host']}:{where}"
+            drawn.first = f" {params['first_token_id']}"
+        drawn.prompts = [self.fabric.read(f"{where}/{params['remote_dp_rank']}/{params['transfer_id']}")]
 
 
 SERVERS: dict[str, type[StandInServer]] = {
     server.dialect: server
-    for server in (AtomServer, SglangServer, VllmMooncakeServer, VllmMoriioServer, VllmNixlServer)
+    for server in (
+        AtomServer,
+        SglangServer,
+        VllmKvferryServer,
+        VllmMooncakeServer,
+        VllmMoriioServer,
+        VllmNixlServer,
+    )
 }
 
 

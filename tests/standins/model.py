@@ -7,13 +7,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from kvferry.agent.messages.requests import SamplingParams
+from kvferry.agent.messages.requests import PromptLogprob, SamplingParams
 from kvferry.agent.messages.steps import (
     Chunk,
     SampleOutput,
     SamplingRow,
     SamplingSetup,
     Step,
+    StepOutputs,
     uses_earlier_ids,
 )
 
@@ -49,7 +50,7 @@ class StandInRunner:
         self.chunk_log: list[tuple[int, int]] = []
         """(start, end) of every chunk run."""
 
-    def run(self, step: Step, on_written: Callable[[], None]) -> list[list[SampleOutput]]:
+    def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs:
         for source, destination in step.copies:
             self._pool[destination] = list(self._pool[source])
         for chunk in step.chunks:
@@ -61,7 +62,10 @@ class StandInRunner:
         for setup in step.setups:
             assert setup.key not in self._requests, "settings are sent once"
             self._requests[setup.key] = setup
-        return [self._draw(chunk) for chunk in step.chunks]
+        return StepOutputs(
+            sampled=tuple(tuple(self._draw(chunk)) for chunk in step.chunks),
+            prompt_logprobs=tuple(self._score(chunk) for chunk in step.chunks),
+        )
 
     def write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):
@@ -85,6 +89,12 @@ class StandInRunner:
         for sample in chunk.samples:
             self._check_row(sample, context)
         return [SampleOutput(token_id=next_token(context, sample.choice)) for sample in chunk.samples]
+
+    def _score(self, chunk: Chunk) -> tuple[PromptLogprob, ...]:
+        """The "log probability" of a token is its successor's id."""
+        if chunk.scores is None:
+            return ()
+        return tuple(PromptLogprob(logprob=-float(token), rank=1) for token in chunk.scores.successors)
 
     def _check_row(self, row: SamplingRow, context: Sequence[int]) -> None:
         """What a rank knows of a choice's output, all rows together, must be all of it."""

@@ -41,6 +41,9 @@ class WatchedServer:
     metrics: str | None = VLLM_METRICS
     models: str | bytes | None = None
     """Its `/v1/models`, where that is not the usual."""
+    info: str | None = None
+    """Its `/kv_transfer_info`; a 404 without."""
+    info_status: int = 200
     port: int = 0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     metrics_asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,6 +56,8 @@ class WatchedServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
+        if self.info is not None:
+            app.router.add_get("/kv_transfer_info", self._info)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         listener = socket.create_server(("127.0.0.1", self.port))
@@ -78,6 +83,9 @@ class WatchedServer:
         if self.hangs:
             await asyncio.Event().wait()
         return web.Response(status=self.health)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.info, status=self.info_status)
 
     async def _models(self, _: web.Request) -> web.Response:
         if self.metrics_hang:  # until the other request has come, so that both are on their way

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,8 @@ class Answer:
     completion_tokens: int = 0
     timing: dict[str, Any] = field(default_factory=dict)
     events: int = 0
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between the events of a stream; the first one's since the request."""
 
     def same(self) -> tuple[object, ...]:
         """What must be equal bit for bit: everything but timing and cached-token counts."""
@@ -96,7 +99,7 @@ async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     asked = {"return_token_ids": True, "kvferry_timing": True, **body}
     if asked.get("stream"):
         asked["stream_options"] = {"include_usage": True}
-    answer = Answer()
+    answer, last = Answer(), time.monotonic()
     async with http.post(f"{url}/v1/completions", json=asked) as response:
         if response.status != 200:
             raise RequestFailed(response.status, (await response.json())["error"])
@@ -119,6 +122,8 @@ async def complete(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
                 failure = RequestFailed(None, event["error"])
                 continue
             answer.events += 1
+            answer.gaps.append((now := time.monotonic()) - last)
+            last = now
             _add(answer, event)
     raise StreamCut(f"after {answer.events} events")
 

@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.deploy.launcher import Cluster
+from tests.servers import free_port
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
@@ -193,12 +193,6 @@ async def exposition(url: str) -> Exposed:
         for sample in family.samples:
             found.setdefault(sample.name, []).append(dict(sample.labels))
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

@@ -24,10 +24,11 @@ import psutil
 import pytest
 
 from kvferry.agent.cli import parse_config as agent_config
-from kvferry.deploy import keygen
+from kvferry.deploy import drain, keygen
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import UpConfig
+from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.wire.flags import parse_flags
 
@@ -40,7 +41,7 @@ TARGETS = {"make demo", "make test", "make bench-proxy"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
 # Options of vLLM, SGLang and of `tools.train`.
-FOREIGN = {"--kv-transfer-config", "--disaggregation-mode", "--tokens"}
+FOREIGN = {"--kv-transfer-config", "--disable-log-stats", "--disaggregation-mode", "--tokens"}
 
 
 def commands() -> list[str]:
@@ -200,7 +201,8 @@ def documented() -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def helps() -> dict[str, set[str]]:
     """The options that each command lists in its help."""
-    commands = {name: [name] for name in COMMANDS} | {"attach": ["agent", "--attach", "http://127.0.0.1:1"]}
+    commands = {name: [name] for name in COMMANDS}
+    commands |= {"attach": ["agent", "--attach", "http://127.0.0.1:1"], "vllm": ["agent", "--engine", "vllm"]}
     texts = {
         name: subprocess.run(
             [sys.executable, "-m", "kvferry.deploy.cli", *words, "--help"],
@@ -235,10 +237,15 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
         proxy_config(words)
     elif name == "agent" and "--attach" in words:
         parse_flags(SidecarConfig, words, prog="kvferry agent", description="")
+    elif name == "agent" and "--engine" in words:
+        ours = words[: words.index("--")] if "--" in words else words
+        parse_flags(VllmEngineConfig, ours, prog="kvferry agent", description="")
     elif name == "agent":
         agent_config(words)
     elif name == "up":
         parse_flags(UpConfig, words, prog="kvferry up", description="")
+    elif name == "drain":
+        drain.build_parser().parse_args(words)
     else:
         assert name == "keygen"
         (tmp_path / "cluster.key").unlink()
@@ -261,7 +268,8 @@ def test_documented_options_belong_to_their_command(helps: dict[str, set[str]]) 
         for name, rest in re.findall(r"`kvferry ([a-z]+)((?: [^`]*)?)`", page.read_text()):
             options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
             assert name in helps, (page, name)
-            assert options <= helps["attach" if "--attach" in options else name], (page, name, rest)
+            mode = "attach" if "--attach" in options else "vllm" if "--engine" in options else name
+            assert options <= helps[mode], (page, name, rest)
 
 
 def test_documented_targets_and_modules_exist() -> None:

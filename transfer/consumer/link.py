@@ -21,7 +21,7 @@ from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import num_columns, plan_spans, source_columns
+from kvferry.transfer.layout import BlockTemplate, num_columns, pair_blocks, plan_templates, source_columns
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -113,6 +113,8 @@ class Link:
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
+        self._templates: list[dict[int, BlockTemplate]] = []
+        """By our rank and theirs; a pull's spans are made of them."""
 
     def __repr__(self) -> str:
         return f"<Link {self.number} to {self.source} {self.state.value}>"
@@ -227,21 +229,17 @@ class Link:
         timeout_s: float,
     ) -> None:
         """Have every rank read its part of the producer's blocks; comes to one `RankEvents.read_ended`."""
+        blocks = pair_blocks(local_blocks, remote_blocks)
         commands = []
-        for rank in range(self._config.tp_size):
-            plan = plan_spans(
-                self._config.geometry,
-                tp_size=self._config.tp_size,
-                rank=rank,
-                remote_tp_size=self.tp_size,
-                local_blocks=local_blocks,
-                remote_blocks=remote_blocks,
-            )
+        for templates in self._templates:
             command = Read(
                 link=self.number,
                 transfer_id=transfer_id,
                 seq=seq,
-                spans={remote_rank: pack_spans(table) for remote_rank, table in plan.items()},
+                spans={
+                    remote_rank: pack_spans(template.spans(blocks))
+                    for remote_rank, template in templates.items()
+                },
                 timeout_s=timeout_s,
             )
             commands.append(command)
@@ -319,7 +317,7 @@ class Link:
 
     def _accepted(self, response: wire.HelloOk) -> None:
         try:
-            self._config.geometry.local_heads(len(response.ranks), 0)
+            self._templates = self._plan(response)
         except ValueError as error:
             self.refusal = str(error)
             self.lose("refused", str(error))
@@ -340,6 +338,18 @@ class Link:
                 timeout_s=HANDSHAKE_S / 2,
             )
         )
+
+    def _plan(self, response: wire.HelloOk) -> list[dict[int, BlockTemplate]]:
+        """Which bytes of a block each rank reads from which of theirs. Raises ValueError if that makes no
+        sense.
+        """
+        geometry, placements = self._config.geometry, response.placements
+        geometry.local_heads(len(response.ranks), 0)
+        if len(placements) != len(response.ranks):
+            raise ValueError(f"{len(placements)} placements of {len(response.ranks)} ranks")
+        if any(each.num_blocks < response.num_blocks for each in placements):
+            raise ValueError(f"not every rank has {response.num_blocks} blocks")
+        return plan_templates(geometry, self._ranks.placements, placements)
 
     def _request(
         self, request: wire.Request, timeout_s: float, on_response: Callable[[wire.Response | None], None]

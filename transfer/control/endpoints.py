@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
@@ -28,6 +29,7 @@ from kvferry.transfer.control.messages import (
     decode_response,
     encode,
 )
+from kvferry.transfer.net import CannotBind
 
 _QUEUE = 4096
 """Frames queued per connection and direction, and requests that may be pending."""
@@ -63,7 +65,7 @@ class ControlServer:
         self.bad_frames = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> int:
-        """Bind, and return the port. Raises `zmq.ZMQError` if the address cannot be bound.
+        """Bind, and return the port. Raises `CannotBind`.
 
         With a key, the authenticator runs before any peer can connect.
         """
@@ -74,7 +76,11 @@ class ControlServer:
         if self._key is not None:
             self._key.secure_server(socket)
             self._authenticator = CurveAuthenticator(context, self._key)
-        socket.bind(tcp_endpoint(host, port or "*"))
+        try:
+            socket.bind(tcp_endpoint(host, port or "*"))
+        except zmq.ZMQError as error:
+            reason = os.strerror(error.errno or 0)
+            raise CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}") from error
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._channel.start()
         return int(endpoint.rpartition(":")[2])

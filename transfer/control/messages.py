@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.layout import KVGeometry, Placement
 from kvferry.transfer.sampled_tokens import SampledTokens
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 20
 _GRANT_SPARE_BYTES = 1 << 16
 _BLOCK_ID_BYTES = 9
@@ -44,7 +44,7 @@ class BadControlFrame(ValueError):
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    v: Literal[1] = 1
+    v: Literal[2] = 2
     seq: _Count
     incarnation: _Id
     """The producer's: of the one that the request is for, and of the one that responds."""
@@ -78,11 +78,14 @@ class Hello(_Frame, frozen=True, tag="hello"):
 
 
 class HelloOk(_Frame, frozen=True, tag="hello_ok"):
-    """The chosen transfer, and what the consumer's ranks need in order to connect with it."""
+    """The chosen transfer, what the consumer's ranks need in order to connect with it, and where each rank's
+    KV lies.
+    """
 
     transfer: _Word
     num_blocks: _Count
     ranks: Annotated[tuple[EngineDescription, ...], Meta(min_length=1, max_length=1024)]
+    placements: Annotated[tuple[Placement, ...], Meta(min_length=1, max_length=1024)]
     token: _Blob
 
 

@@ -167,6 +167,7 @@ class Producer:
             transfer=transfer,
             num_blocks=self._config.num_blocks,
             ranks=self._ranks.descriptions(transfer),
+            placements=self._ranks.placements,
             token=mint(self._ranks.secret),
         )
 

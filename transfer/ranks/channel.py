@@ -12,7 +12,6 @@ import asyncio
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -22,7 +21,6 @@ MAX_FRAME_BYTES = 64 << 20
 _MAX_QUEUED_BYTES = 64 << 20
 """Limit of what waits for a rank that does not read."""
 _BACKLOG = 128
-_CONNECT_S, _RETRY_MS = 60.0, 10
 _SEND_S = 30.0
 _RECEIVE_BYTES = 1 << 16
 
@@ -171,6 +169,47 @@ class RankEnd:
         self._socket.close()
 
 
+async def dial(path: Path, on_frame: Callable[[RankConnection, bytes], None]) -> RankConnection:
+    """Connect an engine process to a rank that listens. Raises OSError if it does not."""
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_unix_connection(lambda: RankConnection(on_frame), str(path))
+    return connection
+
+
+class RankSocket:
+    """Where a rank listens for its engine process, which connects once.
+
+    Raises OSError if the path is taken or invalid. Who can open the path can command the rank: its directory
+    must be private.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(str(path))
+            self._socket.listen(1)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def accept(self, stopped: socket.socket) -> RankEnd | None:
+        """Wait for the engine process; None if `stopped` turned readable before. Closes the socket.
+
+        Without a deadline: the rank's owner knows how long an engine may take to start, and stops it.
+        """
+        try:
+            ready, _, _ = select.select([self._socket, stopped], [], [])
+            return None if stopped in ready else RankEnd(self._socket.accept()[0])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
 def connect_at_once(path: Path) -> RankEnd:
     """Connect a rank to an engine process that listens. Raises OSError if it does not."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -179,26 +218,4 @@ def connect_at_once(path: Path) -> RankEnd:
     except OSError:
         end.close()
         raise
-    return RankEnd(end)
-
-
-def connect(path: Path, stopped: socket.socket) -> RankEnd | None:
-    """Connect a rank; the engine process may not listen yet. None if `stopped` turned readable before.
-
-    Raises TimeoutError if it does not listen for too long, and OSError for an invalid path.
-    """
-    deadline = time.monotonic() + _CONNECT_S
-    poller = select.poll()
-    poller.register(stopped, select.POLLIN)
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected = False
-    try:
-        while not (connected := end.connect_ex(str(path)) == 0):
-            if poller.poll(_RETRY_MS):
-                return None
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the engine process does not listen on {path}")
-    finally:
-        if not connected:
-            end.close()
     return RankEnd(end)

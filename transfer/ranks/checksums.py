@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.transfer.checksum import PoolSums, SumTable, pack_sums
+from kvferry.transfer.memory import KVPool
 from kvferry.transfer.ranks.messages import BlocksSummed, SumBlocks
 
 _SLICE_BYTES = 8 << 20
@@ -24,11 +25,12 @@ class _Job:
 
 
 class RankSums:
-    """Sums blocks in the order in which they are asked for. Single-threaded."""
+    """Sums blocks in the order in which they are asked for. Single-threaded; costs nothing until then."""
 
-    def __init__(self, rank: int, pool: PoolSums, report: Callable[[BlocksSummed], None]) -> None:
+    def __init__(self, rank: int, pool: KVPool, report: Callable[[BlocksSummed], None]) -> None:
         self._rank = rank
         self._pool = pool
+        self._sums: PoolSums | None = None
         self._report = report
         self._jobs: deque[_Job] = deque()
 
@@ -44,9 +46,11 @@ class RankSums:
         """Do one slice of the first job, and report it if that was its last."""
         if not self._jobs:
             return
+        if self._sums is None:
+            self._sums = PoolSums(self._pool)
         job = self._jobs[0]
-        count = max(1, _SLICE_BYTES // self._pool.block_bytes)
-        job.parts.append(self._pool.sums(job.command.blocks[job.done : job.done + count]))
+        count = max(1, _SLICE_BYTES // self._sums.block_bytes)
+        job.parts.append(self._sums.sums(job.command.blocks[job.done : job.done + count]))
         job.done += count
         if job.done >= len(job.command.blocks):
             self._jobs.popleft()

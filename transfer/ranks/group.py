@@ -19,9 +19,10 @@ from kvferry.transfer.checksum import SumTable, unpack_sums
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import BACKENDS
 from kvferry.transfer.ids import TransferId
+from kvferry.transfer.layout import Placement
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
-from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
+from kvferry.transfer.ranks.channel import RankConnection, RankGone, dial
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +55,11 @@ class _Sums:
 class RankGroup:
     """All TP ranks of this agent as one: commands go to all, and one event comes back (I6)."""
 
-    def __init__(self, tp_size: int, incarnation: str) -> None:
+    def __init__(self, tp_size: int) -> None:
         self._tp_size = tp_size
-        self._incarnation = incarnation
         self._hellos: dict[int, wire.RankHello] = {}
         self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
-        self._listener: RankListener | None = None
         self._connections: dict[int, RankConnection] = {}
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
         self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
@@ -68,18 +67,27 @@ class RankGroup:
         self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
-    async def start(self, path: Path, timeout_s: float, events: RankEvents) -> None:
-        """Listen, and wait until every rank admits peers.
+    async def start(self, paths: Sequence[Path], timeout_s: float, events: RankEvents) -> None:
+        """Connect to every rank, in order of rank, and wait until each admits peers.
 
-        Raises TimeoutError naming the ranks that do not, and OSError if the path is taken or invalid.
+        Raises TimeoutError naming the ranks that do not, and OSError if one does not listen.
         """
-        self._listener = RankListener(partial(self._received, events))
-        await self._listener.start(path)
+        if len(paths) != self._tp_size:
+            raise ValueError(f"{len(paths)} addresses of {self._tp_size} ranks")
         try:
-            await asyncio.wait_for(self._complete.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                for rank, path in enumerate(paths):
+                    self._connections[rank] = await self._dial(rank, path, events)
+                await self._complete.wait()
         except TimeoutError as error:
             missing = sorted(set(range(self._tp_size)) - self._welcomed)
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
+
+    async def _dial(self, rank: int, path: Path, events: RankEvents) -> RankConnection:
+        try:
+            return await dial(path, partial(self._received, events, rank))
+        except OSError as error:
+            raise OSError(f"transfer: rank {rank} does not listen on {path}: {error}") from error
 
     @property
     def connecting(self) -> int:
@@ -96,6 +104,11 @@ class RankGroup:
     def descriptions(self, transfer: str) -> tuple[EngineDescription, ...]:
         """The ranks' addresses for peers with one backend, in order of rank."""
         return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where each rank's KV lies, in order of rank."""
+        return tuple(self._hellos[rank].placement for rank in range(self._tp_size))
 
     def connect(self, command: wire.Connect) -> None:
         """Connect every rank; comes to one `link_connected`."""
@@ -131,8 +144,8 @@ class RankGroup:
         assert len(self._hellos) <= self._tp_size, "too many ranks"
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
         self._connections.clear()
 
     def _send(self, rank: int, command: wire.Command) -> None:
@@ -145,11 +158,11 @@ class RankGroup:
             # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
             _log.error("rank %d does not accept commands: %s", rank, error)
 
-    def _received(self, events: RankEvents, connection: RankConnection, frame: bytes) -> None:
+    def _received(self, events: RankEvents, rank: int, connection: RankConnection, frame: bytes) -> None:
         report = wire.decode_report(frame)
         match report:
             case wire.RankHello():
-                self._welcome(connection, report)
+                self._welcome(rank, report)
             case wire.Welcomed():
                 self._welcomed.add(report.rank)
                 if len(self._welcomed) == self._tp_size:
@@ -165,15 +178,12 @@ class RankGroup:
             case wire.BlocksSummed():
                 self._blocks_summed(report)
 
-    def _welcome(self, connection: RankConnection, hello: wire.RankHello) -> None:
-        if hello.incarnation != self._incarnation or not 0 <= hello.rank < self._tp_size:
-            _log.error(
-                "ignored an unknown process that reported as rank %d of %s", hello.rank, hello.incarnation
-            )
+    def _welcome(self, rank: int, hello: wire.RankHello) -> None:
+        if hello.rank != rank:
+            _log.error("rank %d was expected where rank %d reported: ignored", rank, hello.rank)
             return
-        self._hellos[hello.rank] = hello
-        self._connections[hello.rank] = connection
-        self._send(hello.rank, wire.Welcome(secret=self.secret))
+        self._hellos[rank] = hello
+        self._send(rank, wire.Welcome(secret=self.secret))
 
     def _connected(self, events: RankEvents, report: wire.Connected) -> None:
         if report.broken:

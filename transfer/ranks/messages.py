@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between an agent's engine process and its own ranks about transfers.
 
-msgspec's msgpack over ipc in the agent's private directory; both ends are of one incarnation.
+msgspec's msgpack over a Unix socket in a private directory; both ends are of one incarnation.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import msgspec
 import numpy as np
 
 from kvferry.transfer.control.messages import EngineDescription
-from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.layout import Placement, SpanTable
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """Which backends a rank opened, and how peers address them: first of all, and after a `Rebuild`."""
+    """Which backends a rank opened, how peers address them, and where its KV lies: first of all, and after a
+    `Rebuild`.
+    """
 
     rank: int
-    incarnation: str
+    placement: Placement
     engines: dict[str, EngineDescription]
 
 

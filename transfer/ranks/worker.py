@@ -19,9 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvferry.transfer.checksum import PoolSums
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import (
     BackendUnavailable,
@@ -31,14 +29,11 @@ from kvferry.transfer.engine import (
     open_engine,
     parse_backend_options,
 )
-from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.memory import KVPool
 from kvferry.transfer.ranks import messages as wire
-from kvferry.transfer.ranks.channel import RankEnd, connect
+from kvferry.transfer.ranks.channel import RankEnd, RankSocket
 from kvferry.transfer.ranks.checksums import RankSums
 from kvferry.transfer.ranks.reads import RankReader
-
-if TYPE_CHECKING:
-    import torch
 
 _OPEN_S = 60.0
 _CLOSE_S = 5.0
@@ -52,8 +47,9 @@ class WorkerConnector:
     """This rank's part of the transfer plane.
 
     Args:
-        address: Where the engine process's SchedulerConnector listens for its ranks.
-        pool: This rank's contiguous KV pool, `geometry.pool_shape`, allocated and touched.
+        address: Where this rank listens for the engine process's SchedulerConnector, from `start` on; in a
+            private directory.
+        pool: This rank's KV pool, allocated and touched.
         transfer: A backend's name, or auto for every one that works here.
         transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
         computing: Set by the rank while its model computes, so that a pull may then take less of the device.
@@ -64,27 +60,19 @@ class WorkerConnector:
         *,
         address: Path,
         rank: int,
-        tp_size: int,
-        geometry: KVGeometry,
-        pool: torch.Tensor,
+        pool: KVPool,
         transfer: str,
-        incarnation: str,
         bind_host: str,
         advertise_host: str,
         transfer_options: str = "",
         computing: threading.Event | None = None,
     ) -> None:
-        heads = len(geometry.local_heads(tp_size, rank))
-        if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], heads):
-            raise ValueError(f"pool of shape {tuple(pool.shape)} does not fit {geometry} with {heads} heads")
         self._address = address
         self._rank = rank
         self._pool = pool
-        self._geometry = geometry
         self._names = candidates(transfer)
-        self._incarnation = incarnation
         self._options = EngineOptions(
-            name=f"{incarnation}-{rank}-{secrets.token_hex(4)}",
+            name=f"{secrets.token_hex(8)}-{rank}",
             bind_host=bind_host,
             advertise_host=advertise_host,
             explicit=transfer != "auto",
@@ -94,14 +82,18 @@ class WorkerConnector:
         self._lives = itertools.count()
         self._opened = threading.Event()
         self._error: Exception | None = None
+        self._listener: RankSocket | None = None
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{rank}", daemon=True)
 
     def start(self) -> None:
-        """Open the backends and report to the engine process. Raises `BackendUnavailable` with the reason, or
-        ValueError for an invalid backend option.
+        """Open the backends, and listen for the engine process, which may connect from the return on.
+
+        Raises `BackendUnavailable` with the reason, ValueError for an invalid backend option, and OSError if
+        the address is taken or invalid.
         """
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        self._listener = RankSocket(self._address)
         self._thread.start()
         if not self._opened.wait(_OPEN_S):
             raise BackendUnavailable(f"transfer backends did not open within {_OPEN_S:.0f} s")
@@ -115,6 +107,8 @@ class WorkerConnector:
             self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the transfer thread did not end within {_CLOSE_S:.0f} s")
+        if self._listener is not None:
+            self._listener.close()
         self._stopped.close()
 
     def _run(self) -> None:
@@ -158,7 +152,7 @@ class WorkerConnector:
     def _open_engine(self, name: str) -> tuple[TransferEngine, EngineDescription]:
         engine = open_engine(name, self._options_of(name))
         try:
-            region = engine.register(self._pool)
+            region = engine.register(self._pool.memory)
         except BackendUnavailable:
             engine.close()
             raise
@@ -173,7 +167,7 @@ class WorkerConnector:
             poller.register(self._stopped, select.POLLIN)
             for engine in engines.values():
                 _watch(poller, engine)
-            channel = connect(self._address, self._stopped)
+            channel = self._listener.accept(self._stopped) if self._listener is not None else None
             if channel is not None:
                 self._send_hello(channel, descriptions)
                 self._loop(channel, poller, engines, descriptions)
@@ -184,7 +178,11 @@ class WorkerConnector:
                 channel.close()
 
     def _send_hello(self, channel: RankEnd, descriptions: Mapping[str, EngineDescription]) -> None:
-        hello = wire.RankHello(rank=self._rank, incarnation=self._incarnation, engines=dict(descriptions))
+        hello = wire.RankHello(
+            rank=self._rank,
+            placement=self._pool.placement,
+            engines=dict(descriptions),
+        )
         channel.send(wire.encode(hello))
 
     def _loop(
@@ -195,8 +193,7 @@ class WorkerConnector:
         descriptions: dict[str, EngineDescription],
     ) -> None:
         reader = RankReader(self._rank, engines, lambda report: channel.send(wire.encode(report)))
-        pool_sums = PoolSums(self._pool, self._geometry)
-        sums = RankSums(self._rank, pool_sums, lambda report: channel.send(wire.encode(report)))
+        sums = RankSums(self._rank, self._pool, lambda report: channel.send(wire.encode(report)))
         poller.register(channel, select.POLLIN)
         while True:
             ready = dict(poller.poll(0 if sums.busy else _wait_ms(reader, list(engines.values()))))

@@ -15,6 +15,9 @@ from typing import Protocol
 from kvferry.agent.api.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+# More ids than a character has bytes: what they spell is no character, and reading them again with every
+# further id would cost the square of their number.
+_MAX_HELD_IDS = 16
 
 
 class Detokenizer:
@@ -23,11 +26,22 @@ class Detokenizer:
     Args:
         stop: Strings that end the choice.
         min_tokens: Text of fewer tokens than this is shown without looking for stop strings.
+        include_stop: Cut after the stop string instead.
+        show_special: Special tokens are text like any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._text: _TextStream
-        self._text = _ByteLevelText(tokenizer) if tokenizer.byte_level else _WindowedText(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
+        show_special: bool = False,
+    ) -> None:
+        kind = _ByteLevelText if tokenizer.byte_level else _WindowedText
+        self._text: _TextStream = kind(tokenizer, show_special)
+        self._include_stop = include_stop
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -53,10 +67,11 @@ class Detokenizer:
         if self._num_tokens < self._min_tokens:
             end = len(self._held)
         else:
-            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            found = [(at, len(stop)) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
                 self.stopped = True
-                end = min(found)
+                begin, length = min(found)
+                end = begin + length if self._include_stop else begin
         released, self._held = self._held[:end], self._held[end:]
         return released
 
@@ -81,12 +96,13 @@ class _TextStream(Protocol):
 class _ByteLevelText:
     """For tokenizers whose text is the UTF-8 reading of their tokens' bytes: constant work per token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
         self._tokenizer = tokenizer
+        self._show_special = show_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.has_no_text(token_id):
+        if self._tokenizer.has_no_text(token_id, self._show_special):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -101,30 +117,31 @@ class _WindowedText:
     differently from the rest (they strip a leading space).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
         self._tokenizer = tokenizer
+        self._show_special = show_special
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.has_no_text(token_id):
+        if self._tokenizer.has_no_text(token_id, self._show_special):
             return ""
         self._ids.append(token_id)
         # The decoder reads a run of byte tokens as a whole: one bad byte spoils it, so it must end first.
         if self._tokenizer.is_byte_token(token_id):
             return ""
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith(_REPLACEMENT):
+        text = self._tokenizer.decode(self._ids, self._show_special)
+        if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_shown < _MAX_HELD_IDS:
             return ""
         piece = text[len(self._shown) :]
         del self._ids[: self._num_shown]
         self._num_shown = len(self._ids)
-        self._shown = self._tokenizer.decode(self._ids)
+        self._shown = self._tokenizer.decode(self._ids, self._show_special)
         return piece
 
     def finish(self) -> str:
-        piece = self._tokenizer.decode(self._ids)[len(self._shown) :]
+        piece = self._tokenizer.decode(self._ids, self._show_special)[len(self._shown) :]
         self._ids.clear()
         self._num_shown = 0
         self._shown = ""

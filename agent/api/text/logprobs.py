@@ -8,16 +8,18 @@ from typing import Any
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.ids import AnswerKind
-from kvferry.agent.messages.requests import TokenLogprob
+from kvferry.agent.messages.requests import PromptLogprob, TokenLogprob
 
 # JSON has no infinity; OpenAI's reference documents this value for tokens that cannot be sampled.
 _LOWEST = -9999.0
 
 TokensWithLogprobs = Sequence[tuple[int, TokenLogprob]]
+EchoedTokens = Sequence[tuple[int, TokenLogprob | None]]
+"""Nothing is known of a prompt's first token."""
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, sampled: TokensWithLogprobs, text_offset: int
+    tokenizer: Tokenizer, sampled: TokensWithLogprobs | EchoedTokens, text_offset: int
 ) -> dict[str, Any]:
     """Make the object of a completion's choice: parallel lists, one entry per token.
 
@@ -31,8 +33,11 @@ def completion_logprobs(
         text_offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(logprob.logprob) for _, logprob in sampled],
-        "top_logprobs": [_alternatives(tokenizer, token_id, logprob) for token_id, logprob in sampled],
+        "token_logprobs": [None if logprob is None else _finite(logprob.logprob) for _, logprob in sampled],
+        "top_logprobs": [
+            None if logprob is None else _alternatives(tokenizer, token_id, logprob)
+            for token_id, logprob in sampled
+        ],
         "text_offset": offsets,
     }
 
@@ -51,6 +56,29 @@ RENDER_LOGPROBS: dict[AnswerKind, Callable[[Tokenizer, TokensWithLogprobs, int],
     "completion": completion_logprobs,
     "chat": chat_logprobs,
 }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[PromptLogprob], num_top: int
+) -> list[dict[str, Any] | None]:
+    """Make vLLM's `prompt_logprobs`: by token id, of each token of the prompt and its `num_top` likeliest.
+
+    The first token has none, so `logprobs` are those of the tokens after it.
+    """
+    shown: list[dict[str, Any] | None] = [None]
+    for token_id, own in zip(prompt_ids[1:], logprobs, strict=True):
+        top = [(other, value, rank) for rank, (other, value) in enumerate(own.top[:num_top], start=1)]
+        shown.append(
+            {
+                str(other): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(other),
+                }
+                for other, value, rank in [(token_id, own.logprob, own.rank), *top]
+            }
+        )
+    return shown
 
 
 def merge_logprobs(earlier: dict[str, Any] | None, later: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,17 +68,34 @@ class Tokenizer:
             raise TextTooLong(len(encoding))
         return tuple(encoding.ids)
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens left out; what no valid UTF-8 spells is shown as U+FFFD."""
-        return self._fast.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], show_special: bool = False) -> str:
+        """Return the text of ids; what no valid UTF-8 spells is shown as U+FFFD."""
+        return self._fast.decode(ids, skip_special_tokens=not show_special)
+
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the ids of each word, and as vLLM does, those of the word after a space, if they are as many
+        and begin otherwise.
+        """
+        encoded: list[tuple[int, ...]] = []
+        for word in words:
+            ids = self.encode(word.lstrip(), add_special_tokens=False)
+            after_space = self.encode(f" {word.lstrip()}", add_special_tokens=False)
+            encoded.append(ids)
+            if len(after_space) == len(ids) and after_space[:1] != ids[:1]:
+                encoded.append(after_space)
+        return tuple(ids for ids in encoded if ids)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+        return [self._token(token_id) for token_id in ids]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, as logprobs show it."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def has_no_text(self, token_id: int) -> bool:
+    def has_no_text(self, token_id: int, show_special: bool = False) -> bool:
         """Whether the token leaves no trace in text: special ones, and ids that only the model has."""
-        return token_id in self.special_ids or not self._token(token_id)
+        return (token_id in self.special_ids and not show_special) or not self._token(token_id)
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token stands for one raw byte (`<0xE2>`), whose reading depends on its neighbours."""

@@ -27,6 +27,7 @@ from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent
 from kvferry.transfer.ids import TransferId, new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.memory import own_pool
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.worker import WorkerConnector
@@ -80,17 +81,14 @@ class PlaneAgent:
             num_blocks=num_blocks,
             weights="bench",
             host_id="bench",
-            rank_address=Path(self._directory.name, "transfer"),
+            rank_addresses=(Path(self._directory.name, "transfer"),),
         )
         self._config = config
         self._worker = WorkerConnector(
-            address=config.rank_address,
+            address=config.rank_addresses[0],
             rank=0,
-            tp_size=1,
-            geometry=geometry,
-            pool=self.pool_bytes.view(getattr(torch, geometry.dtype)).view(shape),
+            pool=own_pool(self.pool_bytes.view(getattr(torch, geometry.dtype)).view(shape), geometry, 1, 0),
             transfer=backend,
-            incarnation=config.incarnation,
             bind_host="127.0.0.1",
             advertise_host="127.0.0.1",
             transfer_options=options,

@@ -10,5 +10,7 @@ from __future__ import annotations
 AGENT = "tests.standins.faults.agent"
 ENGINE = "tests.standins.faults.engine"
 RANK = "tests.standins.faults.rank"
+RANK_MODULE = "KVFERRY_TESTS_RANK"
+"""Environment variable: a module that is run in place of `RANK`."""
 TCP_FAULT = "KVFERRY_TESTS_TCP_FAULT"
 CONTROL_FAULT = "KVFERRY_TESTS_CONTROL_FAULT"

@@ -12,4 +12,4 @@ from tests.standins.faults import control
 
 if __name__ == "__main__":
     with control.injected(os.environ.get(faults.CONTROL_FAULT)):
-        sys.exit(main(rank_module=faults.RANK))
+        sys.exit(main(rank_module=os.environ.get(faults.RANK_MODULE, faults.RANK)))

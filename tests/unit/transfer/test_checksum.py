@@ -14,8 +14,10 @@ from kvferry.transfer.checksum import (
     unpack_sums,
     word_keys,
 )
-from kvferry.transfer.layout import KVGeometry, num_columns, plan_spans, source_columns
+from kvferry.transfer.layout import KVGeometry, num_columns, source_columns
+from kvferry.transfer.memory import own_pool, pool_of_layers
 from tests.gpu import needs_gpus
+from tests.unit.transfer.plans import plan_spans
 from tests.unit.transfer.rig import GEOMETRY
 
 
@@ -47,7 +49,7 @@ def test_a_sum_is_what_its_definition_says(geometry: KVGeometry) -> None:
     heads = num_columns(geometry, 1)
     pool = random_pool(geometry, heads)
     word = "<i4" if geometry.head_block_bytes % 4 == 0 else "<i2"
-    sums = PoolSums(pool, geometry).sums([4, 0])
+    sums = PoolSums(own_pool(pool, geometry, 1, 0)).sums([4, 0])
     assert sums.tolist() == [[plainly(pool[block, head], word) for head in range(heads)] for block in (4, 0)]
 
 
@@ -56,21 +58,34 @@ def test_a_gpus_arithmetic_is_a_cpus() -> None:
     pool = random_pool(GEOMETRY, 4)
     words, keys = pool.view(6, 4, -1).view(torch.int32), torch.from_numpy(word_keys(pool[0, 0].numel()))
     found = totals(words, keys, range(6)).numpy().view(np.uint64) >> np.uint64(32)
-    assert found.tolist() == PoolSums(pool, GEOMETRY).sums(range(6)).tolist()
+    assert found.tolist() == PoolSums(own_pool(pool, GEOMETRY, 1, 0)).sums(range(6)).tolist()
+
+
+@pytest.mark.parametrize("order", ["LBHC", "LHBC", "BLHC", "BHLC"])
+def test_a_sum_does_not_depend_on_where_a_pool_has_its_layers(order: str) -> None:
+    """Agents whose engines lay their pools out differently understand each other."""
+    size = {"L": 3, "B": 6, "H": 4, "C": 10}
+    numbers = torch.randn([size[each] for each in "BHLC"], generator=torch.Generator().manual_seed(0))
+    pool = numbers.permute(["BHLC".index(each) for each in order]).contiguous()
+    layers = [pool.select(order.index("L"), layer) for layer in range(3)]
+    left = order.replace("L", "")
+    layers = [layer.permute([left.index(each) for each in "BHC"]) for layer in layers]
+    found = PoolSums(pool_of_layers(layers, planes=1, heads=range(4))).sums([4, 0])
+    assert found.tolist() == [[plainly(numbers[block, head], "<i4") for head in range(4)] for block in (4, 0)]
 
 
 @pytest.mark.gpu
 @needs_gpus(1)
 def test_a_pool_on_a_gpu_has_the_same_sums() -> None:
     pool = random_pool(GEOMETRY, 4)
-    expected = PoolSums(pool, GEOMETRY).sums(range(6))
-    assert np.array_equal(PoolSums(pool.cuda(), GEOMETRY).sums(range(6)), expected)
+    expected = PoolSums(own_pool(pool, GEOMETRY, 1, 0)).sums(range(6))
+    assert np.array_equal(PoolSums(own_pool(pool.cuda(), GEOMETRY, 1, 0)).sums(range(6)), expected)
 
 
 def test_damage_changes_the_sums_of_its_slice_alone() -> None:
     """A bit, two words that changed places, and the flip of the tcp backend's fault in every element."""
     pool = random_pool(GEOMETRY, 4)
-    sums = PoolSums(pool, GEOMETRY)
+    sums = PoolSums(own_pool(pool, GEOMETRY, 1, 0))
     before = sums.sums(range(6))
     words = pool.view(torch.int32)
     damages = [

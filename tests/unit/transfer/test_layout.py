@@ -4,7 +4,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.transfer.layout import KVGeometry, SpanTable, check_bounds, differences, merge_spans, plan_spans
+from kvferry.transfer.layout import KVGeometry, SpanTable, check_bounds, differences, merge_spans
+from tests.unit.transfer.plans import plan_spans
 
 GQA = KVGeometry(num_layers=3, num_kv_heads=4, head_dim=2, dtype="float32", block_size=2, rope="default")
 MLA = KVGeometry(

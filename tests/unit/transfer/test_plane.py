@@ -9,6 +9,7 @@ import threading
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,8 +20,9 @@ from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiesc
 from kvferry.transfer.ids import DuplicateTransfer, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.producer.lease import LeaseTable
+from kvferry.transfer.ranks.channel import RankSocket
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
-from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
+from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]
 OURS = [20, 21, 22, 7, 30]
@@ -501,6 +503,27 @@ async def test_another_layout_is_refused_with_both_values(field: str, ours: obje
         assert str(theirs) in failed.detail
 
 
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"heads_start": 2}, "heads range(2, 6), not range(0, 4)"),
+        ({"num_blocks": NUM_BLOCKS - 1}, f"not every rank has {NUM_BLOCKS} blocks"),
+        ({"planes": 1}, "planes: theirs 1, ours 2"),
+        ({"unit_bytes": 4}, "unit_bytes: theirs 4"),
+        ({"layers": (0,)}, "layers: theirs 1, ours 3"),
+    ],
+)
+async def test_a_placement_that_makes_no_sense_is_refused(changes: dict[str, Any], detail: str) -> None:
+    """What a producer says of its memory is checked before anything is read from there."""
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        hellos = prefill.plane._ranks._hellos
+        placement = msgspec.structs.replace(hellos[0].placement, **changes)
+        hellos[0] = msgspec.structs.replace(hellos[0], placement=placement)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert failed.reason == "refused" and detail in failed.detail
+
+
 async def test_other_weights_are_refused() -> None:
     async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
@@ -717,8 +740,14 @@ async def test_other_token_ids_fail_the_pull() -> None:
 async def test_a_rank_that_never_reports_is_named() -> None:
     agent = Agent(tp_size=2)
     agent.workers[0].start()
+    silent = RankSocket(agent.config.rank_addresses[1])
     plane = SchedulerConnector(agent.config, agent.woken.set)
     with pytest.raises(TimeoutError, match=r"ranks \[1\]"):
+        await plane.start(0.5)
+    await plane.close()
+    silent.close()
+    plane = SchedulerConnector(agent.config, agent.woken.set)
+    with pytest.raises(OSError, match="rank 0 does not listen"):
         await plane.start(0.5)
     await plane.close()
     for worker in agent.workers:

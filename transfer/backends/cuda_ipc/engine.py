@@ -20,7 +20,7 @@ import secrets
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -164,7 +164,7 @@ def open_backend(options: EngineOptions) -> CudaIpcEngine:
     """Listen for readers. Raises `BackendUnavailable` with the reason where there is no GPU or no Triton, and
     ValueError for an invalid option.
     """
-    reason = probe()
+    reason = probe(options.backend_options)
     if reason is not None:
         raise BackendUnavailable(reason)
     try:
@@ -173,7 +173,7 @@ def open_backend(options: EngineOptions) -> CudaIpcEngine:
         raise BackendUnavailable(f"cuda_ipc on {options.bind_host}: {error}") from error
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """Why CUDA IPC does not work on this machine, or None. Two GPUs are tried by `connect`."""
     import torch
 

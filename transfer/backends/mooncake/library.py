@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class MooncakeLibrary:
         self._engine = None
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """Why Mooncake does not run in this process, or None if it does."""
     try:
         MooncakeLibrary("127.0.0.1").close()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mori backend: one-sided reads through AMD's MORI-IO (RDMA between hosts, XGMI between GPUs of one).
 
-Tested with a stand-in only, never on AMD hardware. The library's traits (docs/sources.md#mori-io), and what
-this backend does about them:
+What was run where is in docs/backends/mori.md. The library's traits (docs/sources.md#mori-io), and what this
+backend does about them:
 
 * It ends its process on a failed topology or registration: a child process tries first.
-* It connects with blocking calls that hold the interpreter: a handshake comes first (`HandshakePeer`).
+* It connects with blocking calls that hold the interpreter: a handshake comes first (`HandshakePeer`), then a
+  thread makes the queue pairs by a call that does not hold it (`QueuePairMaker`).
 * It has no deadline, no cancel, and may write after it has reported an error: `MoriTransfer` posts a fence.
 * Its queue pairs to an engine are made once and stay broken: such a peer is refused from then on, so that the
   link falls back to another backend and our engine is opened anew when it is idle.
+* It reports a dead peer before the transfers end: they fail at once (`MoriLibrary.failures`).
 * Posting more than a NIC's send queue holds would block: the excess waits here.
 
 MORI does not authenticate: every process that reaches its port can ask for the keys to the registered memory.
@@ -20,16 +22,18 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakeServer
 from kvferry.transfer.backends.common.settings import parse_settings
+from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.peer import MoriPeer
 from kvferry.transfer.backends.mori.probe import find_reason
+from kvferry.transfer.backends.mori.queue_pairs import QueuePairMaker
 from kvferry.transfer.backends.mori.regions import MoriPoolAddress, MoriRegion, RemotePool
 from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
@@ -68,6 +72,9 @@ class MoriEngine:
         self._peers: list[MoriPeer] = []
         self._selector = selectors.EpollSelector()
         self._server = HandshakeServer(options.bind_host, self._selector)
+        self._waker = Waker()
+        self._selector.register(self._waker, selectors.EVENT_READ, self._waker)
+        self._maker = QueuePairMaker(library, self._waker.wake)
 
     def admit(self, secret: bytes) -> None:
         self._server.admit(secret)
@@ -94,7 +101,14 @@ class MoriEngine:
             raise PeerBroken("mori: our queue pairs to it are in error")
         deadline = time.monotonic() + timeout_s
         client = MoriPeer(
-            self._library, self._pool(), remote, address.greeting, token, self._selector, deadline
+            self._library,
+            self._maker,
+            self._pool(),
+            remote,
+            address.greeting,
+            token,
+            self._selector,
+            deadline,
         )
         self._library.engine.register_remote_engine(remote.engine)
         self._peers.append(client)
@@ -108,6 +122,7 @@ class MoriEngine:
             key.data.on_ready(events)
         now = time.monotonic()
         self._server.progress(now)
+        self._end_failed()
         for peer in self._peers:
             peer.progress(now)
         self._forget_lost()
@@ -124,6 +139,7 @@ class MoriEngine:
 
     def close(self) -> None:
         self._server.close()
+        self._maker.close()
         for peer in self._peers:
             peer.forget_sessions()
         self._library.close()
@@ -131,6 +147,16 @@ class MoriEngine:
             peer.abandon()
         self._peers.clear()
         self._selector.close()
+        self._waker.close()
+
+    def _end_failed(self) -> None:
+        """End peers that the library has found dead, without waiting for their transfers."""
+        for failure in self._library.failures():
+            for peer in self._peers:
+                if failure.engine_key in ("", peer.remote.key):
+                    if failure.fatal:
+                        self._library.broken.add(peer.remote.key)
+                    peer.lose(failure.reason)
 
     def _forget_lost(self) -> None:
         """Forget finished peers; the library forgets an engine with its last peer."""
@@ -169,6 +195,6 @@ def open_backend(options: EngineOptions) -> MoriEngine:
         raise BackendUnavailable(f"mori on {options.bind_host}: {error}") from error
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """Why MORI-IO does not run on this machine, or None if it does."""
-    return find_reason("127.0.0.1", {})
+    return find_reason("127.0.0.1", options)

@@ -4,11 +4,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import Lanes
 from kvferry.transfer.engine import BackendUnavailable
+
+_MAX_FAILURES = 64
+"""Failures taken from the library at a time; the rest waits for the next."""
+_FATAL = ("LOCAL_DEVICE_FATAL", "LOCAL_CQ_ERROR")
+"""Failures of what all queue pairs share, which never recovers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailure:
+    """What the library has noticed without being asked.
+
+    `engine_key` is empty when all peers are concerned. `fatal`: their queue pairs will never work again.
+    """
+
+    engine_key: str
+    reason: str
+    fatal: bool
 
 
 class MoriLibrary:
@@ -26,6 +45,8 @@ class MoriLibrary:
         self.module: Any = module
         self.settings = settings
         self.broken: set[str] = set()
+        self.unfinished: list[Any] = []
+        """Statuses that are no longer waited for: the library writes into them through bare pointers."""
         codes = module.StatusCode
         self.lanes = Lanes(
             count=settings.qp_per_transfer,
@@ -34,6 +55,17 @@ class MoriLibrary:
             peer_error=codes.ERR_RDMA_OP,
             gpu_error=codes.ERR_GPU_OP,
         )
+
+    def failures(self) -> Iterator[PeerFailure]:
+        """Peers and devices that were found dead; none with versions before 1.2.4, which report none."""
+        pop: Any = getattr(self.engine, "pop_peer_failure", lambda: None)
+        for _ in range(_MAX_FAILURES):
+            event = pop()
+            if event is None:
+                return
+            reason = event.reason.name
+            key = event.remote_engine_key
+            yield PeerFailure(key, f"{reason}: {event.detail}", bool(key) or reason in _FATAL)
 
     def close(self) -> None:
         """Destroy the engine: nothing writes after that."""

@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import selectors
 from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
 from kvferry.transfer.backends.mori.library import MoriLibrary
+from kvferry.transfer.backends.mori.queue_pairs import QueuePairMaker
 from kvferry.transfer.backends.mori.regions import MoriRegion, RemotePool, by_regions
 from kvferry.transfer.backends.mori.transfer import BatchState, MoriBatch, MoriTransfer
-from kvferry.transfer.engine import PeerUnreachable
+from kvferry.transfer.engine import PeerBroken, PeerUnreachable
 from kvferry.transfer.layout import SpanTable, check_bounds
 
 
 class MoriPeer(HandshakePeer[MoriTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. A session is created when its regions are first used."""
+    """One producer rank; see `transfer.engine.Peer`. It is ready once queue pairs to it are made.
+
+    A session is created when its regions are first used, and does not wait for the peer then.
+    """
 
     def __init__(
         self,
         library: MoriLibrary,
+        maker: QueuePairMaker,
         local: MoriRegion,
         remote: RemotePool,
         address: HandshakeAddress,
@@ -31,7 +37,10 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
         super().__init__("mori", address, token, selector, deadline)
         self.remote = remote
         self._library = library
+        self._maker = maker
         self._local = local
+        self._making: Future[None] | None = None
+        """Queue pairs that are being made; None before and after."""
         self._sessions: dict[tuple[int, int], Any] = {}
         self._waiting: deque[MoriBatch] = deque()
         self._posted: list[MoriBatch] = []
@@ -45,6 +54,9 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
     def finished(self) -> bool:
         """Lost, and nothing of its transfers is in flight."""
         return self.state is PeerState.LOST and not self.transfers
+
+    def poll(self) -> bool:
+        return super().poll() and self._making is None
 
     def read(self, spans: SpanTable, deadline: float) -> MoriTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
@@ -61,6 +73,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
     def progress(self, now: float) -> None:
         """Complete batches that have ended, and post waiting ones."""
         super().progress(now)
+        self._progress_making(now)
         for transfer in self.transfers:
             transfer.progress(now)
         if any(transfer.broken for transfer in self.transfers):
@@ -68,6 +81,13 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
             self._end("its queue pairs are in error")
         self.transfers = [transfer for transfer in self.transfers if not transfer.quiescent]
         self._post()
+
+    def next_deadline(self) -> float | None:
+        return self._deadline if self._making is not None else super().next_deadline()
+
+    def lose(self, reason: str) -> None:
+        """End: it is known to be dead."""
+        self._end(reason)
 
     def abandon(self) -> None:
         """End: the engine has been destroyed."""
@@ -83,16 +103,28 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
                 batch.forget_session()
 
     def _accepted(self, welcome: bytes) -> None:
-        """Create the queue pairs, with the first session."""
+        """Have the queue pairs made."""
+        self._making = self._maker.make(self._local, self.remote, self._deadline)
+
+    def _progress_making(self, now: float) -> None:
+        """Take what became of the queue pairs."""
+        if self._making is None:
+            return
+        if not self._making.done():
+            if self._deadline <= now:
+                self._making = None
+                self._end("no queue pairs within the deadline")
+            return
+        made, self._making = self._making, None
         try:
-            session = self._session(0, 0)
-        except (RuntimeError, OSError) as error:
-            raise PeerUnreachable(str(error)) from error
-        if session is None:
-            raise PeerUnreachable("no way between their memory and ours")
+            made.result()
+        except PeerUnreachable as error:
+            if isinstance(error, PeerBroken):
+                self._library.broken.add(self.remote.key)
+            self._end(str(error))
 
     def _batches(self, spans: SpanTable) -> list[MoriBatch]:
-        depth = self._library.settings.send_depth
+        depth = self._library.settings.max_send_wr
         theirs = self.remote.pool.region_bytes
         return [
             self._batch(local, remote, rows[first : first + depth])
@@ -106,7 +138,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
     def _post(self) -> None:
         """Post in order, in total never more than one send queue holds, however they spread."""
         self._posted = [batch for batch in self._posted if batch.underway]
-        room = self._library.settings.send_depth - sum(len(batch) for batch in self._posted)
+        room = self._library.settings.max_send_wr - sum(len(batch) for batch in self._posted)
         while self._waiting and len(self._waiting[0]) <= room:
             batch = self._waiting.popleft()
             if batch.state is BatchState.WAITING:

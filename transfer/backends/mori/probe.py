@@ -24,28 +24,45 @@ from typing import Any
 from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.mori.library import create_engine
 from kvferry.transfer.backends.mori.settings import MoriSettings
+from kvferry.transfer.rdma_devices import list_rdma_devices
 
 _MODULE = "kvferry.transfer.backends.mori.probe"
-_TIMEOUT_S = 30.0
 _WAIT_MS = 5000
 _NBYTES = 1 << 16
 _GPU_DRIVER = Path("/dev/kfd")
+_NO_GPU = "ROCm-SMI"
+"""In the message with which the library exits for want of ROCm SMI or of a GPU."""
 
 
 def find_reason(host: str, options: Mapping[str, str]) -> str | None:
-    """Why MORI-IO does not work on this machine, or None if it does. Tried in a child process."""
+    """Why MORI-IO does not work on this machine, or None if it does, as a child process has tried.
+
+    With `probe_s` 0 it is not tried, and None means only that nothing speaks against it.
+    """
     if importlib.util.find_spec("mori") is None:
         return "mori: not installed (distribution amd-mori)"
-    question = json.dumps({"host": host, "options": dict(options)})
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", _MODULE, question], capture_output=True, text=True, timeout=_TIMEOUT_S
+    settings = parse_settings("mori", MoriSettings, options)
+    endless = [
+        each.name for each in list_rdma_devices() if not each.pci_address and settings.takes(each.name)
+    ]
+    if endless:
+        return (
+            f"mori: it would look for the PCI address of {', '.join(endless)} without end: there is none "
+            f"(to do without: mori.devices=^{'+'.join(endless)})"
         )
+    if not settings.probe_s:
+        return None
+    question = json.dumps({"host": host, "options": dict(options)})
+    command = [sys.executable, "-m", _MODULE, question]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=settings.probe_s)
     except subprocess.TimeoutExpired:
-        return f"mori: the probe did not end within {_TIMEOUT_S:.0f} s"
+        return f"mori: the probe did not end within {settings.probe_s} s"
     answers = [line for line in child.stdout.splitlines() if line.startswith('{"reason"')]
     if child.returncode or not answers:
-        return f"mori: child {_ending(child.returncode)}: {_last_line(child.stderr)}"
+        message = _last_line(child.stderr)
+        hint = " (it needs ROCm SMI and a GPU, also to move host memory)" if _NO_GPU in message else ""
+        return f"mori: child {_ending(child.returncode)}: {message}{hint}"
     reason = json.loads(answers[-1])["reason"]
     return f"mori: {reason}" if reason else None
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 
+SCRATCH_BYTES = 64
+"""Memory beside the pool into which the first reads of a peer go."""
+
+
 class MoriPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
     """A pool of `nbytes`, in regions of `region_bytes` (the last may be shorter), as MORI describes them."""
 
@@ -29,6 +33,9 @@ class MoriRegion:
     """A pool that peers may read. `memory` holds the library's description of each region.
 
     Raises `BackendUnavailable` for memory that the library refuses.
+
+    Attributes:
+        scratch: A little memory of the same kind that holds nothing.
     """
 
     def __init__(self, pool: torch.Tensor, library: MoriLibrary) -> None:
@@ -41,8 +48,12 @@ class MoriRegion:
             (pool.data_ptr() + start, min(self.region_bytes, self.nbytes - start))
             for start in range(0, self.nbytes, self.region_bytes)
         ]
+        self._scratch = pool.new_empty(SCRATCH_BYTES)
+        pieces.append((self._scratch.data_ptr(), SCRATCH_BYTES))
         try:
-            self.memory = [library.engine.register_memory(*piece, device, kind) for piece in pieces]
+            *self.memory, self.scratch = [
+                library.engine.register_memory(*piece, device, kind) for piece in pieces
+            ]
         except RuntimeError as error:
             raise BackendUnavailable(f"mori: {error}") from error
 

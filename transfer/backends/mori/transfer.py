@@ -60,7 +60,7 @@ BATCH_TRANSITIONS: Transitions[BatchState] = transitions(
 class Lanes:
     """The library as a batch needs it: transfer ids, error codes, and the number of queue pairs.
 
-    A single read with id `u` uses queue pair `u % count`, and ids are sequential.
+    A single read with id `u` uses queue pair `u % count`.
     """
 
     count: int
@@ -94,7 +94,7 @@ class MoriBatch:
         return self.state in (BatchState.POSTED, BatchState.FENCED)
 
     def post(self) -> None:
-        """Post. Connecting to a region for the first time blocks for a moment."""
+        """Post. The columns come from one table: the library ends its process when their lengths differ."""
         try:
             self._session = self._open_session()
         except (RuntimeError, OSError):
@@ -139,14 +139,15 @@ class MoriBatch:
             self._fail("peer_lost" if status.Code() == self._lanes.peer_error else "refused")
 
     def _fail(self, reason: str) -> None:
-        """Post the fence."""
+        """Post the fence: a read for each queue pair, even while other threads take ids."""
         self.reason = reason
         self._transition(BatchState.FENCED)
         local, remote, length = self._rows[0].tolist()
         nbytes = min(length, _FENCE_BYTES)
+        first_uid = self._lanes.next_uid() * self._lanes.count
         try:
-            for _ in range(self._lanes.count):
-                self._fence.append(self._session.read(local, remote, nbytes, self._lanes.next_uid()))
+            for lane in range(self._lanes.count):
+                self._fence.append(self._session.read(local, remote, nbytes, first_uid + lane))
         except RuntimeError:
             self._transition(BatchState.STUCK)
 

@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -128,7 +128,7 @@ class NcclEngine:
 
 def open_backend(options: EngineOptions) -> NcclEngine:
     """Listen for readers. Raises `BackendUnavailable` with the reason."""
-    reason = probe()
+    reason = probe(options.backend_options)
     if reason is not None:
         raise BackendUnavailable(reason)
     try:
@@ -137,7 +137,7 @@ def open_backend(options: EngineOptions) -> NcclEngine:
         raise BackendUnavailable(f"nccl on {options.bind_host}: {error}") from error
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """Why neither gloo nor NCCL works in this process, or None. The pool decides which is needed."""
     try:
         import torch.distributed as dist

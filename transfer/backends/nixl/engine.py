@@ -16,7 +16,8 @@ import ipaddress
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -36,6 +37,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _CANARY_BYTES = 32
 _SETTLE_S = 0.02
 _SETTLE_STEP_S = 0.001
+_EFA_DRIVER = Path("/sys/module/efa")
 
 
 class NixlAddress(
@@ -307,6 +309,10 @@ class _Api:
         # a pause of 50 ms for each, and a race (openucx/ucx#11112). Memory is deregistered before it is
         # freed.
         os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
+        # UCX's module for AWS's EFA loads wherever libibverbs's providers are installed, and without such a
+        # device the process ends in a segmentation fault when it exits.
+        if not _EFA_DRIVER.exists():
+            os.environ.setdefault("UCX_MODULES", "^efa")
         try:
             import nixl._bindings as bindings
             from nixl._api import nixl_agent, nixl_agent_config
@@ -371,7 +377,7 @@ def open_backend(options: EngineOptions) -> NixlEngine:
     return NixlEngine(_Api(options.name))
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """Why NIXL does not run in this process, or None if it does."""
     try:
         _Api("kvferry-probe").close()

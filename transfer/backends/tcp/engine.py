@@ -12,7 +12,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -105,6 +105,6 @@ def open_backend(options: EngineOptions) -> TcpEngine:
         raise BackendUnavailable(f"tcp on {options.bind_host}: {error}") from error
 
 
-def probe() -> str | None:
+def probe(options: Mapping[str, str]) -> str | None:
     """None: sockets work everywhere."""
     return None

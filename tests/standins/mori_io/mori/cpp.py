@@ -3,45 +3,88 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
-from dataclasses import astuple, dataclass, field
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import msgpack
 
 HANDLE_BYTES = 64
 
 
-class StatusCode(enum.IntEnum):
-    SUCCESS = 0
-    INIT = 1
-    IN_PROGRESS = 2
-    ERR_INVALID_ARGS = 11
-    ERR_NOT_FOUND = 12
-    ERR_RDMA_OP = 13
-    ERR_BAD_STATE = 14
-    ERR_GPU_OP = 15
+class BoundEnum:
+    """An enum as the extension module's: equal to its like only, never to a number, without an order, and a
+    new object each time, so that `is` tells nothing.
+    """
+
+    __members__: ClassVar[dict[str, Self]]
+
+    def __init_subclass__(cls, **values: int) -> None:
+        cls.__members__ = {name: cls(value) for name, value in values.items()}
+        for name, member in cls.__members__.items():
+            setattr(cls, name, member)
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    @property
+    def name(self) -> str:
+        return next(name for name, member in self.__members__.items() if member._value == self._value)
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+    def __int__(self) -> int:
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self._value}>"
 
 
-class BackendType(enum.IntEnum):
-    Unknown = 0
-    XGMI = 1
-    RDMA = 2
-    TCP = 3
-    FABRIC = 4
+class StatusCode(
+    BoundEnum, SUCCESS=0, INIT=1, IN_PROGRESS=2, ERR_INVALID_ARGS=11, ERR_NOT_FOUND=12, ERR_RDMA_OP=13,
+    ERR_BAD_STATE=14, ERR_GPU_OP=15,
+):  # fmt: skip
+    pass
 
 
-class MemoryLocationType(enum.IntEnum):
-    Unknown = 0
-    CPU = 1
-    GPU = 2
+class BackendType(BoundEnum, Unknown=0, XGMI=1, RDMA=2, TCP=3, FABRIC=4):
+    pass
 
 
-class PollCqMode(enum.IntEnum):
-    POLLING = 0
-    EVENT = 1
+class MemoryLocationType(BoundEnum, Unknown=0, CPU=1, GPU=2):
+    pass
+
+
+class PollCqMode(BoundEnum, POLLING=0, EVENT=1):
+    pass
+
+
+class PeerFailureReason(
+    BoundEnum, UNKNOWN=0, PEER_UNREACHABLE=1, LOCAL_QP_ERROR=2, LOCAL_PORT_DOWN=3, LOCAL_DEVICE_FATAL=4,
+    LOCAL_CQ_ERROR=5,
+):  # fmt: skip
+    pass
+
+
+@dataclass(frozen=True)
+class PeerFailureEvent:
+    """A failure that no transfer told. `remote_engine_key` is empty unless one peer is meant."""
+
+    remote_engine_key: str
+    reason: PeerFailureReason
+    qp_num: int = 0
+    port_num: int = 0
+    device_name: str = "standin0"
+    detail: str = ""
 
 
 @dataclass
@@ -57,7 +100,7 @@ class RdmaBackendConfig:
     qp_per_transfer: int = 1
     post_batch_size: int = -1
     num_worker_threads: int = -1
-    poll_cq_mode: PollCqMode = PollCqMode.POLLING
+    poll_cq_mode: PollCqMode = PollCqMode.POLLING  # type: ignore[attr-defined]
     enable_notification: bool = True
     notif_per_qp: int = 1024
     enable_transfer_chunking: bool = False
@@ -81,69 +124,92 @@ class FabricBackendConfig:
     num_events: int = 64
 
 
-def _unpack(packed: bytes) -> list[object]:
-    """The fields of a description. The real library raises RuntimeError for bytes that are none."""
-    try:
-        fields = msgpack.unpackb(packed)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise RuntimeError(f"msgpack: {error}") from error
-    if not isinstance(fields, list):
-        raise RuntimeError("msgpack: not an array")
-    return fields
+class _Description:
+    """Read-only, equal by its fields and without a hash, as the extension module's."""
 
+    _fields: ClassVar[dict[str, Any]]
+    """Names in the order in which they are packed, with what they are when a packed one is too short."""
+    _compared: ClassVar[int]
+    """How many of the first fields count for equality."""
 
-@dataclass(frozen=True)
-class EngineDesc:
-    """Fields in the order in which the real one packs them."""
+    def __init__(self) -> None:
+        raise TypeError(f"{type(self).__name__}: No constructor defined!")
 
-    key: str
-    node_id: str
-    hostname: str
-    host: str
-    port: int
-    pid: int
+    @classmethod
+    def make(cls, **values: Any) -> Self:
+        made = cls.__new__(cls)
+        object.__setattr__(made, "_values", {**cls._fields, **values})
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._fields or name in _HIDDEN:
+            raise AttributeError(name)
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key() == other._key()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _key(self) -> list[Any]:
+        values = list(self._values.values())[: self._compared]
+        return [value for value in values if not isinstance(value, bytes)]
 
     def pack(self) -> bytes:
-        return msgpack.packb(list(astuple(self)))
+        return msgpack.packb(
+            [int(value) if isinstance(value, BoundEnum) else value for value in self._values.values()]
+        )
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        fields = _unpack(packed)
-        if len(fields) != 6:
-            raise RuntimeError("msgpack: not an engine description")
-        return cls(*fields)
+        """Take descriptions of older and newer versions, which are shorter or longer. Raises RuntimeError."""
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(packed)
+        try:
+            fields = unpacker.unpack()
+        except msgpack.OutOfData as error:
+            raise RuntimeError("insufficient bytes") from error
+        except (ValueError, msgpack.exceptions.UnpackException) as error:
+            raise RuntimeError("parse error") from error
+        if not isinstance(fields, list):
+            raise RuntimeError("std::bad_cast")
+        named = dict(zip(cls._fields, fields, strict=False))
+        for name, value in named.items():
+            default = cls._fields[name]
+            if type(value) is not (int if isinstance(default, BoundEnum) else type(default)):
+                raise RuntimeError("std::bad_cast")
+            if isinstance(default, BoundEnum):
+                named[name] = type(default)(value)
+        return cls.make(**named)
 
 
-@dataclass(frozen=True)
-class MemoryDesc:
-    """Fields in the order in which the real one packs them; equality leaves the handles out, as there."""
+class EngineDesc(_Description):
+    _fields: ClassVar = {"key": "", "node_id": "", "hostname": "", "host": "", "port": 0, "pid": 0}
+    _compared: ClassVar = 6
 
-    engine_key: str = ""
-    id: int = 0
-    device_id: int = -1
-    device_bus_id: str = ""
-    data: int = 0
-    size: int = 0
-    loc: MemoryLocationType = MemoryLocationType.Unknown
-    ipc_handle: bytes = field(default=bytes(HANDLE_BYTES), compare=False)
-    numa_node: int = -1
-    ipc_offset: int = 0
-    fabric_handle: bytes = field(default=bytes(HANDLE_BYTES), compare=False)
-    vpod_id: int = field(default=-1, compare=False)
-    vpod_ppod_id: str = field(default="", compare=False)
-    fabric_offset: int = field(default=0, compare=False)
-    fabric_alloc_size: int = field(default=0, compare=False)
 
-    def pack(self) -> bytes:
-        return msgpack.packb(list(astuple(self)))
+_HIDDEN = frozenset(
+    {"ipc_offset", "fabric_handle", "vpod_id", "vpod_ppod_id", "fabric_offset", "fabric_alloc_size"}
+)
+"""Fields of `MemoryDesc` that are packed and cannot be read."""
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> Self:
-        fields = _unpack(packed)
-        if len(fields) != 15:
-            raise RuntimeError("msgpack: not a memory description")
-        fields[6] = MemoryLocationType(fields[6])
-        return cls(*fields)
+
+class MemoryDesc(_Description):
+    """Equality leaves handles and what follows them out."""
+
+    _fields: ClassVar = {
+        "engine_key": "", "id": 0, "device_id": -1, "device_bus_id": "", "data": 0, "size": 0,
+        "loc": MemoryLocationType.Unknown, "ipc_handle": bytes(HANDLE_BYTES), "numa_node": -1,
+        "ipc_offset": 0, "fabric_handle": bytes(HANDLE_BYTES), "vpod_id": -1, "vpod_ppod_id": "",
+        "fabric_offset": 0, "fabric_alloc_size": 0,
+    }  # fmt: skip
+    _compared: ClassVar = 10
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_values", dict(self._fields))
 
 
 class TransferStatus:
@@ -155,7 +221,7 @@ class TransferStatus:
         self._changed = threading.Condition()
 
     def Code(self) -> StatusCode:
-        return self._code
+        return StatusCode(int(self._code))
 
     def Message(self) -> str:
         return self._message
@@ -185,7 +251,7 @@ class TransferStatus:
         return self._code == StatusCode.SUCCESS
 
     def Failed(self) -> bool:
-        return self._code > 10
+        return int(self._code) > 10
 
     def Wait(self) -> None:
         self.WaitFor(-1)
@@ -199,4 +265,4 @@ class TransferStatus:
                 if left is not None and left <= 0:
                     break
                 self._changed.wait(left)
-            return self._code
+            return self.Code()

@@ -17,6 +17,8 @@ from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient, Engi
 from kvferry.agent.errors import ApiError
 from kvferry.agent.messages.requests import (
     Abort,
+    Drain,
+    Drained,
     FromEngine,
     Output,
     Outputs,
@@ -90,7 +92,7 @@ async def test_each_request_hears_its_own_outputs_in_order(tmp_path: Path) -> No
             assert [await token_of(a), await token_of(a)] == [1, 4]
             assert [await token_of(b), await token_of(b)] == [2, 3]
         assert client.in_flight == 0
-        assert await client.wait_idle(0.1)
+        await asyncio.wait_for(client.wait_idle(), 0.1)
 
 
 async def test_leaving_before_the_end_aborts_and_after_it_does_not(tmp_path: Path) -> None:
@@ -171,7 +173,18 @@ async def test_when_the_engine_dies_all_requests_fail_and_no_more_are_taken(tmp_
             await reply.next()
         with pytest.raises(ApiError, match="dead"):
             client.submit(submission("b"))
-        assert not await client.wait_idle(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.wait_idle(), 0.01)
+
+
+async def test_an_engine_that_was_told_to_drain_says_when_it_has(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (client, engine, _):
+        draining = asyncio.ensure_future(client.wait_drained())
+        assert isinstance(await engine.hear(), Drain)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(draining), 0.01)
+        await engine.say(Drained())
+        await asyncio.wait_for(draining, DEADLINE_S)
 
 
 async def test_a_frame_that_is_no_message_ends_the_reader(tmp_path: Path) -> None:

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +18,14 @@ from kvferry.agent.api.openai_schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    SamplingDefaults,
     chat_messages,
+    check_chat_size,
     completion_prompt,
     decode_body,
+    read_sampling_defaults,
     sampling_params,
+    truncated,
 )
 from kvferry.agent.errors import ApiError
 from kvferry.agent.messages.requests import SamplingParams
@@ -36,6 +44,9 @@ DECODE = {
 }
 
 
+DEFAULTS = SamplingDefaults()
+
+
 def completion(**fields: Any) -> CompletionBody:
     return decode_body(json.dumps({"model": "m", "prompt": "p", **fields}).encode(), CompletionBody)
 
@@ -46,19 +57,21 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
-    return sampling_params(body, prompt_len=prompt_len, max_model_len=100, vocab_size=50, seed=7)
+    return sampling_params(
+        body, prompt_len=prompt_len, max_model_len=100, vocab_size=50, seed=7, defaults=DEFAULTS
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": 5.0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"temperature": -0.1}, "temperature"),
@@ -88,11 +101,15 @@ def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),
+        ({"model": "m" * 1025}, "model"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"kv_transfer_params": PREFILL, "echo": True, "logprobs": 1}, "kv_transfer_params"),
+        ({"kv_transfer_params": PREFILL, "prompt_logprobs": 0}, "kv_transfer_params"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params.transfer_id"),
@@ -102,6 +119,14 @@ def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
         ({"kv_transfer_params": {**DECODE, "remote_port": None}}, "kv_transfer_params.remote_port"),
         ({"kv_transfer_params": {**DECODE, "remote_num_tokens": 3}}, "kv_transfer_params.prompt_token_ids"),
         ({"kv_transfer_params": DECODE, "n": 2}, "kv_transfer_params.first_tokens"),
+        (
+            {"kv_transfer_params": {**DECODE, "remote_host": "h" * 256}},
+            "kv_transfer_params.remote_host",
+        ),
+        (
+            {"kv_transfer_params": {**DECODE, "remote_engine_id": "e" * 129}},
+            "kv_transfer_params.remote_engine_id",
+        ),
         (
             {"kv_transfer_params": {**DECODE, "first_tokens": [{"id": 5, "finish_reason": "stop"}]}},
             "kv_transfer_params.first_tokens",
@@ -154,8 +179,8 @@ def test_a_missing_field_is_named() -> None:
     assert (caught.value.param, caught.value.code) == ("model", "missing_field")
 
 
-def test_unknown_fields_are_ignored_and_null_means_left_out() -> None:
-    body = completion(user="u", frobnicate=[1], max_tokens=None, n=None, stop=None, logit_bias=None)
+def test_harmless_fields_are_ignored_and_null_means_left_out() -> None:
+    body = completion(user="u", metadata={"k": [1]}, max_tokens=None, n=None, stop=None, logit_bias=None)
     assert (body.limit, body.num_choices, body.stop_strings) == (None, 1, ())
 
 
@@ -242,6 +267,27 @@ def test_prompts_that_are_not_one_prompt_are_refused(prompt: object) -> None:
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "é" * 20},
+        {"role": "user", "content": [{"type": "text", "text": "é" * 20}]},
+        {"role": "r" * 40, "content": ""},
+        {"role": "user", "content": "", "name": "n" * 40},
+        {"role": "tool", "content": "", "tool_call_id": "i" * 40},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "a" * 40}}]},
+    ],
+    ids=["content", "parts", "role", "name", "tool_call_id", "tool_calls"],
+)
+def test_whatever_a_template_may_show_counts_as_text(message: dict[str, Any]) -> None:
+    """D2: a role or a tool call of any size was rendered on the event loop."""
+    body = chat(messages=[message])
+    assert 40 <= check_chat_size(body, 100, 1000) < 120
+    with pytest.raises(ApiError) as caught:
+        check_chat_size(body, 100, 9)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
 def test_message_parts_are_joined_and_other_fields_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = chat(messages=[{"role": "user", "content": parts, "name": "n", "extra": 1}])
@@ -253,3 +299,126 @@ def test_content_that_is_not_text_is_refused(content: object) -> None:
     with pytest.raises(ApiError) as caught:
         chat_messages(chat(messages=[{"role": "user", "content": content}]))
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"max_tokens": 0}, {"max_completion_tokens": 0}], ids=str)
+def test_a_chat_has_an_answer_and_does_not_repeat_its_messages(fields: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "p"}], **fields}
+    with pytest.raises(ApiError) as caught:
+        decode_body(json.dumps(body).encode(), ChatBody)
+    assert caught.value.param in fields
+
+
+SIZE = 2**22
+CONTEXT = 4096
+LARGE: dict[str, tuple[type[GenerationBody], bytes, str]] = {
+    "lists": (CompletionBody, b'"prompt":[' + b"[]," * (SIZE // 3) + b"[]]", "prompt"),
+    "objects": (CompletionBody, b'"prompt":[' + b"{}," * (SIZE // 3) + b"{}]", "prompt"),
+    "ids": (CompletionBody, b'"prompt":[' + b"1," * (SIZE // 2) + b"1]", "prompt"),
+    "a list of ids": (CompletionBody, b'"prompt":[[' + b"1," * (SIZE // 2) + b"1]]", "prompt"),
+    "texts": (CompletionBody, b'"prompt":[' + b'"a",' * (SIZE // 4) + b'"a"]', "prompt"),
+    "biases": (
+        CompletionBody, b'"prompt":"p","logit_bias":{' + b'"1":0,' * (SIZE // 6) + b'"1":0}', "logit_bias",
+    ),
+    "stops": (CompletionBody, b'"prompt":"p","stop":[' + b'"",' * (SIZE // 3) + b'""]', "stop"),
+    "stop ids": (
+        CompletionBody, b'"prompt":"p","stop_token_ids":[' + b"1," * (SIZE // 2) + b"1]", "stop_token_ids",
+    ),
+    "bad words": (
+        CompletionBody, b'"prompt":"p","bad_words":[' + b'"a",' * (SIZE // 4) + b'"a"]', "bad_words",
+    ),
+    "allowed ids": (
+        CompletionBody,
+        b'"prompt":"p","allowed_token_ids":[' + b"1," * (SIZE // 2) + b"1]",
+        "allowed_token_ids",
+    ),
+    "template variables": (
+        ChatBody,
+        b'"messages":[{"role":""}],"chat_template_kwargs":{"a":[' + b"[]," * (SIZE // 3) + b"[]]}",
+        "chat_template_kwargs",
+    ),
+    "messages": (ChatBody, b'"messages":[' + b'{ "role":""},' * (SIZE // 13) + b'{"role":""}]', "messages"),
+    "parts": (
+        ChatBody,
+        b'"messages":[{"role":"user","content":[' + b'{"type":""},' * (SIZE // 12) + b'{"type":""}]}]',
+        "messages",
+    ),
+    "tools": (ChatBody, b'"messages":[{"role":""}],"tools":[' + b"[]," * (SIZE // 3) + b"[]]", "tools"),
+}  # fmt: skip
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """The least of three."""
+
+    def once() -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_body_is_refused_without_making_objects_of_it(name: str) -> None:
+    """Issue 17: the event loop stood still for up to 0.8 s. Now some ms, mostly to find its end."""
+    body_type, fields, param = LARGE[name]
+    raw = b'{"model":"m",' + fields + b"}"
+
+    def refuse() -> None:
+        with pytest.raises(ApiError) as caught:
+            decode_body(raw, body_type, CONTEXT)
+        assert (caught.value.status, caught.value.param) == (400, param)
+
+    assert cpu_s(refuse) < max(10 * cpu_s(lambda: msgspec.json.decode(raw, type=msgspec.Raw)), 0.01)
+
+
+@pytest.mark.parametrize(
+    "prompt", ['ab { "c": [] } ' * 20_000, [*range(4000)], [[*range(4000)]], ["ab, " * 50_000]]
+)
+def test_a_large_prompt_that_may_fit_is_taken(prompt: Any) -> None:
+    body = decode_body(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionBody, CONTEXT)
+    taken = completion_prompt(body, CONTEXT)
+    assert taken == (
+        tuple(range(4000)) if isinstance(taken, tuple) else prompt if isinstance(prompt, str) else prompt[0]
+    )
+
+
+def test_a_large_chat_that_may_fit_is_taken() -> None:
+    text = json.dumps([{"a": {}}] * 10_000)
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}]
+    said = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    body = decode_body(json.dumps({"model": "m", "messages": said}).encode(), ChatBody, CONTEXT)
+    assert chat_messages(body) == [said[0], {**said[1], "content": ""}]
+
+
+@pytest.mark.parametrize("calls", [{}, "f", [[]] * 100_000])
+def test_tool_calls_are_a_short_list(calls: Any) -> None:
+    body = chat(messages=[{"role": "assistant", "content": "a", "tool_calls": calls}])
+    with pytest.raises(ApiError) as caught:
+        chat_messages(body)
+    assert caught.value.param == "messages"
+
+
+def test_what_is_left_out_comes_from_the_generation_config_and_what_is_given_wins(tmp_path: Path) -> None:
+    config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": 3}))
+    defaults = read_sampling_defaults(tmp_path, "auto")
+    limits: dict[str, Any] = {"prompt_len": 10, "max_model_len": 100, "vocab_size": 50, "seed": 7}
+    made = sampling_params(completion(), defaults=defaults, **limits)
+    assert (made.temperature, made.top_k, made.top_p, made.min_p) == (0.6, 20, 0.95, 0.0)
+    assert (made.repetition_penalty, made.max_tokens) == (1.1, 9)
+    given = completion(temperature=0, top_k=-1, top_p=1.0, repetition_penalty=1.0, max_tokens=30)
+    made = sampling_params(given, defaults=defaults, **limits)
+    assert (made.temperature, made.top_k, made.top_p) == (0.0, 0, 1.0)
+    assert (made.repetition_penalty, made.max_tokens) == (1.0, 30)
+    assert read_sampling_defaults(tmp_path, "none") == SamplingDefaults()
+
+
+def test_a_prompt_loses_its_beginning_and_never_more_than_was_asked_for() -> None:
+    ids = tuple(range(40))
+    assert truncated(ids, None, 30) == ids
+    assert truncated(ids, 5, 30) == (35, 36, 37, 38, 39)
+    assert truncated(ids, -1, 30) == ids[-29:]
+    assert truncated(ids[:3], 5, 30) == ids[:3]
+    with pytest.raises(ApiError, match="truncate_prompt_tokens"):
+        truncated(ids, 30, 30)

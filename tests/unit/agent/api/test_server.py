@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.proxy.wire.http_server import MAX_HEAD_BYTES
-from kvferry.proxy.wire.messages import Bye, Register, decode_agent_message
+from kvferry.proxy.wire.messages import Ack, Bye, Register, decode_agent_message, encode
 from tests.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 from tests.standins.engine import CACHED_TOKENS, CONTROL_PORT, MAX_MODEL_LEN, Seed
@@ -503,7 +503,8 @@ async def test_drop_is_idempotent_and_only_for_this_start_of_the_agent(agent: Ag
     await agent.wait_told("drop", drops + 2)
     status, answer, _ = await agent.post("/kv/drop", {**body, "incarnation": "0" * 16})
     assert (status, answer["error"]["code"]) == (409, "wrong_incarnation")
-    assert (await agent.post("/kv/drop", {"transfer_id": 5}))[0] == 400
+    for transfer_id in (5, "", "t" * 129):
+        assert (await agent.post("/kv/drop", {**body, "transfer_id": transfer_id}))[0] == 400
 
 
 async def test_a_role_refuses_the_other_roles_leg(model: Path) -> None:
@@ -537,7 +538,7 @@ async def test_an_unprintable_request_id_is_not_echoed(agent: Agent) -> None:
     [
         ("/v1/completions", b"{", 400, None),
         ("/v1/completions", {"model": "tiny"}, 400, "prompt"),
-        ("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 0}, 400, "max_tokens"),
+        ("/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": -1}, 400, "max_tokens"),
         ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"model": "tiny", "prompt": []}, 400, "prompt"),
         ("/v1/completions", {"model": "tiny", "prompt": [99999]}, 400, "prompt"),
@@ -638,13 +639,94 @@ async def test_sigterm_finishes_what_is_under_way_and_leaves_nothing(model: Path
         assert not run_dir.exists()
 
 
-async def test_sigterm_cuts_what_does_not_finish_with_a_typed_error(model: Path) -> None:
+async def test_what_is_still_on_its_way_to_a_draining_agent_is_served(model: Path) -> None:
+    """Its proxy says how much that is, with every ack: a decode leg may come seconds after its routing."""
+    context = zmq.asyncio.Context()
+    proxy = context.socket(zmq.ROUTER)
+    try:
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        async with running(model, "--proxy", f"127.0.0.1:{port}") as agent:
+
+            async def ack(in_flight: int) -> str:
+                async with asyncio.timeout(DEADLINE_S):
+                    peer, frame = await proxy.recv_multipart()
+                ping = decode_agent_message(frame)
+                if isinstance(ping, Bye):
+                    return "bye"
+                await proxy.send_multipart(
+                    [peer, encode(Ack(proxy="p", index=ping.index, in_flight=in_flight))]
+                )
+                return ping.state
+
+            while await ack(1) != "ready":
+                pass
+            async with agent.http.post(agent.url + "/drain") as response:
+                assert response.status == 202
+            while await ack(1) != "draining":
+                pass
+            for _ in range(10):  # each may be answered by its end, if it did not wait
+                assert await ack(1) == "draining"
+            assert await agent.get_status("/ready") == 503
+            assert (await agent.complete())["choices"]
+            assert (await agent.post("/kv/drop", {"transfer_id": "t", "incarnation": agent.incarnation}))[
+                0
+            ] == 200
+            assert await ack(1) == "draining"
+            while await ack(0) != "bye":
+                pass
+            assert await agent.process.wait() == 0
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_a_second_signal_ends_a_draining_agent_at_once(model: Path) -> None:
     async with running(model) as agent:
         asking = asyncio.ensure_future(agent.post("/v1/completions", agent.body(seed=int(Seed.SILENT))))
         await agent.wait_told("submit", 1)
         agent.process.send_signal(signal.SIGTERM)
-        while (await agent.post("/v1/completions", agent.body()))[1]["error"]["code"] != "draining":
+        while await agent.get_status("/ready") != 503:
             await asyncio.sleep(0.01)
+        assert not asking.done()
+        agent.process.send_signal(signal.SIGTERM)
+        status, answer, _ = await asking
+        assert (status, answer["error"]["code"]) == (503, "draining")
+        assert await agent.process.wait() == 0
+
+
+async def test_the_drain_command_waits_for_the_agents_end(model: Path) -> None:
+    async with running(model) as agent:
+        streaming = asyncio.ensure_future(
+            agent.stream(seed=int(Seed.SLOW), max_tokens=8, return_token_ids=True)
+        )
+        await agent.wait_told("submit", 1)
+        command = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvferry.deploy", "drain", agent.url),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        said, _ = await asyncio.wait_for(command.communicate(), DEADLINE_S)
+        assert (command.returncode, b"has drained and ended" in said) == (0, True)
+        assert len(await streaming) == 8
+        assert await asyncio.wait_for(agent.process.wait(), DEADLINE_S) == 0
+        again = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvferry.deploy", "drain", agent.url),
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        _, said = await asyncio.wait_for(again.communicate(), DEADLINE_S)
+        assert again.returncode == 1
+        assert said.startswith(f"kvferry drain: {agent.url} cannot be asked".encode())
+
+
+async def test_sigterm_cuts_what_does_not_finish_with_a_typed_error(model: Path) -> None:
+    async with running(model, "--drain-s", "1") as agent:
+        asking = asyncio.ensure_future(agent.post("/v1/completions", agent.body(seed=int(Seed.SILENT))))
+        await agent.wait_told("submit", 1)
+        agent.process.send_signal(signal.SIGTERM)
+        while (await agent.post("/v1/completions", agent.body()))[0] == 200:
+            await asyncio.sleep(0.01)
+        status, answer, _ = await agent.post("/v1/completions", agent.body())
+        assert (status, answer["error"]["code"]) == (503, "draining")
         status, answer, _ = await asking
         assert (status, answer["error"]["code"]) == (503, "draining")
         assert await agent.process.wait() == 0

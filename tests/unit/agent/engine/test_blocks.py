@@ -140,3 +140,10 @@ def test_the_audit_sees_damaged_books(damage: str) -> None:
     books[damage](getattr(allocator, damage))
     with pytest.raises(IntegrityError):
         allocator.check_integrity()
+
+
+def test_prefixes_are_shared_only_among_those_with_one_salt() -> None:
+    ids = list(range(64))
+    plain, one, other = (hash_blocks(ids, 16, salt=salt) for salt in ("", "a", "b"))
+    assert not {*plain} & {*one} and not {*one} & {*other} and not {*plain} & {*other}
+    assert hash_blocks(ids, 16, one[:2], "a") == one == hash_blocks(ids, 16, salt="a")

@@ -19,6 +19,7 @@ from kvferry.agent.messages.steps import (
     RankReady,
     Step,
     StepDone,
+    StepOutputs,
     StepWritten,
     step_address,
 )
@@ -99,7 +100,7 @@ async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing
     told: list[bool] = []
     one, other = started.ranks
     running = asyncio.ensure_future(started.executor.run(STEP, lambda: told.append(True)))
-    one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, sampled=((),)))
+    one.say(StepWritten(rank=0, number=1), StepDone(rank=0, number=1, outputs=StepOutputs(sampled=((),))))
     await until(lambda: len(consumed) == 2)
     assert not told
     other.say(StepWritten(rank=1, number=1))
@@ -107,7 +108,7 @@ async def test_a_step_is_written_once_every_rank_has_written_it_whatever_drawing
     assert told == [True]
     assert not running.done()
     other.say(StepDone(rank=1, number=1))
-    assert await running == ((),)
+    assert await running == StepOutputs(sampled=((),))
     assert told == [True]
 
 

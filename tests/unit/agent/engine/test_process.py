@@ -28,7 +28,7 @@ from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.plane import RemotePrompt
 from tests.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
-from tests.unit.agent.worker.tiny_models import reference_tokens, save_checkpoint
+from tests.unit.agent.worker.tiny_models import reference_answer, save_checkpoint
 
 PROMPT = [(7 * position) % 90 for position in range(53)]
 SAMPLING = SamplingParams(seed=1, max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(seed=1, max_tokens=20, temperature=0.0, ignore_eos=Tru
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("qwen3", tmp_path_factory.mktemp("checkpoint"))
+    return save_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("checkpoint"))
 
 
 def submit(request_id: str, **changes: object) -> Submit:
@@ -59,7 +59,8 @@ async def test_one_engine_serves_alone_and_two_of_unequal_width_share_a_request(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """R12: the pull of a real prompt between real processes, from one rank to two."""
-    expected = await asyncio.to_thread(reference_tokens, checkpoint, PROMPT, 20)
+    reference = await asyncio.to_thread(reference_answer, checkpoint, PROMPT, 20)
+    expected = [token for token, _ in reference]
     config = tiny_config(checkpoint, prefix_cache=False)
     wide = tiny_config(checkpoint, prefix_cache=False, tp=2)
     async with (

@@ -675,3 +675,47 @@ def test_limits_are_not_changed_by_serving() -> None:
     (setup,) = engine.last_step.setups
     assert (setup.sampling.temperature, setup.sampling.top_k, setup.sampling.min_tokens) == (0.5, 3, 2)
     assert dataclasses.asdict(engine.limits) == before
+
+
+# Prompts that are scored.
+
+
+def prompt_logprobs(engine: LocalEngine, request_id: str) -> list[float]:
+    outputs = [message for message in engine.messages[request_id] if isinstance(message, Output)]
+    return [each.logprob for output in outputs for each in output.prompt_logprobs]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_every_token_of_a_scored_prompt_is_computed_whatever_is_cached(max_tokens: int) -> None:
+    engine, prompt = make_engine(), numbers(0, 21)
+    engine.submit(request("before", prompt))
+    engine.run()
+    first = len(chunks_run(engine))
+    engine.submit(request("r", prompt, prompt_logprobs=0, max_tokens=max_tokens, n=2, ignore_eos=True))
+    engine.run()
+    assert chunks_run(engine)[first : first + 3] == [(0, 8), (8, 16), (16, 21)]
+    assert prompt_logprobs(engine, "r") == [-float(token) for token in prompt[1:]]
+    for choice in range(2):
+        assert engine.tokens("r", choice) == expected_answer(
+            prompt, choice, request("r", prompt, max_tokens=max_tokens, ignore_eos=True).sampling
+        )
+    assert engine.last("r").done  # type: ignore[union-attr]
+    engine.assert_all_free()
+
+
+def test_one_prompt_is_scored_in_a_step() -> None:
+    """All rows' logits take much memory."""
+    engine = make_engine()
+    for index in range(2):
+        engine.submit(request(f"r{index}", numbers(20 * index, 8), prompt_logprobs=0, max_tokens=0))
+    engine.step()
+    assert chunks_run(engine) == [(0, 8)]
+    engine.run()
+    assert prompt_logprobs(engine, "r1") == [-float(token) for token in numbers(20, 8)[1:]]
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    engine = make_engine()
+    engine.submit(request("r", [5], prompt_logprobs=0, max_tokens=0))
+    engine.run()
+    assert engine.last("r").done and not prompt_logprobs(engine, "r")  # type: ignore[union-attr]

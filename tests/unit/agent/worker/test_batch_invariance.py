@@ -31,7 +31,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelShard:
-    return load_model(save_checkpoint("qwen2", tmp_path_factory.mktemp("checkpoint")))
+    return load_model(save_checkpoint("Qwen2ForCausalLM", tmp_path_factory.mktemp("checkpoint")))
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -12,34 +13,36 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, Qwen2Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvferry.agent.architectures import TESTED, UnsupportedModel
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.attention import PagedBatch
 from kvferry.agent.worker.model import (
     ModelShard,
-    ModelSpec,
     RotaryTable,
     TiledActivation,
-    UnsupportedModel,
     check_supported,
     eos_ids,
 )
+from kvferry.agent.worker.reference import TOLERANCE
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.sampler import sample_tokens
 from kvferry.agent.worker.shm_allgather import RankExchange
-from kvferry.agent.worker.tensor_parallel import Group, splits_of
+from kvferry.agent.worker.tensor_parallel import Group, TensorParallelPlan
 from kvferry.agent.worker.weights import CheckpointWeights
 from tests.gpu import needs_gpus
 from tests.unit.agent.worker.tiny_models import (
     BLOCK_SIZE,
     CONFIGS,
     VOCAB_SIZE,
-    greedy_tokens,
+    Answer,
+    greedy_answer,
     load_model,
     make_runner,
-    reference_tokens,
+    reference_answer,
     save_checkpoint,
 )
 
@@ -47,36 +50,46 @@ PROMPT = random.Random(5).choices(range(VOCAB_SIZE), k=53)
 COUNT = 24
 NUM_BLOCKS = 8
 TABLE = (5, 2, 7, 0, 3)
+DUMMY = "Qwen2ForCausalLM"
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("checkpoints")
-    shards = {"llama": "40KB"}  # several files and an index
+    shards = {"LlamaForCausalLM": "40KB"}  # several files and an index
     return {
         name: save_checkpoint(name, directory, max_shard_size=shards.get(name, "5GB")) for name in CONFIGS
     }
 
 
 @pytest.fixture(scope="module")
-def references(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
-    return {name: reference_tokens(path, PROMPT, COUNT) for name, path in checkpoints.items()}
+def references(checkpoints: dict[str, Path]) -> dict[str, Answer]:
+    return {name: reference_answer(path, PROMPT, COUNT) for name, path in checkpoints.items()}
+
+
+def assert_same_answer(answer: Answer, reference: Answer) -> None:
+    assert [token for token, _ in answer] == [token for token, _ in reference]
+    worst = max(abs(own - other) for (_, own), (_, other) in zip(answer, reference, strict=True))
+    assert worst <= TOLERANCE
+
+
+def test_the_table_of_models_is_what_is_tested() -> None:
+    assert set(CONFIGS) == set(TESTED)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_equal_transformers_generate(
-    name: str, checkpoints: dict[str, Path], references: dict[str, list[int]]
+def test_greedy_tokens_and_logprobs_equal_transformers_generate(
+    name: str, checkpoints: dict[str, Path], references: dict[str, Answer]
 ) -> None:
     runner = make_runner(load_model(checkpoints[name]), NUM_BLOCKS)
-    tokens = greedy_tokens(runner, TABLE, PROMPT, COUNT)
-    assert len(set(references[name])) > 3, "a constant answer would prove nothing"
-    assert tokens == references[name]
+    assert len({token for token, _ in references[name]}) > 3, "a constant answer would prove nothing"
+    assert_same_answer(greedy_answer(runner, TABLE, PROMPT, COUNT), references[name])
 
 
 def test_a_step_says_that_its_kv_is_written_before_it_draws(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(checkpoints["qwen3"])
+    model = load_model(checkpoints["Qwen3ForCausalLM"])
     pool = torch.full(model.geometry(BLOCK_SIZE).pool_shape(NUM_BLOCKS, 2), torch.nan)
     runner = StepRunner(model, pool, (), is_sampler=True)
     events: list[object] = []
@@ -105,13 +118,10 @@ class SlowModel:
     def __init__(self, pool: torch.Tensor) -> None:
         self._pool = pool
 
-    def hidden_states(self, batch: PagedBatch) -> torch.Tensor:
+    def forward(self, batch: PagedBatch, rows: list[int], on_written: Callable[[], None]) -> None:
         torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
         self._pool.fill_(1.0)
-        return torch.zeros(len(batch.positions), 1, device=self._pool.device)
-
-    def logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return hidden[: len(rows)]
+        on_written()
 
 
 @pytest.mark.gpu
@@ -131,11 +141,11 @@ def test_on_a_gpu_kv_is_written_when_a_step_says_so() -> None:
     assert seen[0].eq(1.0).all()
 
 
-RankAnswer = dict[str, tuple[list[int], str, str]]
+RankAnswer = dict[str, tuple[Answer, str, str]]
 
 
 def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> RankAnswer:
-    """One of two ranks, in a process of its own: greedy tokens, weights hash and layout of every model."""
+    """One of two ranks, in a process of its own: what `two_ranks` returns, of every model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     answers = {}
@@ -143,33 +153,42 @@ def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> Ran
         group = Group(rank, 2, exchange)
         for name, path in paths.items():
             model = load_model(path, group)
-            tokens = greedy_tokens(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
-            answers[name] = (tokens, model.weights_hash, model.geometry(16).fingerprint())
+            answer = greedy_answer(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
+            answers[name] = (answer, model.weights_hash, model.geometry(16).fingerprint())
+        model = load_model(paths[DUMMY], group, load_format="dummy")
+        answer = greedy_answer(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
+        answers["dummy"] = (answer, model.weights_hash, model.geometry(16).fingerprint())
     dist.destroy_process_group()
     return answers
 
 
 @pytest.mark.timeout(180)  # two processes import torch and transformers; on a busy host that is most of it
-def test_two_ranks_give_the_tokens_of_transformers_generate(
+def test_two_ranks_give_the_tokens_and_logprobs_of_transformers_generate(
     checkpoints: dict[str, Path],
-    references: dict[str, list[int]],
+    references: dict[str, Answer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    shared = {name: path for name, path in checkpoints.items() if TESTED[name]}
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as ranks:
-        futures = [
-            ranks.submit(_answers_of_rank, rank, tmp_path / "rendezvous", checkpoints) for rank in range(2)
-        ]
+        futures = [ranks.submit(_answers_of_rank, rank, tmp_path / "rendezvous", shared) for rank in range(2)]
         results = [future.result(timeout=150) for future in futures]
-    for name, path in checkpoints.items():
+    for name, path in shared.items():
         single = load_model(path)
-        expected = (references[name], single.weights_hash, single.geometry(16).fingerprint())
-        assert [result[name] for result in results] == [expected, expected]
+        for answer, weights_hash, layout in (result[name] for result in results):
+            assert_same_answer(answer, references[name])
+            assert (weights_hash, layout) == (single.weights_hash, single.geometry(16).fingerprint())
+    # Random weights do not depend on how they are split.
+    whole = load_model(checkpoints[DUMMY], load_format="dummy")
+    reference = greedy_answer(make_runner(whole, NUM_BLOCKS), TABLE, PROMPT, COUNT)
+    for answer, weights_hash, _ in (result["dummy"] for result in results):
+        assert_same_answer(answer, reference)
+        assert weights_hash == whole.weights_hash
 
 
 def test_weights_hash_tells_checkpoints_apart(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    path = checkpoints["qwen3"]
+    path = checkpoints["Qwen3ForCausalLM"]
     same = CheckpointWeights(path).fingerprint()
     assert same == CheckpointWeights(path).fingerprint()
     (file,) = path.glob("*.safetensors")
@@ -179,37 +198,16 @@ def test_weights_hash_tells_checkpoints_apart(checkpoints: dict[str, Path], tmp_
     assert CheckpointWeights(tmp_path).fingerprint() != same
 
 
-def _dummy(path: Path, group: Group) -> ModelShard:
-    return ModelShard(
-        ModelSpec(
-            directory=path,
-            device=torch.device("cpu"),
-            dtype="auto",
-            load_format="dummy",
-            max_model_len=64,
-            group=group,
-        )
-    )
-
-
-def test_dummy_weights_need_only_a_config_and_do_not_depend_on_the_split(tmp_path: Path) -> None:
-    CONFIGS["qwen2"].save_pretrained(tmp_path)
-    whole = _dummy(tmp_path, Group(0, 1))
-    halves = [_dummy(tmp_path, Group(rank, 2)) for rank in range(2)]
-    parameters = dict(whole._causal.named_parameters())
-    for name, dimension in (
-        ("model.layers.1.self_attn.q_proj.weight", 0),
-        ("model.layers.0.mlp.down_proj.weight", 1),
-    ):
-        split = [dict(half._causal.named_parameters())[name] for half in halves]
-        assert torch.equal(torch.cat(split, dim=dimension), parameters[name])
-    assert {half.weights_hash for half in halves} == {whole.weights_hash}
-    assert whole.weights_hash == _dummy(tmp_path, Group(0, 1)).weights_hash
-    assert whole.max_model_len == 64
+def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
+    CONFIGS["Qwen2ForCausalLM"].save_pretrained(tmp_path)
+    model, same = (load_model(tmp_path, load_format="dummy") for _ in range(2))
+    assert model.weights_hash == same.weights_hash
+    answers = [greedy_answer(make_runner(each, NUM_BLOCKS), TABLE, PROMPT, COUNT) for each in (model, same)]
+    assert answers[0] == answers[1]
 
 
 def test_a_missing_parameter_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    for file in checkpoints["qwen2"].iterdir():
+    for file in checkpoints["Qwen2ForCausalLM"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
@@ -217,45 +215,66 @@ def test_a_missing_parameter_is_named(checkpoints: dict[str, Path], tmp_path: Pa
         load_model(tmp_path)
 
 
-def test_sliding_window_is_refused() -> None:
-    config = Qwen2Config(
-        use_sliding_window=True, sliding_window=128, max_window_layers=2, num_hidden_layers=4
-    )
-    with pytest.raises(UnsupportedModel, match="sliding_window"):
-        check_supported(config, Group(0, 1))
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
+        ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
+    ],
+)
+def test_what_would_give_wrong_tokens_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        check_supported(LlamaConfig(**changes), Group(0, 1))
 
 
-def test_rope_that_changes_with_length_is_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match="dynamic"):
-        check_supported(LlamaConfig(rope_parameters=rope), Group(0, 1))
+def test_an_architecture_that_was_never_split_is_not_split() -> None:
+    with pytest.raises(UnsupportedModel, match="--tp 1"):
+        check_supported(CONFIGS["GPT2LMHeadModel"], Group(0, 2))
 
 
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="num_attention_heads"):
-        check_supported(CONFIGS["llama"], Group(0, 3))
+    with pytest.raises(UnsupportedModel, match="num_attention_heads"):
+        check_supported(CONFIGS["LlamaForCausalLM"], Group(0, 3))
 
 
 def test_an_unknown_style_in_a_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence_parallel"):
-        splits_of(["norm"], {"norm": "sequence_parallel"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["LlamaForCausalLM"])
+    model.tp_plan = {**model.tp_plan, "model.norm": "sequence_parallel"}
+    with pytest.raises(UnsupportedModel, match="sequence_parallel"):
+        TensorParallelPlan(model, Group(0, 2))
+
+
+def test_a_tensor_that_no_parameter_takes_ends_the_start(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = checkpoints["Qwen3ForCausalLM"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight_scale_inv"] = torch.ones(1)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"no parameter .*weight_scale_inv"):
+        load_model(tmp_path)
 
 
 def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
-    assert eos_ids(tmp_path, CONFIGS["llama"]) == (VOCAB_SIZE - 1,)
+    assert eos_ids(tmp_path, CONFIGS["LlamaForCausalLM"]) == (VOCAB_SIZE - 1,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert eos_ids(tmp_path, CONFIGS["llama"]) == (7, 9)
+    assert eos_ids(tmp_path, CONFIGS["LlamaForCausalLM"]) == (7, 9)
 
 
 def test_a_position_has_the_same_rotation_whatever_the_table_s_length() -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    tables = [
-        RotaryTable(LlamaRotaryEmbedding, CONFIGS["llama"], length, torch.float32, torch.device("cpu"))
+    rotary = LlamaRotaryEmbedding(config=CONFIGS["LlamaForCausalLM"])
+    positions = torch.arange(40)[None]
+    short, long = (
+        RotaryTable(rotary, length, torch.float32, torch.device("cpu"))(torch.empty(0), positions)
         for length in (40, 5000)
-    ]
-    assert torch.equal(tables[0].cos[:40], tables[1].cos[:40])
-    assert torch.equal(tables[0].sin[:40], tables[1].sin[:40])
+    )
+    assert all(torch.equal(one, other) for one, other in zip(short, long, strict=True))
 
 
 def test_an_activation_s_bits_do_not_depend_on_the_rows_around() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.agent.messages.requests import SamplingParams
-from kvferry.agent.messages.steps import SampleOutput, SamplingRow, SamplingSetup
+from kvferry.agent.messages.steps import PromptScores, SampleOutput, SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import (
     Sampler,
     TokenSample,
@@ -18,6 +18,7 @@ from kvferry.agent.worker.sampler import (
     gumbel_noise,
     margins,
     sample_tokens,
+    score_prompt,
 )
 from tests.unit.agent.worker.sampling import make_token_sample
 
@@ -206,3 +207,16 @@ def test_many_biases_cost_a_row_next_to_nothing() -> None:
     began = time.thread_time()
     sample_tokens(rows, biased)
     assert time.thread_time() - began < 0.05
+
+
+def test_a_prompt_s_tokens_have_their_log_probability_rank_and_the_likeliest() -> None:
+    logits = torch.randn((70, 40), generator=torch.Generator().manual_seed(3))
+    successors = tuple(int(token) for token in torch.randint(40, (66,)))
+    expected = torch.log_softmax(logits, dim=-1)
+    reports = score_prompt(logits, PromptScores(successors=successors, num_top=3))
+    assert len(reports) == len(successors)
+    for row, (token, report) in enumerate(zip(successors, reports, strict=True)):
+        order = expected[row].argsort(descending=True).tolist()
+        assert report.logprob == float(expected[row, token])
+        assert report.rank == order.index(token) + 1
+        assert [token_id for token_id, _ in report.top] == order[:3]

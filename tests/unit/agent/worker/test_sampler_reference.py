@@ -12,8 +12,10 @@ from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -50,6 +52,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"logit_bias": {token: (token % 7) - 3.0 for token in range(0, 300, 3)}, "top_p": 0.8},
     {"min_tokens": 30, "stop_token_ids": (8, 9)},
     {"min_tokens": 30, "logit_bias": {3: 100.0}, "temperature": 0.5, "top_k": 12, "top_p": 0.75},
+    {"bad_words": ((5,), (17, 18)), "top_k": 40},
+    # Whatever the last token is, one is banned after it, and one after two.
+    {"bad_words": tuple((token, (token * 7) % VOCABULARY) for token in range(VOCABULARY)), "top_p": 0.9},
+    {"bad_words": ((1, 2, 3), (4, 4), (3,)), "repetition_penalty": 1.2},
+    {"allowed_token_ids": tuple(range(0, VOCABULARY, 5)), "top_p": 0.9},
+    {"allowed_token_ids": (3, 7, 8), "min_tokens": 30, "stop_token_ids": (8,), "logit_bias": {4: 90.0}},
 )
 
 
@@ -62,6 +70,9 @@ def reference_scores(
     for token in set(output):
         count = output.count(token)
         scores[0, token] -= count * sampling.frequency_penalty + sampling.presence_penalty
+    if sampling.bad_words:  # of the output alone, as in vLLM
+        banned = NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words], eos_token_id=[])
+        scores = banned(torch.tensor([output]), scores)
     return LogitsProcessorList(_processors(len(prompt), sampling))(seen, scores)[0]
 
 
@@ -71,6 +82,8 @@ def _processors(prompt_len: int, sampling: SamplingParams) -> Iterator[Any]:
     if sampling.min_tokens:
         ends = [*EOS, *sampling.stop_token_ids]
         yield MinNewTokensLengthLogitsProcessor(prompt_len, sampling.min_tokens, ends, device="cpu")
+    if sampling.allowed_token_ids:
+        yield SuppressTokensLogitsProcessor(sorted({*range(VOCABULARY)} - {*sampling.allowed_token_ids}))
     yield TemperatureLogitsWarper(float(sampling.temperature))
     if sampling.top_k:
         yield TopKLogitsWarper(sampling.top_k)
@@ -111,3 +124,10 @@ def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it() -> None:
     (ours,) = decision_scores(logits[None], [draw])
     expected = TopPLogitsWarper(0.5)(torch.zeros((1, 0)), logits[None])
     assert int(torch.isfinite(ours).sum()) == int(torch.isfinite(expected).sum()) == 2
+
+
+def test_bans_that_would_leave_nothing_do_not_hold() -> None:
+    sampling = SamplingParams(seed=5, max_tokens=9, min_tokens=5, allowed_token_ids=(3,), bad_words=((3,),))
+    draw = make_token_sample(sampling, vocab_size=6, eos_ids=(3,))
+    (ours,) = decision_scores(torch.arange(6.0)[None], [draw])
+    assert torch.isfinite(ours).tolist() == [False, False, False, True, False, False]

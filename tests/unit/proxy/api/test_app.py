@@ -6,12 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
+from kvferry.proxy.api import completions
+from kvferry.proxy.api.completions import INLINE_BODY_BYTES
 from kvferry.proxy.dialects import native
 from kvferry.proxy.exchange.native_attempt import Relay
+from kvferry.proxy.ids import Endpoint
+from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -40,7 +45,7 @@ async def test_content_types_say_what_is_sent(stage: Stage, path: str, body: dic
         (b"{", 400, None),
         (b"[]", 400, None),
         ({"prompt": "p"}, 400, "model"),
-        ({**BODY, "max_tokens": 0}, 400, "max_tokens"),
+        ({**BODY, "max_tokens": -1}, 400, "max_tokens"),
         ({**BODY, "prompt": ""}, 400, "prompt"),
         ({**BODY, "prompt": ["a", [1, 2]]}, 400, "prompt"),
         ({**BODY, "prompt": [1] * 5000}, 400, "prompt"),
@@ -64,6 +69,50 @@ async def test_what_the_proxy_can_reject_reaches_no_agent(
     if status == 404:
         assert "unheard-of" in answer["error"]["message"]
     assert not prefill.asked and not decode.asked
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MiB of token ids stopped everybody's tokens for 50 ms."""
+    threads: list[threading.Thread] = []
+
+    def parse(endpoint: Endpoint, raw: bytes) -> ClientRequest:
+        threads.append(threading.current_thread())
+        return parse_request(endpoint, raw)
+
+    monkeypatch.setattr(completions, "parse_request", parse)
+    await stage.pair()
+    assert (await stage.ask({**BODY, "user": "u" * 100}))[0] == 200
+    assert (await stage.ask({**BODY, "user": "u" * INLINE_BODY_BYTES}))[0] == 200
+    status, answer = await stage.ask({**BODY, "max_tokens": -1, "user": "u" * INLINE_BODY_BYTES})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert [each is threading.current_thread() for each in threads] == [True, False, False]
+
+
+async def test_large_bodies_that_wait_are_bounded(
+    start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may have any size; what comes while it is parsed is refused."""
+    monkeypatch.setattr(completions, "MAX_PARSED_BYTES", 2 * INLINE_BODY_BYTES)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def parse(endpoint: Endpoint, raw: bytes) -> ClientRequest:
+        begun.set()
+        assert go_on.wait(10)
+        return parse_request(endpoint, raw)
+
+    monkeypatch.setattr(completions, "parse_request", parse)
+    stage = await start_stage()
+    await stage.pair()
+    body = {**BODY, "user": "u" * INLINE_BODY_BYTES}
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(stage.ask(body))
+        await asyncio.to_thread(begun.wait, 10)
+        status, answer = await stage.ask(body)
+        go_on.set()
+    assert (status, answer["error"]["code"]) == (503, "too_many_bodies")
+    assert first.result()[0] == 200
 
 
 async def test_a_body_that_does_not_come_is_a_408(start_stage: StartStage) -> None:

@@ -53,7 +53,7 @@ async def test_a_client_that_does_not_read_slows_its_agent_and_is_disconnected(
 ) -> None:
     """Memory is bounded: back-pressure reaches the agent, and past a limit the client is disconnected."""
     stage = await start_stage(client_stall_s=0.5)
-    wordy = "x" * 4096  # in every event, so that no socket buffer holds the whole stream
+    wordy = "x" * 1024  # in every event, so that no socket buffer holds the whole stream
     agent = await stage.agent("both", model=wordy)
     _, writer = await ask(stage, {**BODY, "model": wordy, "max_tokens": 4000, "n": 8})
     await agent.until(lambda: agent.running)

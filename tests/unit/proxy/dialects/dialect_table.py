@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, decode_body
 from kvferry.agent.errors import ApiError
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
 from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.names import ATOM, SERVING_ALONE, VLLM_KVFERRY
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
@@ -33,6 +36,7 @@ DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
 CHAT: Endpoint = "chat/completions"
 
 BOTH, DECODE, REFUSED = "both legs", "decode leg", "**400**"
+WHOLE = "prefill's answer is the whole"
 
 Row = tuple[str, dict[str, Any], Endpoint]
 ROWS: tuple[Row, ...] = (
@@ -72,7 +76,7 @@ def table() -> str:
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     ended = [_ended(DIALECTS[name]) for name in sorted(DIALECTS)]
-    lines.append("| EOS or stop at token 1 | " + " | ".join(["prefill's answer is the whole", *ended]) + " |")
+    lines.append("| EOS or stop at token 1 | " + " | ".join([WHOLE, *ended]) + " |")
     cached = [_cached(DIALECTS[name]) for name in sorted(DIALECTS)]
     lines.append("| cached tokens in `usage` | " + " | ".join(["decode's answer", *cached]) + " |")
     return "\n".join(lines) + "\n"
@@ -87,7 +91,11 @@ def _native(request: ClientRequest) -> str:
     """What our own agents do. Which legs a field goes to is not asked: they sample all choices at once."""
     try:
         native.check(request)
-        decode_body(json.dumps(request.body).encode(), ChatBody if request.chat else CompletionBody)
+        decode_body(msgspec.json.encode(request.body), ChatBody if request.chat else CompletionBody)
+        if request.prompts > 1:
+            return "a transfer per prompt"
+        if request.undivided:
+            return "one agent alone"
     except (InvalidRequest, ApiError):
         return REFUSED
     if request.max_tokens == 1:
@@ -100,12 +108,16 @@ def _treatment(dialect: Dialect, request: ClientRequest, fields: dict[str, Any])
         dialect.check(request)
     except InvalidRequest:
         return REFUSED
-    if dialect.serves_alone and request.max_tokens == 1:
+    if dialect.name in SERVING_ALONE["prefill"] and request.max_tokens == 1:
         return "one prefill server alone"
-    if dialect.serves_alone and request.undivided:
+    if dialect.name in SERVING_ALONE["decode"] and request.undivided:
         return "one decode server alone"
     if request.sequences > 1:
+        if dialect.forks:
+            return "a transfer per prompt" if request.prompts > 1 else "one transfer"
         return "a transfer per choice"
+    if request.max_tokens == 1 and _is_whole(dialect, request, "length"):
+        return WHOLE
     prefill, decode = _bodies(dialect, request)
     (shown,) = {_compare(prefill.get(name), decode.get(name), name, fields) for name in _told(fields)}
     return shown
@@ -139,26 +151,45 @@ def _bodies(dialect: Dialect, request: ClientRequest) -> tuple[dict[str, Any], d
 def _ended(dialect: Dialect) -> str:
     """What happens when the first token is the last."""
     request = _ask({}, "completions")
-    (sub,) = split(request, IDS, [TRANSFER])
     if _bodies(dialect, request)[0].get("min_tokens") == 1:
         return "decode samples it; prefill cannot end"
-    raw = b'{"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"transfer_id": 1}}'
-    whole = dialect.read_prefill(sub, raw).whole is not None
-    return "prefill's answer is the whole" if whole else "decode's answer"
+    return WHOLE if _is_whole(dialect, request, "stop") else "decode's answer"
+
+
+def _is_whole(dialect: Dialect, request: ClientRequest, reason: str) -> bool:
+    """Whether a prefill's answer that ended so is the client's."""
+    (sub,) = split(request, IDS, [TRANSFER])
+    return dialect.read_prefill(sub, _prefill_answer(dialect, reason)).whole is not None
+
+
+def _prefill_answer(dialect: Dialect, reason: str) -> bytes:
+    if dialect.name == ATOM:
+        params = {"transfer_id": 1, "remote_block_ids": [4], "dp_rank": 0}
+    elif dialect.name == VLLM_KVFERRY:
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": TRANSFER,
+            "remote_engine_id": "e",
+            "remote_host": "h",
+            "remote_port": 1,
+            "remote_num_tokens": 1,
+            "remote_tp_size": 1,
+        }
+    else:
+        params = {"transfer_id": f"tx-{TRANSFER}"}
+    usage = {"prompt_tokens_details": {"cached_tokens": 1}}
+    return json.dumps(
+        {"choices": [{"finish_reason": reason}], "usage": usage, "kv_transfer_params": params}
+    ).encode()
 
 
 def _cached(dialect: Dialect) -> str:
     """Whose count of cached tokens the client is told."""
     (sub,) = split(_ask({}, "completions"), IDS, [TRANSFER])
-    raw = json.dumps(
-        {
-            "choices": [{"finish_reason": "length"}],
-            "usage": {"prompt_tokens_details": {"cached_tokens": 1}},
-            "kv_transfer_params": {"transfer_id": f"tx-{TRANSFER}"},
-        }
-    ).encode()
     try:
-        merged = dialect.read_prefill(sub, raw).prompt_tokens_details is not None
+        merged = (
+            dialect.read_prefill(sub, _prefill_answer(dialect, "length")).prompt_tokens_details is not None
+        )
     except BadResponse:  # NIXL params say more, the prefill's count among them
         return "decode's answer (push: prefill's)"
     return "prefill's, put in by the proxy" if merged else "decode's answer"

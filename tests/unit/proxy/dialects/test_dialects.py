@@ -18,11 +18,13 @@ import msgspec
 import pytest
 
 from kvferry.proxy.dialects.base import Dialect, Endpoints, KvEndpoint, LegOrder, Prefilled, SubRequest
-from kvferry.proxy.dialects.catalogue import SUPPORTED, other_dialects
+from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
+from kvferry.proxy.wire.messages import NATIVE_DIALECT
 from tests.unit.proxy.builders import registration
 
 EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
@@ -81,6 +83,10 @@ def check_leg(leg: Any, told: dict[str, Any], endpoint: str) -> None:
     assert json.loads(leg.body) == told["body"]
 
 
+def test_every_dialect_that_is_named_is_there() -> None:
+    assert SUPPORTED - {NATIVE_DIALECT} == set(DIALECTS)
+
+
 def test_every_dialect_has_a_recorded_exchange() -> None:
     assert {json.loads(path.read_text())["dialect"] for path in EXCHANGES} | {"native"} == SUPPORTED
 
@@ -129,11 +135,81 @@ def test_a_prefill_that_ended_by_itself_hands_nothing_over(name: str) -> None:
         DIALECTS[name].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
 
 
-def test_an_atom_answer_that_ended_at_token_1_is_whole() -> None:
+ATOM_PARAMS = {"remote_block_ids": [4], "transfer_id": 3, "dp_rank": 0}
+
+
+def atom_answer(reason: str | None, **fields: Any) -> bytes:
+    return json.dumps(
+        {"choices": [{"finish_reason": reason}], "kv_transfer_params": ATOM_PARAMS, **fields}
+    ).encode()
+
+
+@pytest.mark.parametrize("reason", ["eos", "stop_sequence", "stop_163586", "stop"])
+def test_an_atom_answer_that_ended_at_token_1_is_whole(reason: str) -> None:
     """X29: no decode leg after the end of sequence."""
-    raw = b'{"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"transfer_id": 3}}'
+    raw = atom_answer(reason)
     prefilled = DIALECTS["atom"].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
-    assert (prefilled.whole, prefilled.params) == (raw, {"transfer_id": 3})
+    assert (prefilled.whole, prefilled.params) == (raw, ATOM_PARAMS)
+
+
+def test_an_atom_answer_of_one_token_is_whole() -> None:
+    """R10: a decode server begins with that token and samples another, whatever its limit (ffdf3bb5d)."""
+    raw = atom_answer("max_tokens")
+    for limit, whole in ((1, raw), (2, None), (None, None)):
+        sub = only_part({"model": "m", "prompt": "p", "max_tokens": limit})
+        assert DIALECTS["atom"].read_prefill(sub, raw).whole == whole
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        atom_answer("aborted"),
+        atom_answer("unschedulable: needs 900 KV blocks"),
+        # What chat says of both.
+        atom_answer("stop", usage={"completion_tokens": 0}),
+        *(
+            atom_answer("max_tokens", kv_transfer_params={**ATOM_PARAMS, **wrong})
+            for wrong in (
+                {"dp_rank": None}, {"dp_rank": -1}, {"dp_rank": "1"}, {"transfer_id": None},
+                {"remote_block_ids": None}, {"remote_block_ids": [None]},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_an_atom_prefill_that_failed_under_http_200_is_a_bad_answer(raw: bytes) -> None:
+    """Row 5; and I1: never a guess at which rank, transfer or blocks a decode server is to read."""
+    with pytest.raises(BadResponse):
+        DIALECTS["atom"].read_prefill(only_part({"model": "m", "prompt": "p"}), raw)
+
+
+RECORDED = sorted((Path(__file__).parent / "exchanges/atom").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_what_atoms_own_prefill_answered_leads_to_its_kv(path: Path) -> None:
+    """Recorded from ATOM's code (`make test-atom`): `max_tokens` is no end, and `dp_rank` holds the KV."""
+    told = json.loads(path.read_text())
+    dialect, sub = DIALECTS["atom"], only_part(told["client"], told["endpoint"])
+    raw = told["prefill_answer"].encode()
+    params = json.loads(raw)["kv_transfer_params"]
+    prefilled = dialect.read_prefill(sub, raw)
+    if told["decode_answer"] is None:
+        assert prefilled.whole == raw
+        return
+    assert prefilled.whole is None
+    sizes = {
+        "prefill": {"dp_size": 4, "control": "tcp://10.0.0.1:7000"},
+        "decode": {"control": "tcp://10.0.0.2:7000"},
+    }
+    endpoints = ends_of(sub, "atom", sizes)
+    assert endpoints.prefill_rank != params["dp_rank"], "another than was asked"
+    sent = json.loads(dialect.decode_leg(sub, endpoints, prefilled, None).body)["kv_transfer_params"]
+    assert sent["remote_dp_rank"] == params["dp_rank"] == 1
+    assert sent.items() >= params.items(), "its own host and ports are left as they are"
+
+
+def test_every_dialect_of_atom_is_recorded() -> None:
+    assert {path.stem.partition("_")[0] for path in RECORDED} == {"seed", "head"}
 
 
 def test_an_answer_for_another_transfer_is_refused() -> None:
@@ -170,7 +246,7 @@ def test_every_choice_has_its_prompt_its_seed_and_a_transfer_of_its_own() -> Non
     )
     ids = [TransferId(f"{number:032x}") for number in range(4)]
     subs = split(request, IDS, ids)
-    assert [sub.body for sub in subs] == [
+    assert [json.loads(msgspec.json.encode(sub.body)) for sub in subs] == [
         {"model": "m", "prompt": prompt, "seed": seed, "top_k": 5}
         for prompt in ([1], [2, 3])
         for seed in (2**63 - 1, 0)

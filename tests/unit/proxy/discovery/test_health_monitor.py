@@ -13,8 +13,9 @@ import msgpack
 import msgspec
 import pytest
 
+from kvferry.proxy.dialects.atom import WITHOUT_INFO
 from kvferry.proxy.discovery import health_probe
-from kvferry.proxy.discovery.health_monitor import MAX_FAILED_PROBES, HealthMonitor
+from kvferry.proxy.discovery.health_monitor import MAX_FAILED_PROBES, HealthMonitor, described
 from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, probe
 from kvferry.proxy.discovery.static_nodes import server_from_words
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
@@ -28,6 +29,14 @@ sglang:num_running_reqs{{model_name="m"}} 6.0
 sglang:num_queue_reqs{{model_name="m"}} 1.0
 sglang:token_usage{{model_name="m"}} 0.1
 sglang:max_total_num_tokens{{model_name="m"}} 1000.0
+"""
+
+# As ATOM at ffdf3bb5d shows it (`make test-atom`), cut to what matters.
+ATOM_METRICS = """\
+atom:requests_running 4.0
+atom:requests_waiting 1.0
+atom:kv_cache_blocks_total 512.0
+atom:kv_cache_usage_ratio 0.25
 """
 
 
@@ -48,7 +57,7 @@ async def test_a_probe_of_vllm_shows_model_load_and_start(http: aiohttp.ClientSe
 
 @pytest.mark.parametrize(
     ("metrics", "running", "total"),
-    [(SGLANG_METRICS, 6, 1000), (None, 0, 0), ("vllm:num_requests_running x", 0, 0)],
+    [(SGLANG_METRICS, 6, 1000), (ATOM_METRICS, 4, 512), (None, 0, 0), ("vllm:num_requests_running x", 0, 0)],
 )
 async def test_what_an_engine_does_not_tell_stays_unknown(
     http: aiohttp.ClientSession, metrics: str | None, running: int, total: int
@@ -137,6 +146,60 @@ async def test_a_server_that_is_not_there_or_lacks_the_model_is_down(http: aioht
     with pytest.raises(EngineDown) as down:
         await probe(http, server.url)
     assert down.value.refused
+
+
+INFO = {"tp_size": 8, "dp_size": 2, "kv_role": "kv_producer", "handshake_port": 7301}
+"""What ATOM answers to `GET /kv_transfer_info` (ffdf3bb5d, seen in `make test-atom`)."""
+
+
+def test_what_an_atom_server_reports_of_itself_need_not_be_typed_in() -> None:
+    """Sizes, role and port; and what was typed in may be there when it is right."""
+    for words, role in (
+        ("", "prefill"),
+        ("", "both"),
+        (",dp_size=2,tp_size=8,handshake_port=7301", "prefill"),
+    ):
+        server = described(server_from_words(f"http://a:1{words}", role, "atom"), json.dumps(INFO).encode())
+        assert (server.role, server.tp_size, server.dp_size) == ("prefill", 8, 2)
+        assert server.control == "tcp://a:7301"
+
+
+@pytest.mark.parametrize(
+    ("words", "role", "info", "why"),
+    [
+        ("", "decode", INFO, "kv_producer"),
+        ("", "prefill", INFO | {"kv_role": None}, "no kv_role"),
+        ("", "prefill", INFO | {"kv_role": "kv_both"}, "kv_both"),
+        (",dp_size=1", "prefill", INFO, "its dp_size is 2, not 1"),
+        (",tp_size=4", "prefill", INFO, "its tp_size is 8, not 4"),
+        (",handshake_port=6301", "prefill", INFO, "its handshake_port is 7301, not 6301"),
+        ("", "prefill", INFO | {"dp_size": 10**9}, "cannot be read"),
+        ("", "prefill", INFO | {"handshake_port": 0}, "cannot be read"),
+        ("", "prefill", [], "cannot be read"),
+    ],
+)
+def test_an_atom_server_that_is_not_what_it_is_named_is_down(
+    words: str, role: Any, info: Any, why: str
+) -> None:
+    """With other ranks than the real ones KV would be read from another rank's memory."""
+    with pytest.raises(EngineDown, match=why) as down:
+        described(server_from_words(f"http://a:1{words}", role, "atom"), json.dumps(info).encode())
+    assert down.value.refused
+
+
+async def test_an_atom_server_without_that_page_is_taken_as_named(http: aiohttp.ClientSession) -> None:
+    """0c982ea92. But a page that fails is no page that is not there."""
+    said: list[Register | Bye] = []
+    async with WatchedServer() as server:
+        named = server_from_words(f"{server.url},handshake_port=6400,dp_size=4", "prefill", "atom")
+        watched = HealthMonitor(named, said.append)
+        watched.succeeded(await probe(http, server.url, info_path=named.info_path))
+    [registered] = said
+    assert isinstance(registered, Register) and registered.version == WITHOUT_INFO
+    assert (registered.dp_size, registered.tp_size) == (4, 1) and registered.control.endswith(":6400")
+    async with WatchedServer(info="no", info_status=500) as server:
+        with pytest.raises(EngineDown, match="HTTP 500"):
+            await probe(http, server.url, info_path="/kv_transfer_info")
 
 
 def result(started_at: float | None = 1.0, steps: int | None = None) -> ProbeResult:
@@ -257,16 +320,26 @@ async def test_named_servers_join_leave_and_return_like_agents_that_ping(
         assert set(left) < set(back) and set(back) - set(left) != set(first) - set(left)
 
 
-@pytest.mark.parametrize(("dialect", "option"), [("vllm-nixl", ""), ("sglang", ",kv_host=10.0.0.7")])
-async def test_a_named_pair_serves_requests(start_stage: StartStage, dialect: str, option: str) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "option", "sizes"),
+    [("vllm-nixl", "", {}), ("sglang", ",kv_host=10.0.0.7", {}), ("atom", "", {"dp_size": 4, "tp_size": 2})],
+)
+async def test_a_named_pair_serves_requests(
+    start_stage: StartStage, dialect: str, option: str, sizes: dict[str, int]
+) -> None:
+    """ATOM servers report their sizes, handshake port and role: a URL is enough."""
     fabric, engine = Fabric(), SERVERS[dialect]
     async with (
-        engine(role="prefill", fabric=fabric) as prefill,
-        engine(role="decode", fabric=fabric) as decode,
+        engine(role="prefill", fabric=fabric, **sizes) as prefill,
+        engine(role="decode", fabric=fabric, **sizes) as decode,
     ):
         named = {"prefill": (prefill.address + option,), "decode": (decode.address + option,)}
         stage = await start_stage(**named, dialect=dialect)
-        await until_nodes(stage, 2)
+        nodes = await until_nodes(stage, 2)
+        for node in nodes.values():
+            shown = {"tp_size": node["tp_size"], "dp_size": node["dp_size"]}
+            assert shown == {"tp_size": 1, "dp_size": 1} | sizes
+            assert node["transfer_mode"] == ("write" if dialect == "sglang" else "read")
         body = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4}
         status, answer = await stage.ask(body)
         assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")

@@ -40,7 +40,14 @@ class Setting:
         self.now = 0.0
         self.registry = Registry()
         self.metrics = Metrics()
-        self.discovery = PingListener(self.registry, self.metrics, "proxy-1", lambda: self.now)
+        self.in_flight: dict[str, int] = {}
+        self.discovery = PingListener(
+            self.registry,
+            self.metrics,
+            "proxy-1",
+            lambda: self.now,
+            in_flight=lambda agent: self.in_flight.get(agent, 0),
+        )
 
     def handle(self, *frames: bytes) -> bytes | None:
         return self.discovery.handle([b"peer", *frames])
@@ -62,10 +69,11 @@ async def setting() -> AsyncIterator[Setting]:
     made.discovery.close()
 
 
-async def test_a_ping_is_acked_with_its_index(setting: Setting) -> None:
+async def test_a_ping_is_acked_with_its_index_and_what_is_in_flight_there(setting: Setting) -> None:
+    setting.in_flight[registration("decode", 1).incarnation] = 3
     answer = setting.handle(PING)
     assert answer is not None
-    assert wire.decode_proxy_message(answer) == wire.Ack(proxy="proxy-1", index=1)
+    assert wire.decode_proxy_message(answer) == wire.Ack(proxy="proxy-1", index=1, in_flight=3)
 
 
 async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:
@@ -79,12 +87,39 @@ async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "address",
     ["", "10.0.0.1:8000", "ftp://h:1", "http://h", "http://:80", "http://h:1/v1", "http://u@h:1", "http://h:99999",
-     "http://[::1", "http://h:1?q", "http://gpu..7:1", f"http://{'g' * 64}:1", "http://gpu-\u4e03:1"],
+     "http://[::1", "http://h:1?q", "http://gpu..7:1", f"http://{'g' * 64}:1", "http://gpu-\u4e03:1",
+     "http://a\0b:1", "http://a b:1", "http://[::z]:1", f"http://{'g.' * 127}g:1", f"http://h:1{'/' * 2000}"],
 )  # fmt: skip
 async def test_an_address_that_nobody_can_dial_is_a_bad_ping(setting: Setting, address: str) -> None:
     assert setting.handle(wire.encode(registration("decode", 1, address=address))) is None
     assert setting.bad == 1
     assert not setting.addresses
+
+
+@pytest.mark.parametrize(
+    "control", ["", "10.0.0.1:6301", "tcp://:1", "tcp://gpu..7:1", "http://h:1", "tcp://a\0b:1"]
+)
+async def test_neither_may_a_control_address_be_one(setting: Setting, control: str) -> None:
+    """Decode agents would dial it for every request."""
+    assert setting.handle(wire.encode(registration("decode", 1, control=control))) is None
+    assert setting.bad == 1
+    starting = registration("decode", 1, control="tcp://h:0", state="starting")
+    assert setting.handle(wire.encode(starting)) is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m" * 1025},
+        {"transfers": ("t",) * 17},
+        {"geometry": {str(at): "" for at in range(65)}},
+        {"refusals": {str(at): "" for at in range(65)}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_pages_repeat_is_bounded(setting: Setting, fields: dict[str, Any]) -> None:
+    assert setting.handle(wire.encode(registration("decode", 1, **fields))) is None
+    assert setting.bad == 1
 
 
 async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None:

@@ -16,18 +16,19 @@ from kvferry.proxy.discovery import health_probe
 from kvferry.proxy.discovery.health_monitor import PINGED_INTERVAL_S, PingedServers
 from kvferry.proxy.discovery.health_probe import ProbeResult
 from kvferry.proxy.wire.messages import Load
-from tests.standins.engines import SERVERS, Fabric, StandInServer
+from tests.standins.engines import SERVERS, AtomServer, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4}
 
 
-def atom_ping(server: StandInServer) -> dict[str, Any]:
+def atom_ping(server: AtomServer) -> dict[str, Any]:
     role = "P" if server.role == "prefill" else "D"
     return {
         "type": "register", "role": role, "index": "1", "request_address": f"{server.address}/v1/completions",
-        "handshake_port": 6301, "dp_size": 1, "tp_size": 1, "transfer_mode": "read",
+        "handshake_port": server.handshake_port, "dp_size": server.dp_size, "tp_size": server.tp_size,
+        "transfer_mode": "read",
     }  # fmt: skip
 
 
@@ -53,11 +54,11 @@ async def ping(stage: Stage, maps: list[dict[str, Any]]) -> None:
         context.term()
 
 
-async def check_served(stage: Stage, dialect: str, make_ping: Any) -> None:
+async def check_served(stage: Stage, dialect: str, make_ping: Any, **settings: Any) -> None:
     fabric = Fabric()
     async with (
-        SERVERS[dialect](role="prefill", fabric=fabric) as prefill,
-        SERVERS[dialect](role="decode", fabric=fabric) as decode,
+        SERVERS[dialect](role="prefill", fabric=fabric, **settings) as prefill,
+        SERVERS[dialect](role="decode", fabric=fabric, **settings) as decode,
     ):
         pinging = asyncio.get_running_loop().create_task(ping(stage, [make_ping(prefill), make_ping(decode)]))
         try:
@@ -77,11 +78,13 @@ async def check_served(stage: Stage, dialect: str, make_ping: Any) -> None:
 
 async def test_atoms_that_ping_are_asked_for_their_model_and_served_through(stage: Stage) -> None:
     """R22: the documented ping is enough. Until the model is known, nothing is routed to them."""
-    await check_served(stage, "atom", atom_ping)
+    await check_served(stage, "atom", atom_ping, head=False)
 
 
-async def test_moriio_servers_that_ping_are_asked_for_their_model_and_served_through(stage: Stage) -> None:
-    await check_served(stage, "vllm-moriio", moriio_ping)
+async def test_moriio_servers_that_ping_are_asked_for_their_model_and_served_through(
+    start_stage: StartStage,
+) -> None:
+    await check_served(await start_stage(moriio_lease_s=60.0), "vllm-moriio", moriio_ping)
 
 
 async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> None:
@@ -128,7 +131,7 @@ async def test_a_server_is_not_ready_after_an_internal_error_in_a_probe(
 async def test_an_address_outside_the_rules_is_not_even_asked(start_stage: StartStage) -> None:
     """Otherwise anybody who can ping could have the proxy send requests anywhere."""
     stage = await start_stage(allow_address="10.0.0.0/8")
-    async with SERVERS["atom"](role="prefill", fabric=Fabric()) as server:
+    async with AtomServer(role="prefill", fabric=Fabric()) as server:
         pinging = asyncio.get_running_loop().create_task(ping(stage, [atom_ping(server)]))
         try:
             async with asyncio.timeout(10):

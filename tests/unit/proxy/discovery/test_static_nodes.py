@@ -30,7 +30,8 @@ nodes:
             "vllm-moriio",
             "host:a,handshake:6301,notify:6401",
         ),
-        ("http://a:1,handshake_port=6301", "atom", "tcp://a:6301"),
+        ("http://a:1,handshake_port=7301", "atom", "tcp://a:7301"),
+        ("http://[::1]:1", "atom", "tcp://[::1]:6301"),
     ],
 )
 def test_where_kv_is_reached_is_spelled_as_each_dialect_reads_it(
@@ -60,7 +61,8 @@ def test_a_file_names_servers_and_their_common_dialect(tmp_path: Path) -> None:
         ("dialect: vllm\nnodes: []", "dialect"),
         ("nods: []", "nods"),
         ("nodes: 7", "nodes"),
-        ("dialect: atom\nnodes: [{url: 'http://a:1', role: prefill}]", "handshake_port"),
+        ("dialect: vllm-moriio\nnodes: [{url: 'http://a:1', role: prefill}]", "handshake_port"),
+        ("dialect: atom\nnodes: [{url: 'http://a:1', role: prefill, kv_host: b}]", "kv_host"),
         ("dialect: sglang\nnodes: [{url: 'http://a:1', role: prefil}]", "role"),
         ("dialect: sglang\nnodes: [{url: 'http://a:1', role: prefill, bootstrap_prt: 5}]", "bootstrap_prt"),
         (

@@ -19,7 +19,7 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.server import running_proxy
-from tests.standins.agents import STOP_AT_ONCE, Fault, StandInAgent
+from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "seed": 7}
@@ -96,6 +96,92 @@ async def test_a_limit_of_one_token_is_one_leg_without_a_transfer(stage: Stage) 
     assert answer["usage"]["completion_tokens"] == 1
     assert [asked.leg for asked in prefill.asked] == ["alone"] and not decode.asked
     assert "kv_transfer_params" not in prefill.asked[0].body
+
+
+PROMPTS = ["a b c", "d", f"{UNEVEN} e", "f g"]
+
+
+async def expected_of_each(reference: Reference, body: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """The choices and the usage of all prompts of a body, each asked by itself."""
+    wholes = [await reference({**body, "prompt": prompt}) for prompt in body["prompt"]]
+    choices = [choice for whole in wholes for choice in whole["choices"]]
+    usage = {name: sum(whole["usage"][name] for whole in wholes) for name in wholes[0]["usage"]}
+    return [{**choice, "index": index} for index, choice in enumerate(choices)], usage
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"prompt": [[1, 2], [3]]}, {"max_tokens": 1}], ids=str)
+async def test_each_of_several_prompts_gets_the_answer_that_it_gets_by_itself(
+    stage: Stage, reference: Reference, body: dict[str, Any]
+) -> None:
+    """As one response, and each prompt is a transfer of its own."""
+    prefill, _ = await stage.pair()
+    asked = {**BODY, "prompt": PROMPTS, **body}
+    choices, usage = await expected_of_each(reference, asked)
+    status, whole = await stage.ask(asked)
+    assert (status, whole["choices"], whole["usage"]) == (200, choices, usage)
+    if "max_tokens" not in body:
+        assert len(set(transfer_ids(prefill))) == len(prefill.asked) == len(asked["prompt"])
+    streamed = await stage.stream({**asked, "stream_options": {"include_usage": True}})
+    assert [streamed.text(choice["index"]) for choice in choices] == [choice["text"] for choice in choices]
+    *events, last = streamed.events
+    assert (last["choices"], last["usage"]) == ([], usage)
+    ended = [each["index"] for event in events for each in event["choices"] if each["finish_reason"]]
+    assert sorted(ended) == list(range(len(choices)))
+    assert len({(event["id"], event["created"]) for event in streamed.events}) == 1
+
+
+async def test_a_prompt_of_several_may_end_with_its_first_token(stage: Stage) -> None:
+    await stage.pair()
+    body = {**BODY, "prompt": ["a b", STOP_AT_ONCE], "n": 2}
+    _, whole = await stage.ask(body)
+    streamed = await stage.stream({**body, "stream_options": {"include_usage": True}})
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 2 + ["stop"] * 2
+    assert [choice["text"] for choice in whole["choices"]] == [streamed.text(index) for index in range(4)]
+    assert streamed.events[-1]["usage"] == whole["usage"]
+
+
+async def test_several_prompts_without_a_seed_are_sampled_differently(stage: Stage) -> None:
+    await stage.pair()
+    body = {key: value for key, value in BODY.items() if key != "seed"}
+    _, whole = await stage.ask({**body, "prompt": ["a"] * 3})
+    assert len({choice["text"] for choice in whole["choices"]}) == 3
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_agent_that_is_lost_with_several_prompts_is_not_noticed(
+    stage: Stage, reference: Reference, leg: str, stream: bool
+) -> None:
+    """Prompts that are complete are not asked for again."""
+    for _ in range(2):
+        await stage.pair()
+    fail_once(stage.agents, Fault(leg, "reset"))
+    asked = {**BODY, "prompt": PROMPTS}
+    choices, _ = await expected_of_each(reference, asked)
+    if stream:
+        streamed = await stage.stream(asked)
+        texts = [streamed.text(index) for index in range(len(choices))]
+    else:
+        texts = [choice["text"] for choice in (await stage.ask(asked))[1]["choices"]]
+    assert texts == [choice["text"] for choice in choices]
+
+
+async def test_a_rejection_of_one_prompt_is_the_answer_to_all(stage: Stage) -> None:
+    prefill, _ = await stage.pair()
+    prefill.faults.append(Fault("prefill", "status", status=422))
+    status, error = await stage.ask({**BODY, "prompt": PROMPTS})
+    assert (status, error["error"]["code"]) == (422, "as_told")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"max_tokens": 0}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 0}], ids=str
+)
+async def test_what_asks_for_the_prompt_itself_is_served_by_one_agent(
+    stage: Stage, asked: dict[str, Any]
+) -> None:
+    prefill, decode = await stage.pair()
+    assert (await stage.ask({**BODY, **asked}))[0] == 200
+    assert [leg.leg for leg in decode.asked] == ["alone"] and not prefill.asked
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -454,9 +540,9 @@ async def test_a_client_that_leaves_ends_the_leg_and_drops_the_kv(
 async def test_a_slow_client_is_waited_for(start_stage: StartStage) -> None:
     """Back-pressure, not memory; and the agent's silence meanwhile is not counted against it."""
     stage = await start_stage(idle_timeout_s=1.0)
-    wordy = "x" * 4096  # in every event, so that no socket buffer holds the whole stream
+    wordy = "x" * 1024  # in every event, so that no socket buffer holds the whole stream
     _, decode = await stage.pair(model=wordy)
-    body = {**BODY, "model": wordy, "max_tokens": 1000, "stream": True, "n": 8}
+    body = {**BODY, "model": wordy, "max_tokens": 4000, "stream": True, "n": 8}
     async with stage.post(body) as response:
         await response.content.readuntil(b"\n\n")
         await decode.until(lambda: decode.running)
@@ -567,7 +653,7 @@ async def test_every_request_is_logged_once_without_its_prompt(
     await stage.pair()
     with caplog.at_level("INFO", logger="kvferry.proxy.exchange.request_log"):
         await stage.stream({**BODY, "prompt": "a secret"})
-        await stage.ask({**BODY, "max_tokens": 0})
+        await stage.ask({**BODY, "max_tokens": -1})
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
     assert [(line["status"], line.get("code")) for line in lines] == [(200, None), (400, "invalid_request")]
     assert len(lines[0]["transfer_ids"]) == 1

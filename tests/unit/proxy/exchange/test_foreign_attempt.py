@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvferry.proxy.exchange.lease_check import SURE_S
 from tests.standins.agents import Fault
 from tests.standins.engines import (
     CACHED_AT_PREFILL,
@@ -21,6 +22,7 @@ from tests.standins.engines import (
     STOPS_AT_ONCE,
     Fabric,
     StandInServer,
+    VllmKvferryServer,
 )
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
@@ -29,7 +31,9 @@ CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "m
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "atom": ("atom", {}),
+    "atom-seed": ("atom", {"head": False}),
     "sglang": ("sglang", {}),
+    "vllm-kvferry": ("vllm-kvferry", {}),
     "vllm-mooncake": ("vllm-mooncake", {}),
     "vllm-moriio-read": ("vllm-moriio", {}),
     "vllm-moriio-write": ("vllm-moriio", {"writes": True}),
@@ -60,7 +64,7 @@ class Fleet:
 @pytest.fixture
 async def stage(start_stage: StartStage, request: pytest.FixtureRequest) -> Stage:
     """A proxy; a test can give its settings as the fixture's parameter."""
-    return await start_stage(**getattr(request, "param", {}))
+    return await start_stage(**({"moriio_lease_s": 60.0} | getattr(request, "param", {})))
 
 
 @pytest.fixture
@@ -71,6 +75,9 @@ async def fleet(request: pytest.FixtureRequest, stage: Stage) -> AsyncIterator[F
 
 
 every_kind = pytest.mark.parametrize("fleet", KINDS, indirect=True)
+every_kind_that_fans_out = pytest.mark.parametrize(
+    "fleet", [kind for kind in KINDS if not SERVERS[KINDS[kind][0]].forks], indirect=True
+)
 
 
 def only(*kinds: str) -> pytest.MarkDecorator:
@@ -112,10 +119,14 @@ async def check_equal(fleet: Fleet, asked: dict[str, Any], path: str) -> None:
     for choice in expected["choices"]:
         text = choice["text"] if path == "completions" else choice["message"]["content"]
         assert streamed.text(choice["index"]) == text
-    # Only a SGLang or ATOM decode server is told by its partner how much was cached there.
-    cached = CACHED_AT_PREFILL if fleet.kind.startswith("vllm") else NOT_KNOWN_HERE
-    told = expected["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
-    assert answer["usage"] == streamed.events[-1]["usage"] == told
+    counts = {name: count for name, count in expected["usage"].items() if name.endswith("_tokens")}
+    if fleet.kind.startswith("atom"):  # which adds times of its own, and says nothing of cached tokens
+        assert streamed.events[-1]["usage"] == counts and answer["usage"].items() >= counts.items()
+    else:
+        # Only a SGLang decode server is told by its partner how much was cached there.
+        cached = CACHED_AT_PREFILL if fleet.kind.startswith("vllm") else NOT_KNOWN_HERE
+        told = counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+        assert answer["usage"] == streamed.events[-1]["usage"] == told
     assert [event for event in streamed.events if event.get("usage")] == streamed.events[-1:]
 
 
@@ -141,7 +152,8 @@ async def test_batched_prompts_are_answered_in_order(fleet: Fleet) -> None:
     _, answer = await fleet.stage.ask(body)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert answer["choices"] == expected["choices"]
-    assert answer["usage"]["total_tokens"] == expected["usage"]["total_tokens"]
+    ends = 2 if fleet.kind.startswith("atom") else 0  # ATOM counts the end of sequence as a token
+    assert answer["usage"]["total_tokens"] == expected["usage"]["total_tokens"] + ends
     streamed = await fleet.stage.stream(body)
     assert [streamed.text(index) for index in range(6)] == [choice["text"] for choice in expected["choices"]]
 
@@ -156,7 +168,8 @@ async def test_an_answer_that_ends_at_token_1_is_empty_and_strands_nothing(fleet
     assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("", "stop")]
     reasons = [choice["finish_reason"] for event in streamed.events for choice in event["choices"]]
     assert [reason for reason in reasons if reason] == ["stop"] and streamed.text() == ""
-    assert streamed.events[-1]["usage"]["completion_tokens"] == 0
+    # ATOM counts the end of sequence as a token.
+    assert streamed.events[-1]["usage"]["completion_tokens"] == fleet.kind.startswith("atom")
     await fleet.stage.proxy.services.drops.settle()
     assert all(kept.read for key, kept in fleet.fabric.kept.items() if "first/" not in key)
 
@@ -168,8 +181,11 @@ async def test_one_token_is_one_token(fleet: Fleet) -> None:
     for limit in ("max_tokens", "max_completion_tokens"):
         _, answer = await fleet.stage.ask({"model": "stand-in", "prompt": "a b", limit: 1, "min_tokens": 1})
         assert answer["usage"]["completion_tokens"] == 1
+    await fleet.stage.proxy.services.drops.settle()
     legs = [asked.leg for asked in (*prefill.asked, *decode.asked)]
-    assert legs == (["prefill"] * 2 + ["decode"] * 2 if fleet.kind == "sglang" else ["alone"] * 2)
+    # ATOM's prefill server keeps what nobody fetches, so its decode server fetches it, unread.
+    alone = fleet.kind.startswith("vllm")
+    assert legs == (["alone"] * 2 if alone else ["prefill"] * 2 + ["decode"] * 2)
 
 
 @every_kind
@@ -177,10 +193,32 @@ async def test_every_leg_has_a_rank_of_its_own_server(fleet: Fleet) -> None:
     """docs/sources.md#vllm: the toy proxy sends one rank to both. The servers check the range."""
     prefill = await fleet.server("prefill", dp_size=4)
     decode = await fleet.server("decode", dp_size=2)
-    await fleet.stage.ask({**BODY, "n": 16})
+    sixteen = {"prompt": [f"p{number}" for number in range(16)]} if prefill.forks else {"n": 16}
+    await fleet.stage.ask({**BODY, **sixteen})
     ranks = [{asked.headers["X-data-parallel-rank"] for asked in each.asked} for each in (prefill, decode)]
     assert ranks[0] - {"0", "1"} and ranks[0] <= {"0", "1", "2", "3"}  # all sixteen below 2: one in 65,536
     assert ranks[1] <= {"0", "1"}
+
+
+@only("atom", "atom-seed")
+async def test_kv_is_read_from_the_rank_that_holds_it(fleet: Fleet) -> None:
+    """I1: ATOM answers `dp_rank`. Another rank's memory holds other prompts' KV under the same block ids."""
+    prefill = await fleet.server("prefill", dp_size=4)
+    await fleet.server("decode", dp_size=2)
+    for body in ({**BODY, "n": 8}, {**BODY, "prompt": ["a b", "c d", "e f"]}):
+        _, answer = await fleet.stage.ask(body)
+        assert answer["choices"] == (await reference(body))["choices"]
+    assert len(prefill.asked) == 11
+
+
+@only("atom-seed")
+async def test_chat_that_takes_no_params_is_computed_where_it_is_decoded(fleet: Fleet) -> None:
+    """An ATOM prefill server would keep that chat's KV for ever. What it costs is counted."""
+    prefill, decode = await fleet.pair()
+    _, answer = await fleet.stage.ask(CHAT, "chat/completions")
+    assert answer["choices"] == (await reference(CHAT, "chat/completions"))["choices"]
+    assert not prefill.asked and [asked.leg for asked in decode.asked] == ["alone"]
+    assert fleet.stage.metric('kvferry_prompts_recomputed_total{dialect="atom"}') == 1
 
 
 @every_kind
@@ -281,7 +319,8 @@ async def test_a_client_that_leaves_ends_both_legs(fleet: Fleet, leg: Any) -> No
     hanging = prefill if leg == "prefill" else decode
     hanging.faults += [Fault(leg, "hang"), Fault(leg, "hang")]
     asking = asyncio.get_running_loop().create_task(fleet.stage.stream({**BODY, "n": 2}))
-    await hanging.until(lambda: len([each for each in hanging.asked if each.leg == leg]) == 2)
+    legs = 1 if hanging.forks else 2
+    await hanging.until(lambda: len([each for each in hanging.asked if each.leg == leg]) == legs)
     asking.cancel()
     await asyncio.wait([asking])
     await prefill.until(lambda: not prefill.running)
@@ -312,7 +351,7 @@ async def test_one_choice_may_stream_while_another_is_still_in_prefill(fleet: Fl
     assert streamed.error is None and all(streamed.text(index) for index in range(3))
 
 
-@every_kind
+@every_kind_that_fans_out
 async def test_one_choice_that_fails_ends_them_all(fleet: Fleet) -> None:
     """An answer is whole or it is none; the other choices' legs are cancelled."""
     _, decode = await fleet.pair()
@@ -351,6 +390,43 @@ async def test_a_prefill_that_hands_nothing_over_is_counted(fleet: Fleet) -> Non
     assert answer["choices"] == (await reference(BODY))["choices"]
     assert [asked.leg for asked in decode.asked] == ["alone"]
     assert fleet.stage.metric('kvferry_prompts_recomputed_total{dialect="vllm-nixl"}') == 1
+
+
+@only("vllm-kvferry")
+async def test_all_choices_of_a_prompt_come_from_one_transfer(fleet: Fleet) -> None:
+    """I7: one prefill for one token, and one decode leg that draws all choices."""
+    prefill, decode = await fleet.pair()
+    for asked, prompts in ((BODY | {"n": 3}, 1), (BODY | {"n": 3, "prompt": ["a b", "c d"]}, 2)):
+        prefill.asked.clear()
+        decode.asked.clear()
+        _, answer = await fleet.stage.ask(asked)
+        assert answer["choices"] == (await reference(asked))["choices"]
+        assert [each.body["n"] for each in prefill.asked] == [1] * prompts
+        assert [each.body["n"] for each in decode.asked] == [3] * prompts
+        ids = [each.body["kv_transfer_params"]["transfer_id"] for each in decode.asked]
+        assert len(set(ids)) == prompts
+
+
+@only("vllm-kvferry")
+async def test_kv_that_no_decode_server_will_read_is_dropped(fleet: Fleet) -> None:
+    """A decode leg that fails, or whose client leaves, before it has been answered; never one that was."""
+    prefill, decode = await fleet.pair()
+    assert isinstance(prefill, VllmKvferryServer)
+    await fleet.stage.ask(BODY)
+    assert not prefill.dropped
+    decode.faults.append(Fault("decode", "status", status=422))
+    status, _ = await fleet.stage.ask(BODY)
+    await prefill.until(lambda: len(prefill.dropped) == 1)
+    assert status == 422
+    decode.faults.append(Fault("decode", "hang"))
+    asking = asyncio.create_task(fleet.stage.ask(BODY))
+    await decode.until(lambda: len(decode.asked) == 3)
+    asking.cancel()
+    await prefill.until(lambda: len(prefill.dropped) == 2)
+    ids = [each.body["kv_transfer_params"]["transfer_id"] for each in decode.asked]
+    assert prefill.dropped == ids[1:]
+    await fleet.stage.proxy.services.drops.settle()
+    assert fleet.stage.metric('kvferry_drops_total{outcome="delivered"}') == 2
 
 
 @only("vllm-nixl-push")
@@ -405,6 +481,142 @@ async def test_kv_that_was_read_too_late_is_never_answered_from(fleet: Fleet, st
     if not stream:
         assert fleet.fabric.expired == 1
         assert fleet.stage.metric('kvferry_leases_judged_total{verdict="suspect"}') == 1
+
+
+SHORTER_S = 1.2
+"""Of the prefill servers' leases: nearly the shortest that there is."""
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize(
+    ("stage", "stream"),
+    [({}, False), ({}, True), ({"nixl_lease_s": 30.0}, False), ({"nixl_lease_s": SHORTER_S}, False)],
+    indirect=["stage"],
+    ids=["unset", "unset, streamed", "too long", "right"],
+)
+async def test_no_number_of_the_operators_makes_a_late_read_an_answer(fleet: Fleet, stream: bool) -> None:
+    """Row 3. Decode servers that stand still for up to two leases; every answer is right, or a typed 503."""
+    await check_late_reads(fleet, SHORTER_S, trials=40, stream=stream)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize("lease_s", [3.0, 6.0, 30.0])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"total_timeout_s": 300.0, "first_byte_timeout_s": 200.0, "nixl_lease_s": flag}
+        for flag in (None, 120.0, 3.0, 6.0, 30.0)
+    ],
+    indirect=True,
+)
+async def test_no_number_of_the_operators_makes_a_late_read_an_answer_at_length(
+    fleet: Fleet, lease_s: float
+) -> None:
+    await check_late_reads(fleet, lease_s, trials=100, stream=False)
+
+
+async def check_late_reads(fleet: Fleet, lease_s: float, *, trials: int, stream: bool) -> None:
+    _, decode = await fleet.pair(lease_s=lease_s)
+    decode.holds = [2 * lease_s * number / trials for number in range(trials)]
+    bodies = [{**BODY, "prompt": f"prompt {number}"} for number in range(trials)]
+    wanted = [(await reference(body))["choices"][0]["text"] for body in bodies]
+
+    async def outcome(body: dict[str, Any]) -> str:
+        url = f"{fleet.stage.proxy.url}/v1/completions"
+        async with patient.post(url, json={**body, "stream": stream}) as response:
+            if response.status == 503:
+                return (await response.json())["error"]["code"]
+            assert response.status == 200, await response.text()
+            if stream:
+                return Streamed(response.status, response.headers, await response.read()).text()
+            return (await response.json())["choices"][0]["text"]
+
+    timeout = aiohttp.ClientTimeout(total=10 * lease_s + 20)
+    async with aiohttp.ClientSession(timeout=timeout) as patient, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(outcome(body)) for body in bodies]
+    answered = [task.result() for task in tasks]
+    wrong = [one for one, right in zip(answered, wanted, strict=True) if one not in (right, "kv_unproven")]
+    assert not wrong
+    assert len(decode.asked) > 1.2 * trials, "reads were late"
+    assert sum(one == right for one, right in zip(answered, wanted, strict=True)) > trials // 2
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize("stage", [{"nixl_lease_s": 30.0}], indirect=True)
+async def test_a_setting_that_the_servers_contradict_is_noticed(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = await fleet.pair(lease_s=SHORTER_S)
+    decode.holds = [1.2 * SHORTER_S]
+    _, answer = await fleet.stage.ask(BODY)
+    assert answer["choices"] == (await reference(BODY))["choices"]
+    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="contradicted"}') == 1
+    [said] = [each.message for each in caplog.records if "server's own lease is shorter" in each.message]
+    assert prefill.address in said and "30 s" in said
+
+
+@only("vllm-nixl-pull")
+async def test_late_tokens_cost_one_reading_if_no_lease_has_expired(fleet: Fleet) -> None:
+    """Requests that wait at the same time share it."""
+    prefill, decode = await fleet.pair()
+    decode.hold_s = SURE_S + 0.1
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(fleet.stage.ask(BODY)) for _ in range(8)]
+    assert {task.result()[0] for task in asking} == {200}
+    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="proven"}') == 8
+    assert len(prefill.asked) == 8 and prefill.counts_asked < 8
+
+
+@only("vllm-nixl-pull")
+@pytest.mark.parametrize("stage", [{"breaker_failures": 1}], indirect=True)
+async def test_late_tokens_are_not_passed_on_if_nobody_counts_leases(fleet: Fleet) -> None:
+    """`--disable-log-stats`. Nobody is blamed: what comes in time is served as before."""
+    prefill, decode = await fleet.pair()
+    prefill.counts = False
+    decode.hold_s = SURE_S + 0.1
+    status, answer = await fleet.stage.ask(BODY)
+    assert status == 503 and answer["error"]["code"] == "kv_unproven"
+    assert prefill.address in answer["error"]["message"]
+    decode.hold_s = 0.0
+    status, answer = await fleet.stage.ask(BODY)
+    assert status == 200 and answer["choices"] == (await reference(BODY))["choices"]
+
+
+@only("vllm-nixl-pull")
+async def test_a_prefill_server_that_was_restarted_proves_nothing(fleet: Fleet) -> None:
+    """Its count is 0 again, or still."""
+    prefill, decode = await fleet.pair()
+    decode.holds = [SURE_S + 0.1]
+    asking = asyncio.get_running_loop().create_task(fleet.stage.ask(BODY))
+    await decode.until(lambda: decode.asked)
+    prefill.started_at += 1.0
+    _, answer = await asking
+    assert answer["choices"] == (await reference(BODY))["choices"]
+    assert len(prefill.asked) == 2
+
+
+@only("vllm-moriio-read")
+@pytest.mark.parametrize("stage", [{"moriio_lease_s": None}], indirect=True)
+async def test_servers_that_say_nothing_of_their_leases_are_not_served_unasked(fleet: Fleet) -> None:
+    prefill, decode = await fleet.pair()
+    status, answer = await fleet.stage.ask(BODY)
+    assert status == 503 and answer["error"]["code"] == "lease_unknown"
+    assert "--moriio-lease-s" in answer["error"]["message"]
+    assert not prefill.asked and not decode.asked
+
+
+@only("vllm-moriio-read")
+@pytest.mark.parametrize("stage", [{"moriio_lease_s": 1.0, "retries": 0}], indirect=True)
+async def test_the_operators_number_vouches_but_proves_nothing(fleet: Fleet) -> None:
+    """Where no counter says more, tokens that come after it are not passed on."""
+    _, decode = await fleet.pair()
+    decode.holds = [SURE_S + 0.1, 1.0]
+    assert (await fleet.stage.ask(BODY))[0] == 200
+    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="vouched"}') == 1
+    status, answer = await fleet.stage.ask(BODY)
+    assert status == 503 and answer["error"]["code"] == "kv_unproven"
 
 
 @only("vllm-nixl-pull", "vllm-moriio-read")

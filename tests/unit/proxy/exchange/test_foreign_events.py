@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.proxy import sse
+from kvferry.proxy.dialects.atom import Atom
+from kvferry.proxy.dialects.base import Dialect
+from kvferry.proxy.dialects.sglang import Sglang
 from kvferry.proxy.errors import AgentLost, AgentRejected, BadResponse
 from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
 from kvferry.proxy.exchange.sub_requests import split
@@ -20,12 +24,19 @@ IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=
 SERVER = registration("decode", 1)
 
 
-def answers(endpoint: Endpoint = "completions", **fields: Any) -> list[SubResponse]:
+RECORDED = sorted((Path(__file__).parents[1] / "dialects/exchanges/atom").glob("*.json"))
+DECODED = [path for path in RECORDED if not path.stem.endswith("ended")]
+"""Those that did not end at the prefill server."""
+
+
+def answers(
+    endpoint: Endpoint = "completions", dialect: Dialect | None = None, **fields: Any
+) -> list[SubResponse]:
     """Fresh answers of a request's parts."""
     asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
     request = parse_request(endpoint, json.dumps({"model": "m", **asked, **fields}).encode())
     ids = [TransferId(f"{number:032x}") for number in range(request.sequences)]
-    return [SubResponse(sub, SERVER) for sub in split(request, IDS, ids)]
+    return [SubResponse(sub, SERVER, dialect or Sglang()) for sub in split(request, IDS, ids)]
 
 
 def choice(reason: str | None = "stop", **members: Any) -> dict[str, Any]:
@@ -126,3 +137,44 @@ def test_a_whole_answer_as_a_stream(endpoint: Endpoint) -> None:
     assert sub.complete and sub.usage is not None
     with pytest.raises(BadResponse):
         as_events(b"{}", sub.sub)
+
+
+@pytest.mark.parametrize("path", DECODED, ids=lambda path: path.stem)
+def test_what_atoms_own_decode_answered_ends_once_and_well(path: Path) -> None:
+    """Recorded from ATOM's code (`make test-atom`): a streamed choice ends twice, the second time empty."""
+    told = json.loads(path.read_text())
+    raw = told["decode_answer"]
+    (sub,) = answers(told["endpoint"], Atom(), stream=bool(told["client"].get("stream")))
+    if told["client"].get("stream"):
+        events = sub.rewrite(raw.encode()).decode().split("\n\n")[:-1]
+        choices = [each for event in events for each in json.loads(event.removeprefix("data: "))["choices"]]
+        end = json.loads(closing_events([sub]).decode().split("\n\n")[0].removeprefix("data: "))
+        assert end["choices"] == [] and end["usage"]["completion_tokens"] == 4
+    else:
+        sub.read_whole(raw.encode())
+        choices = json.loads(merge([sub]))["choices"]
+    assert sub.complete
+    # ATOM's streamed chat says `stop` whatever it was.
+    expected = "stop" if path.stem.endswith("chat_stream") else "length"
+    assert [each["finish_reason"] for each in choices if each["finish_reason"]] == [expected]
+    texts = [
+        each.get("text") or (each.get("message") or each.get("delta") or {}).get("content")
+        for each in choices
+    ]
+    assert "".join(text or "" for text in texts).count(" ") in (3, 4)
+
+
+@pytest.mark.parametrize("reason", ["aborted", "unschedulable: input tokens=9 > max_model_len=8"])
+def test_atoms_words_for_a_failure_are_a_lost_server(reason: str) -> None:
+    """Row 5: both come under HTTP 200."""
+    (sub,) = answers(dialect=Atom())
+    with pytest.raises(AgentLost):
+        sub.read_whole(raw(choices=[choice(reason)]))
+
+
+def test_a_choice_that_goes_on_after_its_end_is_no_answer() -> None:
+    (sub,) = answers(dialect=Atom(), stream=True)
+    sub.rewrite(sse.event({"choices": [choice("max_tokens")]}))
+    assert sub.rewrite(sse.event({"choices": [choice("stop", text="")]})) == b""
+    with pytest.raises(BadResponse):
+        sub.rewrite(sse.event({"choices": [choice("stop", text="more")]}))

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
-from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
+from kvferry.proxy.exchange import expiry_counts
+from kvferry.proxy.exchange.expiry_counts import READ_TIMEOUT_S, ExpiryCounts
+from kvferry.proxy.exchange.lease_check import SURE_S, LeaseCheck, Verdict
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
 COUNTER = "vllm:nixl_num_kv_expired_reqs_total"
-LEASE_S = 30.0
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+LATE_S = SURE_S + 0.1
 
 
 @pytest.fixture
@@ -28,57 +25,123 @@ async def server() -> AsyncIterator[VllmNixlServer]:
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[UpstreamPool]:
+async def counts() -> AsyncIterator[ExpiryCounts]:
     async with UpstreamPool(PoolSettings()) as upstream:
-        yield upstream
+        yield ExpiryCounts(upstream)
 
 
-def watch(upstream: UpstreamPool, server: VllmNixlServer, sure_for_s: float, **fields: Any) -> LeaseCheck:
-    """A watch over a lease that is sure for so many seconds more, after an answer that came at once."""
-    sent_at = now() + sure_for_s - LEASE_S * 5 / 6
-    settings = {"sent_at": sent_at, "answered_at": sent_at, "lease_s": LEASE_S, **fields}
-    return LeaseCheck(upstream, server.registration(), COUNTER, **settings)
+def watch(counts: ExpiryCounts, server: VllmNixlServer, lease_s: float | None = None) -> LeaseCheck:
+    return LeaseCheck(counts, server.registration(), COUNTER, lease_s)
 
 
-async def test_tokens_that_come_in_time_are_proven_without_asking(
-    upstream: UpstreamPool, server: VllmNixlServer
+async def read_once(server: VllmNixlServer) -> None:
+    """Wait until the count was read, and the page has arrived."""
+    while not server.counts_asked:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+
+
+async def test_tokens_that_come_in_time_are_proven_without_waiting(
+    counts: ExpiryCounts, server: VllmNixlServer
 ) -> None:
-    server.fabric.expired = 5
-    async with watch(upstream, server, 10.0) as watched:
-        assert watched.is_sure
-        assert await watched.judge() is Verdict.PROVEN
+    server.counts = False
+    async with watch(counts, server) as check:
+        assert await check.judge() is Verdict.PROVEN
 
 
-@pytest.mark.parametrize(
-    ("expire", "verdict"), [(0, Verdict.PROVEN), (1, Verdict.SUSPECT)], ids=["none expired", "one expired"]
-)
-async def test_late_tokens_are_judged_by_the_counter(
-    upstream: UpstreamPool, server: VllmNixlServer, expire: int, verdict: Verdict
+@pytest.mark.parametrize("lease_s", [None, 60.0, 0.5])
+@pytest.mark.parametrize("expire", [0, 1])
+async def test_late_tokens_are_judged_by_the_counter_whatever_the_operator_said(
+    counts: ExpiryCounts, server: VllmNixlServer, lease_s: float | None, expire: int
 ) -> None:
     """Row 3 (vllm #52234). A decode server renews its lease while it waits, so late is not always wrong."""
-    async with watch(upstream, server, 1.0) as watched:
-        await asyncio.sleep(watched.sure_until - now())
-        server.fabric.expired += expire
-        assert not watched.is_sure
-        assert await watched.judge() is verdict
+    async with watch(counts, server, lease_s) as check:
+        check.answered()
+        await read_once(server)
+        await asyncio.sleep(LATE_S)
+        server.fabric.expired_elsewhere += expire
+        wrong = Verdict.CONTRADICTED if lease_s == 60.0 else Verdict.SUSPECT
+        assert await check.judge() is (wrong if expire else Verdict.PROVEN)
 
 
-@pytest.mark.parametrize("counted_in_time", [True, False])
+@pytest.mark.parametrize("counted_before", [True, False])
 async def test_late_tokens_without_a_count_are_unproven(
-    upstream: UpstreamPool, server: VllmNixlServer, counted_in_time: bool
+    counts: ExpiryCounts, server: VllmNixlServer, counted_before: bool
 ) -> None:
-    """No such metric, or read when the lease could have ended already."""
-    server.counts = not counted_in_time
-    async with watch(upstream, server, 0.3 if counted_in_time else -1.0) as watched:
-        await asyncio.sleep(watched.sure_until - now())
-        assert await watched.judge() is Verdict.UNPROVEN
+    """No such metric now, or none before."""
+    server.counts = counted_before
+    async with watch(counts, server) as check:
+        await asyncio.sleep(LATE_S)
+        server.counts = not counted_before
+        assert await check.judge() is Verdict.UNPROVEN
 
 
-async def test_a_lease_began_no_later_than_a_sixth_before_the_answer_and_not_before_the_question(
-    upstream: UpstreamPool, server: VllmNixlServer
+async def test_a_count_that_was_read_when_the_lease_could_be_over_is_no_count_before(
+    counts: ExpiryCounts, server: VllmNixlServer
 ) -> None:
-    at = now()
-    slow = watch(upstream, server, 0.0, sent_at=at - 100, answered_at=at)
-    quick = watch(upstream, server, 0.0, sent_at=at - 1, answered_at=at)
-    assert slow.sure_until - at == pytest.approx(LEASE_S * 4 / 6)
-    assert quick.sure_until - at == pytest.approx(LEASE_S * 5 / 6 - 1)
+    """The page is so slow that the lease may have expired meanwhile; only an earlier one would do."""
+    server.count_delay_s = LATE_S
+    async with watch(counts, server) as first:
+        await asyncio.sleep(LATE_S + 0.2)
+        assert await first.judge() is Verdict.UNPROVEN
+    async with watch(counts, server) as second:
+        await asyncio.sleep(LATE_S + 0.2)
+        assert await second.judge() is Verdict.PROVEN
+    async with watch(counts, server) as third:
+        server.fabric.expired_elsewhere += 1
+        await asyncio.sleep(LATE_S + 0.2)
+        assert await third.judge() is Verdict.SUSPECT
+
+
+async def test_a_lease_is_taken_to_have_begun_a_sixth_before_the_response_and_not_before_the_leg(
+    counts: ExpiryCounts, server: VllmNixlServer
+) -> None:
+    async with watch(counts, server, 0.6) as slow, watch(counts, server, 60.0) as quick:
+        await asyncio.sleep(0.3)
+        at = asyncio.get_running_loop().time()
+        slow.answered()
+        quick.answered()
+    assert slow.deadline - at == pytest.approx(0.6 * 4 / 6, abs=0.02)
+    assert quick.deadline - at == pytest.approx(60.0 * 5 / 6 - 0.3, abs=0.05)
+
+
+async def test_readings_are_shared_and_outlive_the_one_who_asked(
+    counts: ExpiryCounts, server: VllmNixlServer
+) -> None:
+    server.count_delay_s = 0.2
+    info = server.registration()
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(counts.read(info, COUNTER))
+        await asyncio.sleep(0.05)
+        later = [group.create_task(counts.read(info, COUNTER)) for _ in range(9)]
+        first.cancel()
+    assert {task.result() for task in later} != {None}
+    assert server.counts_asked == 2
+
+
+async def test_a_server_without_the_counter_is_asked_again_after_a_while(
+    counts: ExpiryCounts, server: VllmNixlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for all its metrics with every request."""
+    monkeypatch.setattr(expiry_counts, "ABSENT_S", 0.3)
+    info = server.registration()
+    server.counts = False
+    for _ in range(5):
+        assert await counts.read(info, COUNTER) is None
+        async with watch(counts, server):
+            assert counts.is_absent(info)
+    assert server.counts_asked == 1
+    server.counts = True
+    await asyncio.sleep(0.35)
+    assert await counts.read(info, COUNTER) is not None and not counts.is_absent(info)
+
+
+async def test_a_server_that_hangs_is_not_waited_for(counts: ExpiryCounts, server: VllmNixlServer) -> None:
+    server.count_delay_s = 30.0
+    began_at = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(counts.read(server.registration(), COUNTER))
+        await asyncio.sleep(0.01)
+        asked_meanwhile = group.create_task(counts.read(server.registration(), COUNTER))
+    assert asked.result() is asked_meanwhile.result() is None
+    assert asyncio.get_running_loop().time() - began_at < 2 * READ_TIMEOUT_S + 1.0

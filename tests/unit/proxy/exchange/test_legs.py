@@ -12,14 +12,14 @@ import pytest
 
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.legs import Legs, read_events, require_json, require_stream
+from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, read_events, require_json, require_stream
 from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import registration
 
 SERVER = registration("decode", 8001)
 LEG = LegRequest(path="/v1/completions", headers={}, body=b"{}")
 LOST = AgentLost("lost", Incarnation(SERVER.incarnation))
-REJECTED = AgentRejected(400, "application/json", b"{}", None)
+REJECTED = AgentRejected(400, None)
 DEADLINE = 1e9
 
 
@@ -51,9 +51,14 @@ class Breakers:
     def __init__(self) -> None:
         self.reports: list[str] = []
 
-    def leg_failed(self, agent: Incarnation) -> None:
+    def leg_failed(self, agent: Incarnation, error: Exception) -> None:
         assert agent == SERVER.incarnation
+        assert isinstance(error, AGENT_FAILURES)
         self.reports.append("failed")
+
+    def leg_cancelled(self, agent: Incarnation) -> None:
+        assert agent == SERVER.incarnation
+        self.reports.append("cancelled")
 
     def leg_succeeded(self, agent: Incarnation) -> None:
         assert agent == SERVER.incarnation
@@ -92,16 +97,21 @@ async def test_no_leg_outlasts_its_request() -> None:
 
 
 FAILURES = [LOST, AgentTimeout("late"), BadResponse("what?")]
-SILENT = [REJECTED, asyncio.CancelledError(), ZeroDivisionError()]
+SILENT = [REJECTED, ZeroDivisionError()]
 
 
 @pytest.mark.parametrize(
     ("error", "reports"),
-    [(None, ["succeeded"]), *((error, ["failed"]) for error in FAILURES), *((error, []) for error in SILENT)],
+    [
+        (None, ["succeeded"]),
+        (asyncio.CancelledError(), ["cancelled"]),
+        *((error, ["failed"]) for error in FAILURES),
+        *((error, []) for error in SILENT),
+    ],
     ids=repr,
 )
 async def test_the_breaker_learns_how_a_leg_ended(error: BaseException | None, reports: list[str]) -> None:
-    """A rejection, a client that leaves and an error of our own say nothing about the agent."""
+    """A rejection and an error of our own say nothing about the agent."""
     upstream, breakers = Upstream(), Breakers()
     try:
         async with legs(upstream, breakers).open_last(SERVER, LEG, stream=True) as response:
@@ -130,13 +140,14 @@ async def test_the_breaker_learns_of_a_leg_that_was_never_answered(
 async def test_a_stream_must_reach_done_and_what_follows_is_of_no_consequence(
     done: bool, error: Exception | None
 ) -> None:
-    async def stream_to(feed: Any) -> None:
+    async def stream_to(feed: Any, _: Any) -> None:
         feed(b"piece")
         if error is not None:
             raise error
 
     pieces: list[bytes] = []
-    response, reader = SimpleNamespace(stream_to=stream_to), SimpleNamespace(feed=pieces.append, done=done)
+    response = SimpleNamespace(stream_to=stream_to)
+    reader = SimpleNamespace(feed=pieces.append, done=done, num_held=lambda: 0)
     reading = read_events(
         cast(Any, response), SERVER, reader, cast(Any, SimpleNamespace(throttling=nullcontext))
     )

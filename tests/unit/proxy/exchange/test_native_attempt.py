@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from kvferry.proxy.dialects.native import NativePrefill
-from kvferry.proxy.errors import AgentLost, AgentRejected
+from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
 from kvferry.proxy.exchange.native_attempt import EarlyLeg, OpeningEvent
 from kvferry.proxy.wire.messages import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
@@ -321,7 +321,7 @@ class ScriptedLeg:
 
 
 def refused(code: str) -> AgentRejected:
-    return AgentRejected(409, "application/json", b'{"error": {"code": "%s"}}' % code.encode(), None)
+    return AgentRejected(409, AgentError(code=code))
 
 
 async def beside(script: Callable[[ScriptedLeg, ScriptedLeg], None]) -> tuple[Any, ScriptedLeg]:
@@ -347,7 +347,7 @@ async def test_a_prefill_that_ends_in_time_outweighs_the_other_legs_failure() ->
 
 async def test_a_dropped_prefill_is_told_by_who_dropped_it() -> None:
     """A decode agent without room gives its hold up: the client gets 429, not the prefill's 409."""
-    no_room = AgentRejected(429, "application/json", b"{}", None)
+    no_room = AgentRejected(429, None)
 
     def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         prefill.answer.set_exception(refused("transfer_dropped"))

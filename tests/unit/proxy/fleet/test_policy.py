@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.proxy.fleet.load import Listed
 from kvferry.proxy.fleet.policy import (
     MAX_HOLDERS,
     OVERLOAD_FACTOR,
     OVERLOAD_SLACK,
     LeastLoaded,
-    LoadOf,
     PowerOfTwo,
     PrefixAware,
     PrefixIndex,
@@ -35,60 +35,60 @@ def agents(count: int) -> tuple[Node, ...]:
     return snapshot(*(registration("decode", 200 + index) for index in range(count))).nodes
 
 
-def busy(nodes: Sequence[Node], *loads: int) -> LoadOf:
+def busy(nodes: Sequence[Node], *loads: int) -> Listed:
     known = {node.incarnation: load for node, load in zip(nodes, loads, strict=True)}
-    return lambda node: known[node.incarnation]
+    return Listed(nodes, lambda node: known[node.incarnation])
 
 
-def idle(_: Node) -> int:
-    return 0
+def idle(nodes: Sequence[Node]) -> Listed:
+    return Listed(nodes, lambda _: 0)
 
 
 def test_round_robin_goes_by_turn_whatever_the_load() -> None:
     nodes = agents(3)
-    picked = [RoundRobin().pick(nodes, ASK, turn, busy(nodes, 9, 0, 0)) for turn in range(6)]
+    picked = [RoundRobin().pick(busy(nodes, 9, 0, 0), ASK, turn) for turn in range(6)]
     assert picked == [*nodes, *nodes]
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=6), turn=st.integers(0, 50))
 def test_least_loaded_is_least_loaded(loads: list[int], turn: int) -> None:
     nodes = agents(len(loads))
-    load = busy(nodes, *loads)
-    assert load(LeastLoaded().pick(nodes, ASK, turn, load)) == min(loads)
+    candidates = busy(nodes, *loads)
+    assert candidates.load(LeastLoaded().pick(candidates, ASK, turn)) == min(loads)
 
 
 def test_equally_loaded_agents_take_turns() -> None:
     nodes = agents(3)
-    assert [LeastLoaded().pick(nodes, ASK, turn, idle) for turn in range(3)] == list(nodes)
+    assert [LeastLoaded().pick(idle(nodes), ASK, turn) for turn in range(3)] == list(nodes)
 
 
 def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others() -> None:
     nodes = agents(5)
-    load, policy = busy(nodes, 1, 2, 3, 4, 5), PowerOfTwo(random.Random(1))
-    picked = Counter(load(policy.pick(nodes, ASK, 0, load)) for _ in range(400))
+    candidates, policy = busy(nodes, 1, 2, 3, 4, 5), PowerOfTwo(random.Random(1))
+    picked = Counter(candidates.load(policy.pick(candidates, ASK, 0)) for _ in range(400))
     assert set(picked) == {1, 2, 3, 4}
     assert picked[1] > picked[4]
-    assert policy.pick(nodes[:1], ASK, 0, load) is nodes[0]
+    assert policy.pick(idle(nodes[:1]), ASK, 0) is nodes[0]
 
 
 @given(session=st.text(max_size=20), gone=st.integers(0, 4))
 def test_a_session_stays_unless_its_own_agent_goes(session: str, gone: int) -> None:
     nodes, policy, ask = agents(5), Session(), RoutingRequest(model="m", session=session)
-    home = policy.pick(nodes, ask, 0, idle)
-    assert policy.pick(nodes, ask, 7, busy(nodes, 9, 9, 9, 9, 9)) is home
+    home = policy.pick(idle(nodes), ask, 0)
+    assert policy.pick(busy(nodes, 9, 9, 9, 9, 9), ask, 7) is home
     left = [node for index, node in enumerate(nodes) if index != gone]
     if home in left:
-        assert policy.pick(left, ask, 0, idle) is home
+        assert policy.pick(idle(left), ask, 0) is home
 
 
 def test_sessions_are_spread_and_a_request_without_one_goes_where_load_is_least() -> None:
     nodes, policy = agents(4), Session()
     homes = Counter(
-        policy.pick(nodes, RoutingRequest(model="m", session=f"user-{index}"), 0, idle).info.address
+        policy.pick(idle(nodes), RoutingRequest(model="m", session=f"user-{index}"), 0).info.address
         for index in range(400)
     )
     assert len(homes) == 4 and min(homes.values()) > 60
-    assert policy.pick(nodes, ASK, 0, busy(nodes, 2, 1, 0, 3)) is nodes[2]
+    assert policy.pick(busy(nodes, 2, 1, 0, 3), ASK, 0) is nodes[2]
 
 
 def test_a_prompt_goes_where_most_of_its_beginning_was_computed() -> None:
@@ -96,12 +96,12 @@ def test_a_prompt_goes_where_most_of_its_beginning_was_computed() -> None:
     policy.note(nodes[1], RoutingRequest(model="m", prompt=CHUNK + "b"))
     policy.note(nodes[2], RoutingRequest(model="m", prompt=CHUNK * 2 + "c"))
     longest = RoutingRequest(model="m", prompt=CHUNK * 3)
-    assert policy.pick(nodes, longest, 0, idle) is nodes[2]
+    assert policy.pick(idle(nodes), longest, 0) is nodes[2]
     assert policy.cached_tokens(nodes[2], longest) == 2 * CHUNK_TOKENS
     assert policy.cached_tokens(nodes[1], longest) == CHUNK_TOKENS
     assert policy.cached_tokens(nodes[0], longest) == 0
-    assert policy.pick(nodes[:2], longest, 0, idle) is nodes[1], "the next best, when the best is gone"
-    assert policy.pick(nodes, RoutingRequest(model="m", prompt="y" * len(CHUNK)), 1, idle) is nodes[1], (
+    assert policy.pick(idle(nodes[:2]), longest, 0) is nodes[1], "the next best, when the best is gone"
+    assert policy.pick(idle(nodes), RoutingRequest(model="m", prompt="y" * len(CHUNK)), 1) is nodes[1], (
         "by turn"
     )
 
@@ -110,15 +110,15 @@ def test_a_prompt_leaves_an_overloaded_agent_for_the_least_loaded() -> None:
     nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), RoutingRequest(model="m", prompt=CHUNK)
     policy.note(nodes[0], ask)
     bearable = int(4 * OVERLOAD_FACTOR + OVERLOAD_SLACK)
-    assert policy.pick(nodes, ask, 0, busy(nodes, bearable, 5, 4)) is nodes[0]
-    assert policy.pick(nodes, ask, 0, busy(nodes, bearable + 1, 5, 4)) is nodes[2]
+    assert policy.pick(busy(nodes, bearable, 5, 4), ask, 0) is nodes[0]
+    assert policy.pick(busy(nodes, bearable + 1, 5, 4), ask, 0) is nodes[2]
 
 
 def test_of_several_holders_the_least_loaded_takes_it() -> None:
     nodes, policy, ask = agents(3), PrefixAware(PrefixIndex()), RoutingRequest(model="m", prompt=CHUNK)
     policy.note(nodes[0], ask)
     policy.note(nodes[1], ask)
-    assert policy.pick(nodes, ask, 0, busy(nodes, 3, 2, 0)) is nodes[1]
+    assert policy.pick(busy(nodes, 3, 2, 0), ask, 0) is nodes[1]
 
 
 @given(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, RejectReason
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
-from kvferry.proxy.fleet.registry import MODEL_MEMORY_S, STALL_S, NodeState, Registry
+from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, NodeState, Registry
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
 
@@ -284,3 +286,79 @@ def test_a_ping_is_kept_with_what_was_in_flight_when_it_came() -> None:
     assert registry.snapshot(0.5).nodes[0].ours_at_ping == 3
     registry.register(ONE, 1.0)
     assert registry.snapshot(1.0).nodes[0].ours_at_ping == 5
+
+
+def test_an_agent_whose_loop_hangs_pings_but_is_stalled() -> None:
+    """Pings show that it is alive, and say that it makes no progress."""
+    registry, agent = Registry(), Incarnation(f"{1:016x}")
+    for lag, state in ((0.0, NodeState.READY), (STALL_S - 1, NodeState.READY), (STALL_S, NodeState.STALLED)):
+        registry.register(registration("decode", 1, loop_lag_s=lag), 0.0)
+        assert registry.snapshot(0.0).nodes[0].state is state
+        assert registry.is_alive(agent, 0.0) == (state is NodeState.READY)
+    registry.register(registration("decode", 1), 1.0)
+    assert registry.snapshot(1.0).nodes[0].state is NodeState.READY
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_busy"),
+    [
+        ({}, False),
+        ({"load": load(4)}, False),
+        ({"load": load(4, waiting=1)}, True),
+        ({"loop_lag_s": BUSY_LAG_S}, True),
+        ({"loop_lag_s": STALL_S}, False),
+    ],
+)
+def test_an_agent_is_busy_while_it_works_and_more_waits(fields: dict[str, Any], is_busy: bool) -> None:
+    registry = Registry()
+    registry.register(registration("decode", 1, **fields), 0.0)
+    assert registry.is_busy(Incarnation(f"{1:016x}"), 0.0) == is_busy
+    assert not registry.is_busy(Incarnation(f"{1:016x}"), NODE_EXPIRY_S), "it may be dead"
+
+
+def test_who_watches_an_agent_hears_of_its_pings_and_of_its_end() -> None:
+    registry, agent, heard = Registry(), Incarnation(f"{1:016x}"), []
+    registry.register(registration("decode", 1), 0.0)
+    with registry.watching([agent], lambda: heard.append("word")):
+        registry.register(registration("decode", 2), 0.1)
+        assert not heard, "another's"
+        registry.register(registration("decode", 1, index=2), 0.2)
+        assert len(heard) == 1
+        registry.sweep(0.2 + NODE_EXPIRY_S)
+        assert len(heard) == 2
+        registry.register(registration("decode", 1, index=3), 9.0)
+        registry.bye(agent)
+        assert len(heard) == 4
+    registry.register(registration("decode", 3), 9.0)
+    assert len(heard) == 4 and not registry._watchers
+
+
+def test_only_a_later_ping_shows_that_an_agent_works_on() -> None:
+    registry, agent = Registry(), Incarnation(f"{1:016x}")
+    assert registry.has_served_since(agent, 0.0, 0.0) is False, "unknown"
+    registry.register(registration("decode", 1), 0.0)
+    assert registry.has_served_since(agent, 0.0, 0.0) is None
+    registry.register(registration("decode", 1, index=2), 0.2)
+    assert registry.has_served_since(agent, 0.0, 0.2) is None, "it may have been sent before"
+    registry.register(registration("decode", 1, index=3, state="draining"), 1.0)
+    assert registry.has_served_since(agent, 0.0, 1.0) is None, "what dies says so too"
+    registry.register(registration("decode", 1, index=4), 2.0)
+    assert registry.has_served_since(agent, 0.0, 2.0) is True
+    assert registry.has_served_since(agent, 2.0, 3.0) is None
+    assert registry.has_served_since(agent, 2.0, 2.0 + NODE_EXPIRY_S) is False, "silent"
+    assert registry.has_served_since(agent, 0.0, 60.0) is True, "it worked on, whenever it ended"
+    registry.check_integrity()
+
+
+def test_an_end_that_was_announced_in_time_is_no_death() -> None:
+    registry, agent = Registry(), Incarnation(f"{1:016x}")
+    registry.register(registration("decode", 1), 0.0)
+    registry.register(registration("decode", 1, index=2, state="draining"), 0.1)
+    assert not registry.is_leaving(agent, 0.2), "its engine may have died just now"
+    registry.register(registration("decode", 1, index=3, state="draining"), 2.0)
+    assert registry.is_leaving(agent, 2.0)
+    other = Incarnation(f"{2:016x}")
+    registry.register(registration("decode", 2), 0.0)
+    assert not registry.is_leaving(other, 3.0), "its pings may have stopped"
+    registry.drain(other)
+    assert registry.is_leaving(other, 3.0)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from kvferry.proxy.fleet.routing_request import (
     BYTES_PER_TOKEN,
@@ -70,16 +71,16 @@ def test_models_share_nothing_and_prompts_are_digested_up_to_a_bound() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "body", "expected"),
     [
-        ("completions", {"prompt": "abc", "n": 2}, RoutingRequest(model="m", prompt="abc", n=2)),
+        ("completions", {"prompt": "abc", "n": 2}, RoutingRequest(model="m", prompt=Raw(b'"abc"'), n=2)),
         (
             "completions",
             {"prompt": [1, 2], "max_tokens": 1},
-            RoutingRequest(model="m", prompt=[1, 2], one_token=True),
+            RoutingRequest(model="m", prompt=Raw(b"[1,2]"), one_token=True),
         ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "hi"}]},
-            RoutingRequest(model="m", prompt=[{"role": "user", "content": "hi"}]),
+            RoutingRequest(model="m", prompt=Raw(b'[{"role":"user","content":"hi"}]')),
         ),
     ],
 )

@@ -7,11 +7,14 @@ import asyncio
 import errno
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError
+from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError, TooManyResponses
 from kvferry.proxy.http.pool import ConnectionLimit, PoolSettings, UpstreamPool
+from kvferry.proxy.http.response_bounds import ResponseBounds
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.builders import registration
 
@@ -137,3 +140,36 @@ async def test_a_cancelled_waiter_keeps_no_connection(steps: str) -> None:
     assert holder.done() and cancelled.cancelled() and not limit.free
     limit.release()
     assert limit.free == 1
+
+
+@asynccontextmanager
+async def half_an_answer(size: int, end: asyncio.Event) -> AsyncIterator[str]:
+    """The address of a server that sends so many bytes of an answer, and the second half at the end."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (2 * size) + bytes(size))
+        await end.wait()
+        writer.write(bytes(size))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_the_answer_that_holds_most_gives_way() -> None:
+    """All servers together could make the proxy hold 64 MiB for each connection."""
+    end, by = asyncio.Event(), asyncio.get_running_loop().time() + SOON_S
+    async with (
+        UpstreamPool(PoolSettings(), ResponseBounds(2**20)) as upstream,
+        half_an_answer(2**18, end) as small,
+        half_an_answer(2**20, end) as large,
+        asyncio.TaskGroup() as tasks,
+    ):
+        agent = registration("decode", 1)
+        asking = [tasks.create_task(upstream.get(agent, small, deadline=by)) for _ in range(2)]
+        with pytest.raises(TooManyResponses):
+            await upstream.get(agent, large, deadline=by)
+        end.set()
+        assert [len(await each) for each in asking] == [2**19, 2**19]
+        assert upstream._bounds._room == 2**20, "what has ended holds nothing"

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import threading
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.proxy.http.upstream_connection import (
     MAX_BUFFERED_BYTES,
+    MAX_TURN_BYTES,
     ConnectionBroken,
     ConnectionState,
     UpstreamConnection,
@@ -147,7 +152,8 @@ async def test_a_body_that_is_not_read_is_buffered_up_to_a_limit() -> None:
     connection, wire, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-    connection.data_received(b"x" * (MAX_BUFFERED_BYTES + 1))
+    connection.data_received(b"x" * MAX_BUFFERED_BYTES)
+    connection.data_received(b"x")
     assert not wire.is_reading
     size = 0
 
@@ -172,3 +178,100 @@ async def test_what_the_sink_raises_closes_the_connection_and_is_reraised() -> N
     with pytest.raises(KeyError):
         await connection.wait_complete()
     assert wire.is_aborted
+
+
+class Flood(threading.Thread):
+    """A server that answers every request with a body without end, from a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+
+    def run(self) -> None:
+        client, _ = self._listener.accept()
+        self._listener.close()
+        piece = memoryview(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+        with client, suppress(OSError):
+            client.recv(65536)
+            client.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while True:
+                client.sendall(piece)
+
+
+def test_one_connection_delivers_a_bounded_share_of_a_turn_of_the_loop() -> None:
+    """uvloop reads a socket up to 32 times, 256 KB each, before it looks at any other."""
+
+    async def run() -> None:
+        flood = Flood()
+        flood.start()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: UpstreamConnection(lambda _: None), "127.0.0.1", flood.port
+        )
+        connection.send(b"GET / HTTP/1.1\r\n\r\n", soon(20))
+        await connection.read_headers()
+        connection.pause()
+        await asyncio.sleep(0.3)  # the kernel's buffers fill
+        size, shares = 0, [0]
+
+        def take(piece: bytes) -> None:
+            nonlocal size
+            size += len(piece)
+            shares[-1] += len(piece)
+
+        def turn() -> None:
+            shares.append(0)
+            if size < 64 * MAX_TURN_BYTES:
+                loop.call_soon(turn)
+            else:
+                connection.close()
+
+        connection.stream_to(take)
+        shares[-1] = 0  # what was buffered came at once
+        loop.call_soon(turn)
+        connection.resume()
+        with pytest.raises(ConnectionBroken):
+            await connection.wait_complete()
+        assert size >= 64 * MAX_TURN_BYTES
+        assert max(shares) <= 2 * MAX_TURN_BYTES
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_what_a_turn_could_not_take_comes_later_and_in_order(slow: bool) -> None:
+    """Even if the client stops reading meanwhile, or the server hangs up."""
+    connection, wire, _ = connected()
+    connection.send(b"request", soon())
+    body = bytes(range(256)) * (3 * MAX_TURN_BYTES // 256)
+    taken: list[bytes] = []
+    connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+    connection.stream_to(taken.append)
+    connection.data_received(body[: 2 * MAX_TURN_BYTES])
+    assert not wire.is_reading and len(b"".join(taken)) <= MAX_TURN_BYTES
+    if slow:
+        connection.pause()
+        await asyncio.sleep(0.01)
+        assert not wire.is_reading and len(b"".join(taken)) <= MAX_TURN_BYTES
+        connection.resume()
+    while not wire.is_reading:
+        await asyncio.sleep(0)
+    assert b"".join(taken) == body[: 2 * MAX_TURN_BYTES]
+    connection.data_received(body[2 * MAX_TURN_BYTES :])
+    connection.data_received(b"")
+    connection.connection_lost(None)
+    await connection.wait_complete()
+    assert b"".join(taken) == body
+
+
+async def test_a_connection_with_more_than_its_response_is_not_used_again() -> None:
+    connection, _, _ = connected()
+    connection.send(b"request", soon())
+    connection.stream_to(lambda piece: None)
+    body = b"x" * (MAX_TURN_BYTES - 100)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.data_received(head + body + b"HTTP/1.1 200 OK\r\n" * 100)
+    assert not connection.reusable
+    connection.close()

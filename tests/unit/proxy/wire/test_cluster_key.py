@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -235,10 +236,27 @@ def test_a_key_file_is_read_or_rejected_by_name(tmp_path: Path) -> None:
     public, secret = zmq.curve_keypair()
     path = tmp_path / "cluster.key"
     path.write_bytes(secret + b"\n")
+    path.chmod(0o600)
     key = ClusterKey.read(path)
     assert (key.public, key.secret) == (public, secret)
     assert secret.decode() not in f"{key} {key.bearer}", "neither logs nor tokens give it away"
     for wrong in (b"", b"x" * 39, b"x" * 41, b"\xff" * 40, public + secret):
         path.write_bytes(wrong)
         with pytest.raises(BadClusterKey, match=r"cluster\.key"):
+            ClusterKey.read(path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "accepted"),
+    [(0o600, True), (0o400, True), (0o440, os.getuid() == 0), (0o604, False), (0o644, False), (0o660, False)],
+)
+def test_a_key_that_others_can_read_is_rejected(tmp_path: Path, mode: int, accepted: bool) -> None:
+    """D14. Root's own file may be its group's to read: so Kubernetes mounts secrets."""
+    path = tmp_path / "cluster.key"
+    path.write_bytes(zmq.curve_keypair()[1])
+    path.chmod(mode)
+    if accepted:
+        ClusterKey.read(path)
+    else:
+        with pytest.raises(BadClusterKey, match=r"cluster\.key can be read or written by others"):
             ClusterKey.read(path)

@@ -96,6 +96,6 @@ def test_nothing_starts_without_the_configured_certificate(tmp_path: Path, packa
          "--tls-cert", path, "--tls-key", path],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert path in done.stderr
     assert "Traceback" not in done.stderr

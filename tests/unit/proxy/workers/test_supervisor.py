@@ -128,6 +128,24 @@ def sample(body: bytes, name: str) -> float:
     return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
 
+async def test_what_is_in_flight_counts_once_every_worker_knows_that_the_agent_leaves(
+    office: Office,
+) -> None:
+    first, second = await office.process(), await office.process()
+    agent, collect = Incarnation(PREFILL.incarnation), office.supervisor._collect
+    assert office.supervisor.in_flight(agent) == 2, "no worker has reported"
+    second.fleet.slots.acquire(agent, 3)
+    await collect()
+    assert office.supervisor.in_flight(agent) == 1 + 1 + 3, "both may still route to it"
+    leaving = msgspec.structs.replace(PREFILL, index=PREFILL.index + 1, state="draining")
+    office.registry.register(leaving, first.fleet.clock())
+    assert office.supervisor.in_flight(agent) == 1 + 1 + 3, "neither has said that it knows"
+    await collect()
+    assert office.supervisor.in_flight(agent) == 3
+    second.die()
+    await until(lambda: office.supervisor.in_flight(agent) == 0)
+
+
 async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office: Office) -> None:
     office.registry.drain(Incarnation(PREFILL.incarnation))
     process = await office.process()

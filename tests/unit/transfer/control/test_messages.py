@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.messages import BadControlFrame, EngineDescription
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES, SampledToken, SampledTokens
+from tests.unit.transfer.plans import pool_placement
 from tests.unit.transfer.rig import GEOMETRY
 
 DESCRIPTION = EngineDescription(engine=b"\x00e", regions=(b"\xffr",))
@@ -34,7 +35,14 @@ REQUESTS = [
     wire.Drop(**HEAD, transfer_id="t"),
 ]
 ANSWERS = [
-    wire.HelloOk(**HEAD, transfer="tcp", num_blocks=4, ranks=(DESCRIPTION,), token=b"\x01"),
+    wire.HelloOk(
+        **HEAD,
+        transfer="tcp",
+        num_blocks=4,
+        ranks=(DESCRIPTION,),
+        placements=(pool_placement(GEOMETRY, 4, range(2)),),
+        token=b"\x01",
+    ),
     wire.RequestRefused(**HEAD, field="dtype", ours="a", theirs="b"),
     wire.Opened(
         **HEAD,
@@ -104,7 +112,7 @@ def test_every_field_is_needed_and_none_may_be_added(request_: wire.Request) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("v", 2),
+        ("v", 1),
         ("v", "1"),
         ("type", "opened"),
         ("type", None),

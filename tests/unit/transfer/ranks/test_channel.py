@@ -19,7 +19,9 @@ from kvferry.transfer.ranks.channel import (
     RankEnd,
     RankGone,
     RankListener,
-    connect,
+    RankSocket,
+    connect_at_once,
+    dial,
     packed,
 )
 from tests.unit.transfer.rig import until
@@ -30,8 +32,8 @@ WAIT_S = 10.0
 class Engine:
     """The listening end, which keeps what comes."""
 
-    def __init__(self, path: Path, stopped: socket.socket) -> None:
-        self.path, self.stopped = path, stopped
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.received: asyncio.Queue[tuple[RankConnection, bytes]] = asyncio.Queue()
         self.listener = RankListener(lambda connection, frame: self.received.put_nowait((connection, frame)))
 
@@ -40,15 +42,14 @@ class Engine:
 
     async def meet(self) -> tuple[RankConnection, RankEnd]:
         """Both ends of a rank."""
-        end = connect(self.path, self.stopped)
-        assert end is not None
+        end = connect_at_once(self.path)
         end.send(b"hello")
         return (await self.next())[0], end
 
 
 @pytest.fixture
 def stop() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """What a rank watches while it connects, after the end that a test closes to have it stop."""
+    """What a rank watches while it waits, after the end that a test closes to have it stop."""
     pair = socket.socketpair()
     yield pair
     for end in pair:
@@ -56,8 +57,8 @@ def stop() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path, stop: tuple[socket.socket, socket.socket]) -> AsyncIterator[Engine]:
-    made = Engine(tmp_path / "ranks", stop[1])
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    made = Engine(tmp_path / "ranks")
     await made.listener.start(made.path)
     yield made
     made.listener.close()
@@ -97,36 +98,43 @@ async def test_frames_go_both_ways_and_long_ones_too(engine: Engine) -> None:
     end.close()
 
 
-async def test_a_rank_may_be_up_before_the_engine_process_listens(
+async def test_a_rank_is_connected_to_once_and_leaves_no_file(
     tmp_path: Path, stop: tuple[socket.socket, socket.socket]
 ) -> None:
-    engine = Engine(tmp_path / "ranks", stop[1])
-    connecting = asyncio.create_task(asyncio.to_thread(connect, engine.path, engine.stopped))
-    await asyncio.sleep(0.05)
-    assert not connecting.done()
-    await engine.listener.start(engine.path)
-    end = await asyncio.wait_for(connecting, WAIT_S)
+    path = tmp_path / "rank"
+    rank = RankSocket(path)
+    accepting = asyncio.create_task(asyncio.to_thread(rank.accept, stop[1]))
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+    connection = await dial(path, lambda _, frame: received.put_nowait(frame))
+    end = await asyncio.wait_for(accepting, WAIT_S)
     assert end is not None
+    end.send(b"from the rank")
+    assert await asyncio.wait_for(received.get(), WAIT_S) == b"from the rank"
+    connection.send(b"to the rank")
+    assert await asyncio.to_thread(frames_of, end, 1) == [b"to the rank"]
+    assert not path.exists()
+    with pytest.raises(OSError):
+        await dial(path, lambda _, frame: None)
+    connection.close()
     end.close()
-    engine.listener.close()
 
 
 async def test_a_rank_that_stops_does_not_wait_for_an_engine_process(
     tmp_path: Path, stop: tuple[socket.socket, socket.socket]
 ) -> None:
     """R7"""
-    connecting = asyncio.create_task(asyncio.to_thread(connect, tmp_path / "absent", stop[1]))
+    accepting = asyncio.create_task(asyncio.to_thread(RankSocket(tmp_path / "rank").accept, stop[1]))
     stop[0].close()
-    assert await asyncio.wait_for(connecting, WAIT_S) is None
+    assert await asyncio.wait_for(accepting, WAIT_S) is None
+    assert not (tmp_path / "rank").exists()
 
 
-def test_waiting_for_an_engine_process_has_a_limit(
-    tmp_path: Path, stop: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """I5"""
-    monkeypatch.setattr(rank_channel, "_CONNECT_S", 0.05)
-    with pytest.raises(TimeoutError, match="absent"):
-        connect(tmp_path / "absent", stop[1])
+def test_an_address_that_is_taken_or_invalid_is_an_error(tmp_path: Path) -> None:
+    taken = RankSocket(tmp_path / "rank")
+    for path in (tmp_path / "rank", tmp_path / "absent" / "rank"):
+        with pytest.raises(OSError):
+            RankSocket(path)
+    taken.close()
 
 
 async def test_a_rank_that_has_left_or_does_not_read_is_gone(

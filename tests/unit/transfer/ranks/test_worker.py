@@ -5,6 +5,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from kvferry.transfer.engine import BackendUnavailable, candidates, open_engine, usable
 from kvferry.transfer.events import PullDone
+from kvferry.transfer.memory import own_pool
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
@@ -24,13 +26,10 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def worker(**changes: Any) -> WorkerConnector:
     settings = {
-        "address": Path("/tmp/no-listener-here"),
+        "address": Path(tempfile.mkdtemp(), "rank"),
         "rank": 0,
-        "tp_size": 1,
-        "geometry": GEOMETRY,
-        "pool": torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 4)),
+        "pool": own_pool(torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 4)), GEOMETRY, 1, 0),
         "transfer": "tcp",
-        "incarnation": "i",
         "bind_host": "127.0.0.1",
         "advertise_host": "127.0.0.1",
     }
@@ -68,7 +67,7 @@ def test_stopping_takes_no_time_and_leaves_no_thread() -> None:
 def test_a_pool_of_another_shape_is_an_error() -> None:
     """L21."""
     with pytest.raises(ValueError, match="does not fit"):
-        worker(pool=torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 2)))
+        own_pool(torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 2)), GEOMETRY, 1, 0)
 
 
 def test_an_unknown_backend_or_option_is_named() -> None:

@@ -17,6 +17,7 @@ from mori.cpp import (
     IOEngineConfig,
     MemoryDesc,
     MemoryLocationType,
+    PeerFailureEvent,
     RdmaBackendConfig,
     StatusCode,
     TransferStatus,
@@ -25,13 +26,13 @@ from mori.io import memory
 from mori.io.faults import from_environment
 from mori.io.rdma import RdmaBackend, Route
 
-_LEVELS = ("trace", "debug", "info", "warn", "error", "critical")
+Columns = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Local offsets, remote offsets, sizes."""
+TORCH_DEVICE_TYPE_MAP = {"cpu": MemoryLocationType.CPU, "cuda": MemoryLocationType.GPU}
 
 
 def set_log_level(level: str) -> None:
-    """The stand-in logs nothing."""
-    if level not in _LEVELS:
-        raise ValueError(level)
+    """The stand-in logs nothing. The real one takes any word too."""
 
 
 class IOEngine:
@@ -49,7 +50,7 @@ class IOEngine:
         self.remove_backend(BackendType.RDMA)
 
     def get_engine_desc(self) -> EngineDesc:
-        return EngineDesc(
+        return EngineDesc.make(
             key=self._key,
             node_id=os.environ.get("MORI_NODE_ID", socket.gethostname()),
             hostname=socket.gethostname(),
@@ -62,12 +63,12 @@ class IOEngine:
         """A second backend of one type is skipped. XGMI takes GPU memory only, so here it reaches nothing."""
         if type in (BackendType.TCP, BackendType.Unknown):
             raise NotImplementedError("backend not implemented yet")
-        if type is BackendType.RDMA and self._rdma is None:
+        if type == BackendType.RDMA and self._rdma is None:
             chosen = config or RdmaBackendConfig()
             self._rdma = RdmaBackend(self._key, self._config.host, self._config.port, chosen, self._faults)
 
     def remove_backend(self, type: BackendType) -> None:
-        if type is BackendType.RDMA and getattr(self, "_rdma", None) is not None:
+        if type == BackendType.RDMA and getattr(self, "_rdma", None) is not None:
             assert self._rdma is not None
             self._rdma.close()
             self._rdma = None
@@ -82,10 +83,10 @@ class IOEngine:
 
     def register_memory(self, ptr: int, size: int, device_id: int, mem_loc: MemoryLocationType) -> MemoryDesc:
         """Note a region. The device hears of it at first use."""
-        if mem_loc is not MemoryLocationType.CPU:
+        if mem_loc != MemoryLocationType.CPU:
             raise RuntimeError("the stand-in moves host memory only")
         memory.allow_readers()
-        region = MemoryDesc(
+        region = MemoryDesc.make(
             engine_key=self._key,
             id=next(self._regions),
             device_id=device_id,
@@ -102,7 +103,8 @@ class IOEngine:
             raise RuntimeError("input tensor must be contiguous")
         device = -1 if tensor.device.index is None else tensor.device.index
         size = tensor.nelement() * tensor.element_size()
-        return self.register_memory(tensor.data_ptr(), size, device, MemoryLocationType.CPU)
+        kind = TORCH_DEVICE_TYPE_MAP[tensor.device.type]
+        return self.register_memory(tensor.data_ptr(), size, device, kind)
 
     def deregister_memory(self, region: MemoryDesc) -> None:
         if self._rdma is not None:
@@ -124,10 +126,13 @@ class IOEngine:
         return self._many(*arguments, read=False)
 
     def create_session(self, local: MemoryDesc, remote: MemoryDesc) -> IOEngineSession | None:
-        """None if no backend reaches that memory. Blocks; raises RuntimeError if the owner does not help."""
+        """None if no backend reaches that memory. Raises RuntimeError if the owner does not help.
+
+        Nothing else of this process runs while a slow owner makes its queue pairs.
+        """
         if self._rdma is None or not self._rdma.can_reach(remote):
             return None
-        return IOEngineSession(self, self._rdma, self._rdma.route(local, remote))
+        return IOEngineSession(self, self._rdma, self._rdma.route(local, remote, keep_interpreter=True))
 
     def pop_inbound_transfer_status(self, remote_key: str, uid: int) -> TransferStatus | None:
         if self._rdma is None or (remote_key, uid) not in self._rdma.registry.inbound:
@@ -138,7 +143,12 @@ class IOEngine:
         status.SetCode(StatusCode.SUCCESS)
         return status
 
+    def pop_peer_failure(self) -> PeerFailureEvent | None:
+        """The oldest failure that was noticed, or None."""
+        return self._rdma.failures.popleft() if self._rdma is not None and self._rdma.failures else None
+
     def wait_all(self, statuses: Sequence[TransferStatus], timeout_ms: int = -1) -> StatusCode:
+        """The first code that is no success, in the order of the statuses."""
         if timeout_ms == 0:
             return _poll_all(statuses)
         deadline = time.monotonic() + timeout_ms / 1000
@@ -146,33 +156,47 @@ class IOEngine:
         for status in statuses:
             left = -1 if timeout_ms < 0 else max(0, int((deadline - time.monotonic()) * 1000))
             code = status.WaitFor(left)
-            if code is StatusCode.IN_PROGRESS:
-                return first_error or StatusCode.IN_PROGRESS
-            first_error = first_error or code
+            if code == StatusCode.IN_PROGRESS:
+                return code if first_error == StatusCode.SUCCESS else first_error
+            if first_error == StatusCode.SUCCESS:
+                first_error = code
         return first_error
 
     def _one(
         self, local: MemoryDesc, local_offset: int, remote: MemoryDesc, remote_offset: int, size: int,
         uid: int, *, read: bool,
     ) -> TransferStatus:  # fmt: skip
-        return self._many([local], [[local_offset]], [remote], [[remote_offset]], [[size]], [uid], read=read)[
-            0
-        ]
+        status = TransferStatus()
+        self._start(
+            (local, remote), ([local_offset], [remote_offset], [size]), status, uid, read, batch=False
+        )
+        return status
 
     def _many(
         self, locals_: Sequence[MemoryDesc], local_offsets: Sequence[Sequence[int]],
         remotes: Sequence[MemoryDesc], remote_offsets: Sequence[Sequence[int]],
         sizes: Sequence[Sequence[int]], uids: Sequence[int], *, read: bool,
     ) -> list[TransferStatus]:  # fmt: skip
-        """One status for each pair of regions."""
+        """One status for each pair of regions. Lists of unequal length end the process."""
         statuses = [TransferStatus() for _ in sizes]
+        _expect_equal_lengths(locals_, local_offsets, remotes, remote_offsets, sizes, statuses, uids)
         each = zip(locals_, local_offsets, remotes, remote_offsets, sizes, uids, statuses, strict=True)
         for local, ours, remote, theirs, size, uid, status in each:
-            if self._rdma is None or not self._rdma.can_reach(remote):
-                status.Update(StatusCode.ERR_BAD_STATE, "No available backend found, create backend first")
+            _expect_equal_lengths(ours, theirs, size)
+            if not self._start((local, remote), (ours, theirs, size), status, uid, read, batch=True):
                 break  # the real library leaves the rest in INIT
-            _start(self._rdma, self._rdma.route(local, remote), (ours, theirs, size), status, uid, read)
         return statuses
+
+    def _start(
+        self, pair: tuple[MemoryDesc, MemoryDesc], columns: Columns, status: TransferStatus, uid: int,
+        read: bool, *, batch: bool,
+    ) -> bool:  # fmt: skip
+        """Whether any backend could be asked."""
+        if self._rdma is None or not self._rdma.can_reach(pair[1]):
+            status.Update(StatusCode.ERR_BAD_STATE, "No available backend found, create backend first")
+            return False
+        _start(self._rdma, self._rdma.route(*pair), columns, status, uid, read, batch)
+        return True
 
 
 class IOEngineSession:
@@ -185,38 +209,46 @@ class IOEngineSession:
         self._route = route
 
     def read(self, local_offset: int, remote_offset: int, size: int, uid: int, /) -> TransferStatus:
-        return self._transfer(([local_offset], [remote_offset], [size]), uid, read=True)
+        return self._transfer(([local_offset], [remote_offset], [size]), uid, read=True, batch=False)
 
     def write(self, local_offset: int, remote_offset: int, size: int, uid: int, /) -> TransferStatus:
-        return self._transfer(([local_offset], [remote_offset], [size]), uid, read=False)
+        return self._transfer(([local_offset], [remote_offset], [size]), uid, read=False, batch=False)
 
     def batch_read(
         self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], uid: int, /
     ) -> TransferStatus:
-        return self._transfer((local_offsets, remote_offsets, sizes), uid, read=True)
+        return self._transfer((local_offsets, remote_offsets, sizes), uid, read=True, batch=True)
 
     def batch_write(
         self, local_offsets: Sequence[int], remote_offsets: Sequence[int], sizes: Sequence[int], uid: int, /
     ) -> TransferStatus:
-        return self._transfer((local_offsets, remote_offsets, sizes), uid, read=False)
+        return self._transfer((local_offsets, remote_offsets, sizes), uid, read=False, batch=True)
 
     def alive(self) -> bool:
         """Says nothing: the real one is always true."""
         return True
 
-    def _transfer(self, columns: tuple[Sequence[int], ...], uid: int, *, read: bool) -> TransferStatus:
+    def _transfer(self, columns: Columns, uid: int, *, read: bool, batch: bool) -> TransferStatus:
         status = TransferStatus()
-        _start(self._rdma, self._route, columns, status, uid, read)
+        _start(self._rdma, self._route, columns, status, uid, read, batch)
         return status
+
+
+def _expect_equal_lengths(*lists: Sequence[Any]) -> None:
+    """The real library is built with its assertions."""
+    if len({len(each) for each in lists}) != 1:
+        os.write(2, b"engine.cpp: Assertion `batchSize == sizes.size()' failed.\n")
+        os.abort()
 
 
 def _start(
     rdma: RdmaBackend,
     route: Route,
-    columns: tuple[Sequence[int], ...],
+    columns: Columns,
     status: TransferStatus,
     uid: int,
     read: bool,
+    batch: bool,
 ) -> None:
     if len({len(column) for column in columns}) != 1:
         status.Update(
@@ -224,7 +256,7 @@ def _start(
         )
         return
     rows = np.array(columns, dtype=np.int64).reshape(3, -1).T
-    rdma.transfer(route, rows, status, uid, read=read)
+    rdma.transfer(route, rows, status, uid, read=read, batch=batch)
 
 
 def _poll_all(statuses: Sequence[TransferStatus]) -> StatusCode:

@@ -5,11 +5,14 @@ Faults are written `kind:key=value,...` and joined by `;`. Work requests are cou
 
     topology                        end the process when a backend is made, as the real library does
     no_device                       there is no RDMA device
+    no_pci_address                  never return from making a backend: a device without a PCI address
     registration:above=BYTES        abort the process when more bytes than that are registered at once
     fail:after=N[,lane=L]           break the queue pair at work request N
     stall:seconds=S,after=N[,lane=L]    let work request N wait that long
     delay:seconds=S                 let every work request wait that long
     jitter:seconds=S                let every work request wait up to that long: batches end out of order
+    connect:seconds=S               take that long to make queue pairs to a peer
+    unheard                         tell of no dead peer: transfers alone show it
     init:seconds=S                  leave a new status in INIT that long
     full:after=N                    refuse the Nth batch once its first part is posted: the send queue is full
     die:after=N[,lane=L]            end the process, unasked, at work request N
@@ -28,11 +31,14 @@ _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "topology": frozenset(),
         "no_device": frozenset(),
+        "no_pci_address": frozenset(),
         "registration": frozenset({"above"}),
         "fail": frozenset({"after", "lane"}),
         "stall": frozenset({"seconds", "after", "lane"}),
         "delay": frozenset({"seconds"}),
         "jitter": frozenset({"seconds"}),
+        "connect": frozenset({"seconds"}),
+        "unheard": frozenset(),
         "init": frozenset({"seconds"}),
         "full": frozenset({"after"}),
         "die": frozenset({"after", "lane"}),

@@ -119,6 +119,25 @@ def test_broken_bytes_do_not_hold_text_back_for_ever() -> None:
     assert all(len(piece) <= 1 for piece in pieces)
 
 
+def test_ids_that_spell_no_character_are_not_read_again_with_each_further_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D3: biased towards a token that is U+FFFD itself, each step cost more than the one before."""
+    tokenizer = tokenizer_of("byte-fallback")
+    (broken,) = tokenizer.encode("\ufffd", add_special_tokens=False)[-1:]
+    read = 0
+    decode = tokenizer.decode
+
+    def counted(ids: list[int], show_special: bool) -> str:
+        nonlocal read
+        read += len(ids)
+        return decode(ids, show_special)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert "".join(pieces_of(tokenizer, [broken] * 1000)) == "\ufffd" * 1000
+    assert read < 40 * 1000
+
+
 def test_text_that_may_become_a_stop_string_waits_and_comes_out_when_it_does_not() -> None:
     tokenizer = tokenizer_of("byte-fallback")
     a, b, c = (tokenizer.encode(each, add_special_tokens=False)[-1] for each in "abc")

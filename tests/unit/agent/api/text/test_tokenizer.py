@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
@@ -144,13 +146,43 @@ def test_templates_render_as_transformers_renders_them() -> None:
     "source",
     [
         "{{ raise_exception('roles must alternate') }}",
+        "{{ raise_exception('a' * 100000) }}",
         "{{ messages[0].content + 1 }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages[0]['no'].such }}",
+        "{{ 'a'.index('b') }}",
+        "{{ messages[0].tool_calls | tojson }}",
     ],
 )
 def test_what_a_template_cannot_render_is_refused(source: str) -> None:
     """The sandbox holds, and no template error becomes HTTP 500."""
-    with pytest.raises(TemplateRefused):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+    deep: list[Any] = []
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    message = {"role": "user", "content": "a", "tool_calls": deep}
+    with pytest.raises(TemplateRefused) as caught:
+        ChatTemplate(source, {}).render([message])
+    assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "end", "end"),
+        ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", " a b ", " a b "),
+        ("{% for m in messages %}{{ m.content | trim }}</s>{% endfor %}", " a b ", "a b"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}</s>", "", ""),
+    ],
+)
+def test_a_message_is_continued_right_after_its_content(source: str, content: str, expected: str) -> None:
+    """The content may occur again in what the template puts behind it."""
+    messages = [{"role": "assistant", "content": content}]
+    assert ChatTemplate(source, {}).render(messages, continue_final_message=True) == expected
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+    with pytest.raises(TemplateRefused, match="final message"):
+        ChatTemplate("{{ messages | length }}", {}).render(
+            [{"role": "assistant", "content": "a"}], continue_final_message=True
+        )

@@ -285,7 +285,7 @@ def test_settings_say_what_is_the_kernels() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_told() -> None:
-    reason = probe()
+    reason = probe({})
     assert reason is not None
     assert reason.startswith("cuda_ipc: ")
     with pytest.raises(BackendUnavailable, match="cuda_ipc"):

@@ -26,7 +26,7 @@ PIECE = 1 << 20
 
 @pytest.fixture(autouse=True, scope="module")
 def installed() -> None:
-    reason = probe()
+    reason = probe({})
     if reason is not None:
         pytest.skip(reason)
 

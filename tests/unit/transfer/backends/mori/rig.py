@@ -23,6 +23,8 @@ from tests.standins import mori_io
 BLOCK = 1024
 BLOCKS = 256
 DEADLINE_S = 10.0
+FIRST = 1
+"""The number of a queue pair's first work request after those of meeting a peer (`QueuePairMaker`)."""
 
 
 class Pair:

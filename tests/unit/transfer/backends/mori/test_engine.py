@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.access_tokens import mint, new_secret
-from kvferry.transfer.engine import PeerUnreachable, Status
+from kvferry.transfer.engine import PeerBroken, PeerUnreachable, Status
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori.rig import BLOCK, BLOCKS, Pair, fault, scattered
+from tests.unit.transfer.backends.mori.rig import BLOCK, BLOCKS, FIRST, Pair, fault, scattered
 
 MakePair = Callable[..., Pair]
 
@@ -48,7 +48,7 @@ def test_an_error_on_one_queue_pair_is_no_proof_that_the_others_have_stopped(
     pair: MakePair, broken: int
 ) -> None:
     """I3: MORI's status turns to an error at the first failure, while another queue pair still writes."""
-    spec = f"fail:after=0,lane={broken};stall:seconds=0.5,after=0,lane={1 - broken}"
+    spec = f"unheard;fail:after={FIRST},lane={broken};stall:seconds=0.5,after={FIRST},lane={1 - broken}"
     two = pair(spec, qp_per_transfer="2")
     transfer = two.read(two.meet(), scattered(64))
     assert two.finish(transfer) is Status.FAILED
@@ -109,7 +109,7 @@ def test_a_status_that_has_not_even_begun_is_not_done(pair: MakePair) -> None:
 
 def test_the_deadline_is_ours_and_the_destination_is_held_until_the_read_ends(pair: MakePair) -> None:
     """MORI has neither a deadline nor a cancel."""
-    two = pair("stall:seconds=3,after=0,lane=0", qp_per_transfer="1")
+    two = pair(f"stall:seconds=3,after={FIRST},lane=0", qp_per_transfer="1")
     begun = time.monotonic()
     transfer = two.read(two.meet(), scattered(8), timeout_s=0.1)
     assert two.finish(transfer) is Status.FAILED
@@ -136,8 +136,8 @@ def test_no_more_is_posted_than_one_send_queue_holds(pair: MakePair, monkeypatch
     """Posting to a full queue blocks for up to 5 s in the library, and the thread with it."""
     two = pair("delay:seconds=0.002", qp_per_transfer="2", max_send_wr="16")
 
-    def full(queue_pair: object) -> bool:
-        assert queue_pair.outstanding < queue_pair.depth, "posting would block"
+    def full(queue_pair: object, count: int) -> bool:
+        assert queue_pair.outstanding + count <= queue_pair.depth, "posting would block"
         return True
 
     monkeypatch.setattr("mori.io.rdma._has_room", full)
@@ -177,19 +177,92 @@ def test_a_read_of_nothing_is_done(pair: MakePair) -> None:
 
 def test_a_peer_whose_queue_pairs_broke_is_not_met_again(pair: MakePair) -> None:
     """MORI never makes them anew, so every later read would fail; refused, the link takes another backend."""
-    two = pair("fail:after=0", qp_per_transfer="2")
+    two = pair(f"fail:after={2 * FIRST}", qp_per_transfer="2")
     peer = two.meet()
     other = two.meet()
     transfer = two.read(peer, scattered(4))
     assert two.finish(transfer) is Status.FAILED
     two.settle(transfer)
-    with pytest.raises(PeerUnreachable, match="in error"):
+    with pytest.raises(PeerUnreachable, match=r"in error|PEER_UNREACHABLE"):
         two.wait(peer.poll)
     with pytest.raises(PeerUnreachable, match="in error"):
         two.meet()
     assert two.finish(two.read(other, [(0, 0)])) is Status.FAILED
     late = two.read(peer, [(0, 0)])
     assert (late.poll(), late.reason, late.quiescent) == (Status.FAILED, "peer_lost", True)
+
+
+def test_a_peer_that_the_library_finds_dead_ends_its_reads_at_once(pair: MakePair) -> None:
+    """One read breaks a queue pair; another, of which the other one has not begun, is told of it."""
+    spec = f"fail:after={FIRST + 1},lane=0;stall:seconds=3,after={FIRST},lane=1"
+    two = pair(spec, qp_per_transfer="2")
+    peer = two.meet()
+    begun = time.monotonic()
+    transfers = [two.read(peer, scattered(64)[first : first + 16]) for first in range(0, 64, 16)]
+    assert {two.finish(each) for each in transfers} == {Status.FAILED}
+    assert {each.reason for each in transfers} == {"peer_lost"}
+    assert time.monotonic() - begun < 2.0, "nobody waited for the stalled queue pair"
+    assert not all(each.quiescent for each in transfers)
+    with pytest.raises(PeerBroken):
+        two.meet()
+    for each in transfers:
+        two.settle(each)
+
+
+def test_a_device_that_failed_ends_every_peer(pair: MakePair) -> None:
+    two = pair(f"stall:seconds=0.5,after={FIRST}")
+    peer = two.meet()
+    transfer = two.read(peer, scattered(8))
+    from mori.cpp import PeerFailureEvent, PeerFailureReason
+
+    failure = PeerFailureEvent("", PeerFailureReason.LOCAL_PORT_DOWN, detail="a cable")
+    two.reader._library.engine._rdma.failures.append(failure)
+    assert two.finish(transfer) is Status.FAILED
+    with pytest.raises(PeerUnreachable, match="LOCAL_PORT_DOWN: a cable"):
+        two.wait(peer.poll)
+    two.settle(transfer)
+    assert two.finish(two.read(two.meet(), scattered(8))) is Status.DONE, "a port may come back"
+
+
+def test_a_peer_that_takes_long_to_connect_delays_nobody(pair: MakePair) -> None:
+    """I5: the library's own way to make a session keeps the interpreter meanwhile."""
+    two = pair()
+    two.meet()
+    slow = pair("connect:seconds=1")
+    fast = two.read(two.meet(), [])
+    assert fast.poll() is Status.DONE
+    peer = slow.reader.connect(slow.owner.describe(), [slow.owned.describe()], mint(slow.secret), 5.0)
+    longest = 0.0
+    while not peer.poll():
+        begun = time.monotonic()
+        slow.owner.progress()
+        slow.reader.progress()
+        transfer = two.read(two.meet(), [(0, 0)])
+        assert two.finish(transfer) is Status.DONE
+        longest = max(longest, time.monotonic() - begun)
+    assert longest < 0.5
+    assert slow.finish(slow.read(peer, scattered(8))) is Status.DONE
+
+
+def test_a_peer_whose_queue_pairs_take_too_long_is_unreachable(pair: MakePair) -> None:
+    slow = pair("connect:seconds=1")
+    begun = time.monotonic()
+    with pytest.raises(PeerUnreachable, match="no queue pairs within the deadline"):
+        slow.meet(timeout_s=0.2)
+    assert time.monotonic() - begun < 0.9
+    assert slow.finish(slow.read(slow.meet(), scattered(8))) is Status.DONE, "they were made meanwhile"
+
+
+def test_a_peer_whose_memory_cannot_be_read_is_not_connected(pair: MakePair) -> None:
+    """The first reads show what no handshake can, and go to memory beside the pool."""
+    two = pair("unheard;fail:after=0,lane=0")
+    with pytest.raises(PeerUnreachable, match="a first read failed"):
+        two.meet()
+    with pytest.raises(PeerBroken):
+        two.meet()
+    other = pair()
+    other.meet()
+    assert not other.ours.any()
 
 
 def test_a_reader_that_was_not_admitted_does_not_even_connect(pair: MakePair) -> None:
@@ -210,7 +283,7 @@ def test_an_owner_that_closed_is_noticed_without_a_read(pair: MakePair) -> None:
 def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) -> None:
     """R7, I3: with reads in flight, and while a caller still holds them and their peer."""
     threads = set(threading.enumerate())
-    two = pair("stall:seconds=30,after=0")
+    two = pair(f"stall:seconds=30,after={FIRST}")
     peer = two.meet()
     transfers = [two.read(peer, scattered(64)) for _ in range(2)]
     two.reader.progress()
@@ -227,7 +300,7 @@ def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) ->
 
 def test_it_asks_to_be_polled_only_while_something_is_under_way(pair: MakePair) -> None:
     """R24."""
-    two = pair("stall:seconds=0.2,after=0")
+    two = pair(f"stall:seconds=0.2,after={FIRST}")
     peer = two.meet()
     assert two.reader.next_deadline() is None
     assert two.reader.fileno() is not None
@@ -247,6 +320,6 @@ def test_a_producer_is_not_notified_of_a_read_unless_configured(pair: MakePair) 
         assert two.finish(two.read(two.meet(), scattered(4))) is Status.DONE
         inbound = two.owner._library.engine._rdma.registry.inbound
         if notified:
-            two.wait(lambda inbound=inbound: list(inbound.values()) == [0])
+            two.wait(lambda inbound=inbound: set(inbound.values()) == {0})
         else:
             assert not inbound

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from tests.standins import mori_io
-from tests.unit.transfer.backends.mori.rig import fault
+from tests.unit.transfer.backends.mori.rig import FIRST, fault
 from tests.unit.transfer.rig import Agent, assert_same_kv, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import OURS, THEIRS, TOKENS
 
@@ -46,7 +46,7 @@ async def test_auto_takes_mori_where_it_works_and_does_without_where_it_does_not
 
 async def test_a_broken_queue_pair_fails_one_pull_and_the_next_takes_another_backend() -> None:
     """I5: MORI cannot repair it, so a reader that insisted on it would never get anything again."""
-    with fault("fail:after=1"):  # the child that tried first read once
+    with fault(f"fail:after={FIRST}"):  # which the child that tries first does not come to
         decode = Agent(seed=2, transfer="auto")
         async with Agent(seed=1, transfer="auto") as prefill, decode:
             for _ in range(3):
@@ -67,7 +67,7 @@ async def test_a_refused_queue_pair_has_the_engine_opened_anew_and_the_peer_is_r
     options = {"transfer": "mori", "transfer_options": "mori.qp_per_transfer=1"}
     async with Agent(seed=1, **options) as prefill, AsyncExitStack() as stack:
         decode = Agent(seed=2, **options)
-        with fault("fail:after=1"):  # the child that tries first reads once
+        with fault(f"fail:after={FIRST}"):  # which the child that tries first does not come to
             await stack.enter_async_context(decode)
         reasons = []
         while not decode.plane.stats().rebuilds:
@@ -87,7 +87,7 @@ async def test_a_read_past_its_deadline_keeps_its_blocks_in_quarantine_until_it_
     """I3."""
     options = {"transfer": "mori", "transfer_options": "mori.qp_per_transfer=1"}
     async with Agent(seed=1, **options) as prefill:
-        with fault("stall:seconds=3,after=0"):
+        with fault(f"stall:seconds=3,after={FIRST}"):
             decode = Agent(seed=2, **options)
             async with decode:
                 # Its deadline has to come after the read has begun, on a busy machine too.
@@ -105,7 +105,7 @@ async def test_a_rebuilt_engine_ends_what_would_not_end_and_reads_again() -> Non
     options = {"transfer": "mori", "transfer_options": "mori.qp_per_transfer=1"}
     async with Agent(seed=1, **options) as prefill, AsyncExitStack() as stack:
         decode = Agent(seed=2, quarantine_s=0.3, **options)
-        with fault("stall:seconds=60,after=1"):  # the child that tries first reads once
+        with fault(f"stall:seconds=60,after={FIRST + 1}"):  # the second pull
             await stack.enter_async_context(decode)
         for _ in range(2):
             decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 2.0)

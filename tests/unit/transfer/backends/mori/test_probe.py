@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.transfer.backends.mori import probe as mori_probe
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, open_engine, usable
+from kvferry.transfer.rdma_devices import RdmaDevice
 from tests.standins import mori_io
 from tests.unit.transfer.backends.mori.rig import fault
 
@@ -34,7 +35,11 @@ def test_where_it_works_there_is_no_reason(standin: None) -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("topology", "mori: child exited with -1: TopoSystem: no monitored GPU"),
+        (
+            "topology",
+            "mori: child exited with -1: [ROCm-SMI] rsmi_num_monitor_devices reported 0 GPUs "
+            "(it needs ROCm SMI and a GPU, also to move host memory)",
+        ),
         ("registration:above=0", "mori: child was ended by SIGABRT: RegisterRdmaMemoryRegion failed!"),
         ("die:after=0", "mori: child was ended by SIGKILL: no output"),
         ("no_device", "mori: no active RDMA device on this host"),
@@ -50,10 +55,35 @@ def test_whatever_ends_the_child_is_the_reason_and_we_live_on(standin: None, spe
             open_engine("mori", options)
 
 
-def test_a_child_that_hangs_is_given_up(standin: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mori_probe, "_TIMEOUT_S", 1.0)
-    with fault("delay:seconds=30"):
-        assert usable("mori").reason == "mori: the probe did not end within 1 s"
+@pytest.mark.parametrize("spec", ["delay:seconds=30", "no_pci_address"])
+def test_a_child_that_hangs_is_given_up(standin: None, spec: str) -> None:
+    with fault(spec):
+        assert usable("mori", {"probe_s": "1"}).reason == "mori: the probe did not end within 1 s"
+
+
+def test_a_device_without_a_pci_address_is_named_and_can_be_left_out(
+    standin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would look for its address without end; it does not look at one that is left out."""
+    devices = [
+        RdmaDevice(name, address, None, ()) for name, address in (("rxe0", None), ("mlx5_0", "0000:01:00.0"))
+    ]
+    monkeypatch.setattr(mori_probe, "list_rdma_devices", lambda: devices)
+    reason = usable("mori").reason
+    assert reason.startswith("mori: it would look for the PCI address of rxe0 without end")
+    assert "mori.devices=^rxe0" in reason
+    assert usable("mori", {"devices": "^rxe0"}).ok
+    assert usable("mori", {"devices": "mlx5_0"}).ok
+    assert not usable("mori", {"devices": "mlx5_0+rxe0"}).ok
+
+
+def test_without_a_probe_the_backend_opens_at_once(standin: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hosts that are known to work: the child imports torch once more."""
+    monkeypatch.setattr(mori_probe.subprocess, "run", None)
+    options = EngineOptions(
+        name="n", bind_host="127.0.0.1", advertise_host="127.0.0.1", backend_options={"probe_s": "0"}
+    )
+    open_engine("mori", options).close()
 
 
 def test_a_library_that_does_not_load_gives_its_own_reason(

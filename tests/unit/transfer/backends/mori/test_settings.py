@@ -17,13 +17,14 @@ from tests.standins import mori_io
 def test_options_come_as_text_and_leave_as_the_librarys_own_settings() -> None:
     options = parse_backend_options(
         "mori.qp_per_transfer=8,mori.num_worker_threads=2,mori.post_batch_size=16,mori.max_send_wr=4096,"
-        "mori.max_cqe_num=8192,mori.max_msg_sge=2,mori.notification=true"
+        "mori.max_cqe_num=8192,mori.max_msg_sge=2,mori.notification=true,mori.poll_cq_mode=event"
     )
     settings = parse_settings("mori", MoriSettings, options["mori"])
     with mori_io.on_path():
         import mori.io as library
 
         config = settings.rdma_config(library)
+        assert config.poll_cq_mode == library.PollCqMode.EVENT
     assert (config.qp_per_transfer, config.num_worker_threads, config.post_batch_size) == (8, 2, 16)
     assert (config.max_send_wr, config.max_cqe_num, config.max_msg_sge) == (4096, 8192, 2)
     assert config.enable_notification
@@ -50,11 +51,32 @@ def test_devices_and_classes_go_through_the_environment(monkeypatch: pytest.Monk
         assert os.environ["MORI_DISABLE_AUTO_XGMI"] == "0"
 
 
+def test_what_the_backend_relies_on_is_not_left_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library lets variables override its settings object: sizes too, by which we count."""
+    others = (
+        "QP_MAX_SEND_WR",
+        "QP_MAX_CQE",
+        "NUM_WORKER_THREADS",
+        "NUM_NICS_PER_TRANSFER",
+        "ENABLE_CHUNKING",
+    )
+    for name in others:
+        monkeypatch.setenv(f"MORI_IO_{name}", "7")
+    monkeypatch.setenv("MORI_IO_QP_RETRY_CNT", "5")
+    with mori_io.on_path():
+        import mori.io as library
+
+        create_engine(library, "name", "127.0.0.1", MoriSettings(timeout=12))
+        assert [os.environ[f"MORI_IO_{name}"] for name in others] == ["8192", "16384", "4", "1", "0"]
+        assert os.environ["MORI_IO_QP_TIMEOUT"] == "12"
+        assert os.environ["MORI_IO_QP_RETRY_CNT"] == "5", "nothing here depends on it"
+
+
 def test_defaults_make_sense() -> None:
     settings = parse_settings("mori", MoriSettings, {})
     assert settings == MoriSettings()
     assert not settings.notification
-    assert settings.send_depth == 8192
+    assert settings.max_send_wr == 8192
 
 
 @pytest.mark.parametrize(
@@ -64,7 +86,11 @@ def test_defaults_make_sense() -> None:
         ({"qp_per_transfer": "many"}, "qp_per_transfer"),
         ({"qp_per_transfer": "0"}, "qp_per_transfer"),
         ({"post_batch_size": "0"}, "post_batch_size"),
-        ({"max_send_wr": "-1"}, "max_send_wr"),
+        ({"max_send_wr": "0"}, "max_send_wr"),
+        ({"retry_count": "8"}, "retry_count"),
+        ({"timeout": "32"}, "timeout"),
+        ({"poll_cq_mode": "never"}, "poll_cq_mode"),
+        ({"probe_s": "-1"}, "probe_s"),
         ({"region_bytes": str(2 << 30)}, "region_bytes"),
         ({"notification": "perhaps"}, "notification"),
     ],

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -67,3 +69,10 @@ def test_a_read_that_cannot_be_made_was_refused_unless_its_peer_is_known_to_be_g
     read.post(make)
     assert (read.poll(), read.reason, read.quiescent) == (Status.FAILED, reason, True)
     assert api.released == []
+
+
+def test_a_process_that_used_it_exits_well() -> None:
+    """It crashed at its very end, where libibverbs's providers are installed and no EFA device is."""
+    code = "from kvferry.transfer.engine import usable; usable('nixl')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stderr

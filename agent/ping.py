@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announces the agent to its proxies (docs/architecture.md#discovery)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.messages import (
+    PING_INTERVAL_S,
+    Ack,
+    BadFrame,
+    Bye,
+    Incarnation,
+    Register,
+    Rejected,
+    decode_proxy_message,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+DRAIN_PING_INTERVAL_S = 0.1
+ACK_TIMEOUT_S = 3 * PING_INTERVAL_S
+"""A proxy that has acknowledged nothing for so long is gone, and sends nothing either."""
+_UNREACHABLE_PINGS = 3
+"""That could not be sent, in a row, before the log says so: connecting takes a moment."""
+_MAX_RESPONSES_PER_PING = 16
+_BYE_LINGER_MS = 200
+_CLOSE_S = 0.5
+
+
+class ProxyConnection:
+    """The connection to one proxy, which may be down, restart, or reject this agent.
+
+    It has a ZMQ context of its own: a context resolves names on its only I/O thread, again and again while it
+    cannot connect, so a resolver that does not answer blocks everything else on that thread.
+    """
+
+    def __init__(self, address: str, key: ClusterKey | None) -> None:
+        self.address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_RESPONSES_PER_PING)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_RESPONSES_PER_PING)
+        # No queue while not connected: a proxy that restarts must not read old pings.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.secure_client(self._socket)
+        self._socket.connect(f"tcp://{address}")
+        self._status: str | None = None
+        self._unsent = 0
+        """Pings in a row that could not be sent."""
+        self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
+        self._acked_at = -math.inf
+        self._acked_index = -1
+        self._in_flight: int | None = None
+
+    def send(self, frame: bytes) -> None:
+        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._unsent += 1
+            if self._unsent >= _UNREACHABLE_PINGS:
+                self._note(self._unreachable, logging.WARNING)
+        else:
+            self._unsent = 0
+
+    def read_responses(self) -> None:
+        """Read the responses that have come since the last ping; never waits."""
+        for _ in range(_MAX_RESPONSES_PER_PING):
+            try:
+                response = decode_proxy_message(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except BadFrame as error:
+                self._note(f"invalid response: {error}", logging.WARNING)
+                continue
+            match response:
+                case Ack(proxy=proxy):
+                    self._note(f"registered with {proxy}", logging.INFO)
+                    self._acked_at = time.monotonic()
+                    self._acked_index, self._in_flight = response.index, response.in_flight
+                case Rejected(reason=reason):
+                    self._note(f"rejected: {reason}", logging.WARNING)
+
+    def has_released(self, draining_since: int) -> bool:
+        """Return whether the proxy has nothing at this agent and sends nothing new.
+
+        Args:
+            draining_since: Index of the first ping that said so.
+        """
+        if time.monotonic() - self._acked_at > ACK_TIMEOUT_S:
+            return True
+        return self._acked_index >= draining_since and not self._in_flight
+
+    def close(self) -> threading.Thread:
+        """Close once what is queued is sent, or soon. The thread ends then, or when a name is resolved."""
+        self._socket.close(linger=_BYE_LINGER_MS)
+        # `term` waits for the I/O thread, however long a name takes.
+        closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
+        closing.start()
+        return closing
+
+    def _note(self, status: str, level: int) -> None:
+        """Log the state of the registration, once per change."""
+        if status != self._status:
+            self._status = status
+            log.log(level, "proxy %s: %s", self.address, status)
+
+
+class Announcer:
+    """Pings every proxy once per interval (seconds), and at once when `changed` is set, which it clears.
+
+    While it announces a draining agent it pings every `DRAIN_PING_INTERVAL_S`: acks say what is still to
+    come.
+
+    Args:
+        describe: Returns the registration that carries a given ping counter; None for no ping this time.
+            It is called in the thread that pings.
+        key: When given, only proxies with the same key are announced to.
+    """
+
+    def __init__(
+        self,
+        proxies: Sequence[str],
+        changed: threading.Event,
+        describe: Callable[[int], Register | None],
+        interval_s: float = PING_INTERVAL_S,
+        key: ClusterKey | None = None,
+    ) -> None:
+        self._connections = [ProxyConnection(address, key) for address in proxies]
+        self._changed = changed
+        self._describe = describe
+        self._interval_s = interval_s
+        self._stopping = threading.Event()
+        # Sockets are no thread's own: one uses them at a time. Nothing that is done meanwhile waits.
+        self._sending = threading.Lock()
+        self._loop_due_at = math.inf
+        """When the event loop is to run again, on the monotonic clock."""
+        self._draining_since: int | None = None
+        """Index of the first ping that said that the agent is draining."""
+        self._released = asyncio.Event()
+
+    async def run(self) -> None:
+        """Ping until cancelled, from a thread: an event loop that is busy is not one that is dead.
+
+        Each ping says by how much the loop is late; what that means is for the proxies to judge.
+        """
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
+        thread = threading.Thread(target=self._ping, args=(loop, failed), name="pings", daemon=True)
+        thread.start()
+        try:
+            while not failed.done():
+                self._loop_due_at = time.monotonic() + PING_INTERVAL_S
+                await asyncio.wait({failed}, timeout=PING_INTERVAL_S)
+            failed.result()
+        finally:
+            self._stopping.set()
+            self._changed.set()
+            thread.join()
+
+    def _ping(self, loop: asyncio.AbstractEventLoop, failed: asyncio.Future[None]) -> None:
+        """Ping until `_stopping`; what goes wrong is raised in `run`."""
+        try:
+            for index in itertools.count():
+                self._changed.clear()
+                if self._stopping.is_set():
+                    return
+                self._ping_once(index)
+                if self._is_released():
+                    loop.call_soon_threadsafe(self._released.set)
+                self._changed.wait(
+                    self._interval_s if self._draining_since is None else DRAIN_PING_INTERVAL_S
+                )
+        except BaseException as error:  # noqa: BLE001 (it is raised in `run`)
+            loop.call_soon_threadsafe(failed.set_exception, error)
+
+    def _ping_once(self, index: int) -> None:
+        loop_lag_s = max(0.0, time.monotonic() - self._loop_due_at)
+        with self._sending:
+            ping = self._describe(index)
+            if ping is not None:
+                ping = msgspec.structs.replace(ping, loop_lag_s=round(loop_lag_s, 3))
+            if self._draining_since is None and ping is not None and ping.state == "draining":
+                self._draining_since = index
+            for connection in self._connections:
+                connection.read_responses()
+                if ping is not None:
+                    connection.send(encode(ping))
+
+    async def wait_released(self) -> None:
+        """Wait until every proxy knows that the agent is draining and has no request left for it.
+
+        To be called once the registration says so, while `run` runs.
+        """
+        await self._released.wait()
+
+    def _is_released(self) -> bool:
+        since = self._draining_since
+        return since is not None and all(each.has_released(since) for each in self._connections)
+
+    def send_bye(self, incarnation: Incarnation) -> None:
+        """Send a bye to every proxy that is connected. No ping that was described before comes after it."""
+        with self._sending:
+            for connection in self._connections:
+                connection.send(encode(Bye(incarnation=incarnation)))
+
+    def close(self) -> None:
+        """Close all links. Returns once what was queued is sent, or soon."""
+        deadline = time.monotonic() + _CLOSE_S
+        for closing in [connection.close() for connection in self._connections]:
+            closing.join(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announces a vLLM server to the proxies, from the engine's process: no sidecar is needed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Protocol
+
+import msgspec
+
+from kvferry.agent.ids import host_id
+from kvferry.agent.ping import Announcer
+from kvferry.agent.vllm.settings import ConnectorSettings
+from kvferry.proxy.wire.addresses import host_port
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.messages import Incarnation, Load, NodeState, Register, Role
+from kvferry.transfer.connector import SchedulerConnector
+from kvferry.transfer.layout import KVGeometry
+
+DIALECT = "vllm-kvferry"
+_PROBE_S = 0.5
+
+
+class EngineLoad(Protocol):
+    """What is reported of an engine's work, as `SchedulerHalf` counts it."""
+
+    requests: int
+    running: int
+    steps: int
+    leased_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What does not change while a server runs."""
+
+    role: Role
+    incarnation: Incarnation
+    model: str
+    max_model_len: int
+    tp_size: int
+    geometry: KVGeometry
+    weights: str
+    tokenizer: str
+    num_blocks: int
+    max_running: int
+
+
+class Announcement:
+    """Pings the proxies while `run` runs, and says bye at its end.
+
+    Args:
+        free_blocks: How many of the engine's KV blocks are free.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        key: ClusterKey | None,
+        server: Server,
+        load: EngineLoad,
+        free_blocks: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._server = server
+        self._load = load
+        self._free_blocks = free_blocks
+        self._state: NodeState = "starting"
+        self._announcer = Announcer(settings.proxy, threading.Event(), self._describe, key=key)
+        self._plane: SchedulerConnector | None = None
+
+    async def run(self, plane: SchedulerConnector) -> None:
+        """Ping until cancelled."""
+        self._plane = plane
+        try:
+            await self._announcer.run()
+        finally:
+            self._announcer.send_bye(self._server.incarnation)
+            self._announcer.close()
+
+    def _describe(self, index: int) -> Register | None:
+        """The next ping. Called in the thread that pings."""
+        server, plane = self._server, self._plane
+        if plane is None:
+            return None
+        if self._state == "starting" and self._api_listens():
+            self._state = "ready"
+        running = min(self._load.running, self._load.requests)
+        return Register(
+            role=server.role,
+            incarnation=server.incarnation,
+            index=index,
+            address=self._settings.advertise_url.rstrip("/"),
+            control=f"tcp://{host_port(self._settings.advertised_host, plane.control_port)}",
+            dialect=DIALECT,
+            model=server.model,
+            max_model_len=server.max_model_len,
+            tp_size=server.tp_size,
+            dp_size=1,
+            transfers=plane.transfers,
+            host_id=host_id(),
+            geometry={name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()},
+            layout=server.geometry.fingerprint(),
+            weights=server.weights,
+            tokenizer=server.tokenizer,
+            transfer_mode="read",
+            version=version("kvferry"),
+            state=self._state,
+            steps=self._load.steps,
+            load=Load(
+                running=running,
+                waiting=self._load.requests - running,
+                kv_blocks_free=self._free_blocks(),
+                kv_blocks_total=server.num_blocks,
+                kv_blocks_leased=self._load.leased_blocks,
+                max_running=server.max_running,
+            ),
+        )
+
+    def _api_listens(self) -> bool:
+        """Whether the API accepts connections, which it does once the engine has started."""
+        try:
+            socket.create_connection(self._settings.api_address, _PROBE_S).close()
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KvferryConnector`: what vLLM loads. It has one instance in the scheduler's process and one in each rank's.
+
+Every hook is handed to that instance's half; nothing is decided here. Methods that only some versions of vLLM
+call are there for all, and nothing optional is inherited (docs/engines/vllm.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvferry.agent.vllm.plane_thread import PlaneThread
+from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
+from kvferry.agent.vllm.settings import check_served, read_settings, role_of
+from kvferry.agent.vllm.startup import start_scheduler_half
+from kvferry.agent.vllm.stats import TransferMetrics, TransferStats
+from kvferry.agent.vllm.worker_half import RankFacts, WorkerHalf, local_heads
+
+_FAILED_BY_REQUEST = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
+"""vLLM 0.30 and later; before, failures are reported by block."""
+
+
+@dataclass(frozen=True)
+class RankHandshake(base.KVConnectorHandshakeMetadata):
+    """From a rank to the scheduler's process."""
+
+    facts: RankFacts
+
+
+@dataclass(frozen=True)
+class StepMetadata(base.KVConnectorMetadata):
+    """From the scheduler to the ranks, with each step."""
+
+    verdicts: StepVerdicts
+
+
+class KvferryConnector(base.KVConnectorBase_V1):
+    """See `KVConnectorBase_V1`, which says when each method is called. Raises `NotServed`."""
+
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_with_vllm()
+        self._config = vllm_config
+        transfer = vllm_config.kv_transfer_config
+        self._settings = read_settings(transfer.kv_connector_extra_config or {})
+        self._serving_role = role_of(transfer.kv_role)
+        check_served(vllm.__version__, vllm_config, len(kv_cache_config.kv_cache_groups))
+        self._num_blocks = kv_cache_config.num_blocks
+        self._block_pool: Any = None
+        self._plane: PlaneThread | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._verdicts = StepVerdicts()
+
+    # In a rank's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank, ranks = get_tensor_model_parallel_rank(), self._config.parallel_config.tensor_parallel_size
+        self._worker = WorkerHalf(
+            self._settings,
+            kv_caches,
+            rank=rank,
+            heads=local_heads(self._config.model_config.get_total_num_kv_heads(), ranks, rank),
+            num_blocks=self._num_blocks,
+            block_size=self._config.cache_config.block_size,
+        )
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        return None if self._worker is None else RankHandshake(self._worker.facts)
+
+    def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata) and self._is_first_rank:
+            self._verdicts = connector_metadata.verdicts
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: transfers take no part in steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        verdicts = self._verdicts
+        return base.KVConnectorTransferResults(
+            finished_sending=verdicts.sent,
+            finished_recving=verdicts.received,
+            failed_recving=verdicts.failed,
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._verdicts.sent or None, self._verdicts.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if _FAILED_BY_REQUEST else self._verdicts.failed_blocks
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._verdicts = StepVerdicts()
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._worker is not None and self._worker.facts.rank == 0
+
+    # In the scheduler's process.
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, base.KVConnectorHandshakeMetadata]) -> None:
+        """Start the plane: the ranks are known now. Waits until each has reported."""
+        ranks = [metadata[rank] for rank in range(self._config.parallel_config.tensor_parallel_size)]
+        self._plane, self._scheduler = start_scheduler_half(
+            self._settings,
+            self._config,
+            self._serving_role,
+            [rank.facts for rank in ranks if isinstance(rank, RankHandshake)],
+            version=vllm.__version__,
+            free_blocks=self._free_blocks,
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._block_pool = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        self._half.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._half.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._half.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return StepMetadata(self._half.take_verdicts(len(scheduler_output.num_scheduled_tokens)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._half.request_finished(request, block_ids)
+
+    def get_finished_count(self) -> int:
+        """One: what rank 0 reports holds for all ranks, for the plane has heard all of them (I6)."""
+        return 1
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The only group: vLLM must not write zeros over blocks that are being fetched."""
+        return (0,)
+
+    def reset_cache(self) -> bool | None:
+        self._half.reset()
+        return True
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        if self._scheduler is None:
+            return None
+        return TransferStats(data=self._scheduler.take_figures())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TransferMetrics:
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise RuntimeError("the ranks have not reported to the transfer plane")
+        return self._scheduler
+
+    def _free_blocks(self) -> int:
+        return int(self._block_pool.get_num_free_blocks()) if self._block_pool is not None else 0
+
+    # In both.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """One that keeps a block in one piece, where kernels can take it; CPUs have only their own."""
+        return None if vllm_config.device_config.device_type == "cpu" else "BHLNC"
+
+    def shutdown(self) -> None:
+        for part in (self._plane, self._worker):
+            if part is not None:
+                part.close()
+
+
+def _log_with_vllm() -> None:
+    """Have our log lines written as vLLM's are."""
+    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.setLevel(theirs.getEffectiveLevel())
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.propagate = False

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides whether two vLLM servers can use each other's KV: its shape, its content, the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from kvferry.agent.checkpoint import weights_fingerprint
+from kvferry.agent.vllm.settings import NotServed
+from kvferry.transfer.layout import ITEM_BYTES, DType, KVGeometry
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_DIGEST_BYTES = 8
+_UNNAMED = ("_name_or_path", "transformers_version", "_commit_hash")
+"""Fields of a model's config that do not change what it computes."""
+
+
+def geometry_of(config: Any, *, dtype: str, num_layers: int, head_dim: int, content: str) -> KVGeometry:
+    """The KV's shape over all ranks (`config` is a `VllmConfig`). Raises `NotServed`.
+
+    Args:
+        dtype: The KV's, as torch names it.
+        content: How K and V lie within the run of one block, head and layer; equal texts mean equal orders.
+    """
+    if dtype not in ITEM_BYTES:
+        raise NotServed(f"a KV cache of {dtype} is not served yet")
+    model = config.model_config
+    return KVGeometry(
+        num_layers=num_layers,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=head_dim,
+        dtype=cast(DType, dtype),
+        block_size=config.cache_config.block_size,
+        rope=f"config {_config_digest(model)}",
+        order=content,
+    )
+
+
+def weights_of(config: Any) -> str:
+    """16 hex digits: equal for equal weights of a local checkpoint; else of its name and revision."""
+    model, load = config.model_config, config.load_config
+    directory = Path(model.model)
+    if str(load.load_format) == "dummy":
+        return _digest("dummy", _config_digest(model), str(model.seed))
+    if directory.is_dir():
+        try:
+            return weights_fingerprint(directory)
+        except ValueError:  # of a format that is read by other loaders
+            return _digest("files", *_sizes(directory))
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return _digest("by name", model.model, str(model.revision), str(commit), _config_digest(model))
+
+
+def tokenizer_of(config: Any) -> str:
+    """16 hex digits: equal for equal tokenizers of a local directory; else of its name and revision."""
+    model = config.model_config
+    directory = Path(model.tokenizer)
+    if not directory.is_dir():
+        return _digest("by name", model.tokenizer, str(model.tokenizer_revision))
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    return _digest(*(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files))
+
+
+def _config_digest(model: Any) -> str:
+    """Of the model's own config: rope, windows, sizes and all else that its KV depends on."""
+    fields = model.hf_text_config.to_dict()
+    kept = {name: value for name, value in fields.items() if name not in _UNNAMED}
+    return _digest(json.dumps(kept, sort_keys=True, default=str))
+
+
+def _sizes(directory: Path) -> list[str]:
+    return sorted(f"{path.name} {path.stat().st_size}" for path in directory.iterdir() if path.is_file())
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()

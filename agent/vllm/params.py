@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params` as vLLM hands them to its connector: what a request asks of the transfer plane.
+
+The field names are vLLM's own (docs/architecture.md#one-request). Clients may send anything, so whatever is
+not one of these requests is an error; fields that vLLM or another router added are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.agent.ids import MAX_ID_CHARS
+from kvferry.transfer.plane import RemotePrompt
+
+MAX_HOST_CHARS = 255
+"""As in the DNS."""
+_TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern="^[!-~]+$")]
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class BadParams(ValueError):
+    """The request's `kv_transfer_params` are not what a proxy sends."""
+
+
+class LendPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill leg: keep the prompt's KV for a reader."""
+
+    transfer_id: _TransferId
+
+
+class FetchPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode leg: the prompt's KV is at a prefill server."""
+
+    transfer_id: _TransferId
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_num_tokens: _Count
+    remote_tp_size: _Count
+    remote_dp_rank: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+
+    @property
+    def source(self) -> RemotePrompt:
+        return RemotePrompt(
+            engine_id=self.remote_engine_id,
+            host=self.remote_host,
+            port=self.remote_port,
+            num_tokens=self.remote_num_tokens,
+            tp_size=self.remote_tp_size,
+            dp_rank=self.remote_dp_rank,
+        )
+
+
+class DropPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """At the prefill server: no reader needs the KV any more."""
+
+    transfer_id: _TransferId
+
+
+PromptTask = LendPrompt | FetchPrompt | DropPrompt
+
+
+def read_params(params: object) -> PromptTask | None:
+    """What a request's params ask for; None if nothing. Raises `BadParams`."""
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise BadParams("not an object")
+    flags = {name: params.get(name) for name in ("do_remote_decode", "do_remote_prefill", "drop")}
+    for name, value in flags.items():
+        if value not in (None, True, False):
+            raise BadParams(f"{name} is not true or false")
+    if flags["do_remote_decode"] and flags["do_remote_prefill"]:
+        raise BadParams("a leg is prefill or decode, not both")
+    kind: type[PromptTask]
+    if flags["do_remote_decode"]:
+        kind = LendPrompt
+    elif flags["do_remote_prefill"]:
+        kind = DropPrompt if flags["drop"] else FetchPrompt
+    else:
+        return None
+    try:
+        return msgspec.convert(params, kind)
+    except msgspec.ValidationError as error:
+        raise BadParams(str(error)) from error
+
+
+def lent_params(
+    *, transfer_id: str, engine_id: str, host: str, port: int, num_tokens: int, tp_size: int
+) -> dict[str, Any]:
+    """What a prefill server answers: a decode leg's params, to be sent as they are."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_engine_id": engine_id,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_num_tokens": num_tokens,
+        "remote_tp_size": tp_size,
+        "remote_dp_rank": 0,
+    }

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer plane on an event loop and thread of its own, beside a scheduler that has neither.
+
+Calls are posted and return at once; what comes of them are events. So a scheduler's step never waits for the
+plane, and renewals and responses never wait for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+import zmq
+
+from kvferry.transfer.connector import SchedulerConnector
+from kvferry.transfer.events import PlaneEvent, PullFailed
+from kvferry.transfer.ids import DuplicateTransfer
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+
+_CLOSE_S = 5.0
+_PARENT_POLL_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """Producer: there is no lease, since the transfer id was used before; the blocks may be freed."""
+
+    transfer_id: str
+
+
+Event = PlaneEvent | LeaseRefused
+Background = Callable[[SchedulerConnector], Awaitable[None]]
+"""What else runs on the loop, from start to close."""
+
+
+class PlaneThread:
+    """A `SchedulerConnector` for an engine whose scheduler is not on an event loop.
+
+    Args:
+        parent: The process without which this one must not go on (I8), by its id; None: there is none.
+    """
+
+    def __init__(self, config: PlaneConfig, *, start_timeout_s: float, parent: int | None) -> None:
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._parent = parent
+        self._background: Background | None = None
+        self._events: deque[Event] = deque()
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._plane: SchedulerConnector | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
+        self.transfers: tuple[str, ...] = ()
+        self.control_port = config.control_port
+
+    def start(self, background: Background | None = None) -> None:
+        """Wait until every rank has reported and the control channel is bound.
+
+        `background` runs beside the plane until `close`; its failure ends the process, as the plane's does.
+
+        Raises TimeoutError, and what `SchedulerConnector.start` raises.
+        """
+        self._background = background
+        self._thread.start()
+        if not self._started.wait(self._start_timeout_s + _CLOSE_S):
+            raise TimeoutError(f"the transfer plane did not start within {self._start_timeout_s:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Close the plane and end the thread. Idempotent; no event follows."""
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_S)
+
+    # Producer.
+
+    def lend(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+    ) -> None:
+        """Lease a prompt's blocks, which are computed on every rank, for at most `limit_s` seconds.
+
+        Comes to exactly one `LeaseEnded` or `LeaseRefused`; until then the blocks must stay as they are.
+        """
+
+        def call(plane: SchedulerConnector) -> None:
+            try:
+                plane.register(transfer_id, block_ids, num_tokens, ids_hash, limit_s)
+            except DuplicateTransfer:
+                self._events.append(LeaseRefused(transfer_id=transfer_id))
+            else:
+                plane.ready(transfer_id)
+
+        self._post(call)
+
+    def drop(self, transfer_id: str) -> None:
+        """End a lease that no reader needs."""
+        self._post(lambda plane: plane.drop(transfer_id))
+
+    # Consumer.
+
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
+        """See `SchedulerConnector.hold`. A transfer id that is in use is not held a second time."""
+
+        def call(plane: SchedulerConnector) -> None:
+            try:
+                plane.hold(transfer_id, remote, timeout_s)
+            except DuplicateTransfer:
+                log.warning("transfer %s is in use and cannot be held again", transfer_id)
+
+        self._post(call)
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str,
+    ) -> None:
+        """See `SchedulerConnector.pull`. A transfer id that is in use comes to a `PullFailed`."""
+
+        def call(plane: SchedulerConnector) -> None:
+            try:
+                plane.pull(transfer_id, remote, block_ids, first_block, timeout_s, ids_hash)
+            except DuplicateTransfer:
+                failed = PullFailed(transfer_id=transfer_id, reason="cancelled", quiescent=True)
+                self._events.append(failed)
+
+        self._post(call)
+
+    def cancel(self, transfer_id: str) -> None:
+        """See `SchedulerConnector.cancel`."""
+        self._post(lambda plane: plane.cancel(transfer_id))
+
+    # Both.
+
+    def take_events(self) -> list[Event]:
+        """Return and clear the events since the last call, in order."""
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _post(self, call: Callable[[SchedulerConnector], object]) -> None:
+        if self._loop is None or self._plane is None:
+            raise RuntimeError("the transfer plane has not been started")
+        self._loop.call_soon_threadsafe(call, self._plane)
+
+    # The thread.
+
+    def _run(self) -> None:
+        ended = False
+        try:
+            asyncio.run(self._main())
+            ended = True
+        except (OSError, RuntimeError, ValueError, zmq.ZMQError) as error:
+            if not self._started.is_set():  # `start` raises it
+                self._error = error
+                ended = True
+            else:
+                raise
+        finally:
+            if not ended:
+                # Nothing would end a lease or a pull any more: vLLM's processes share one fate (I8).
+                log.critical("the transfer plane broke", exc_info=sys.exc_info())
+                os._exit(1)
+            self._started.set()
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        # An exception in a callback would be logged and forgotten, and its transfer stranded.
+        self._loop.set_exception_handler(_end_process)
+        plane = SchedulerConnector(self._config, self._collect)
+        self._plane = plane
+        try:
+            await plane.start(self._start_timeout_s)
+            self.transfers, self.control_port = plane.transfers, plane.control_port
+            self._started.set()
+            async with asyncio.TaskGroup() as tasks:
+                running = []
+                if self._background is not None:
+                    running.append(tasks.create_task(_as_task(self._background(plane))))
+                if self._parent is not None:
+                    running.append(tasks.create_task(_watch_parent(self._parent)))
+                await self._stop.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            await plane.close()
+
+    def _collect(self) -> None:
+        if self._plane is not None:
+            self._events.extend(self._plane.take_events())
+
+
+async def _watch_parent(parent: int) -> None:
+    """End this process when its parent has: no one would read what it computes (I8)."""
+    while os.getppid() == parent:  # noqa: ASYNC110 (a parent's end is no event)
+        await asyncio.sleep(_PARENT_POLL_S)
+    log.critical("the API process has gone: this engine ends too")
+    os._exit(1)
+
+
+async def _as_task(work: Awaitable[None]) -> None:
+    await work
+
+
+def _end_process(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    error = context.get("exception")
+    log.critical("%s", context.get("message"), exc_info=error if isinstance(error, Exception) else None)
+    if error is not None:
+        os._exit(1)

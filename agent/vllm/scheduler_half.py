@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's half in vLLM's scheduler: which prompts are lent, which are fetched, and what vLLM learns.
+
+vLLM calls it from its scheduler's loop (`KVConnectorBase_V1`, scheduler side). It says what to load and what
+may be freed in each step's `StepVerdicts`, which travel with the step to rank 0 and come back as its report:
+so vLLM computes on a prompt's KV only after the producer's proof (I1), and writes a failed pull's blocks only
+when nothing else can (I3).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvferry.agent.vllm.params import (
+    BadParams,
+    DropPrompt,
+    FetchPrompt,
+    LendPrompt,
+    PromptTask,
+    lent_params,
+    read_params,
+)
+from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.state_machine import transition, transitions
+
+_COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+"""vLLM's names of how a request ends whose prompt was computed."""
+
+log = logging.getLogger(__name__)
+
+
+class Plane(Protocol):
+    """The transfer plane, as `PlaneThread` has it."""
+
+    control_port: int
+
+    def lend(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+    ) -> None: ...
+
+    def drop(self, transfer_id: str) -> None: ...
+
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None: ...
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str,
+    ) -> None: ...
+
+    def cancel(self, transfer_id: str) -> None: ...
+
+    def take_events(self) -> list[Event]: ...
+
+
+@dataclass(slots=True)
+class StepVerdicts:
+    """What rank 0 reports to vLLM's scheduler with one step, by vLLM's request ids.
+
+    `received`: nothing writes to the request's blocks any more, and their KV is proven unless the request is
+    among `failed` too. `failed_blocks`: where the failed ones' KV should be, for vLLM before 0.30.
+    `sent`: no one reads the request's blocks any more.
+    """
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+class FetchState(enum.Enum):
+    HELD = "held"
+    """The lease is renewed; vLLM has no room for the prompt yet."""
+    PULLING = "pulling"
+    """The plane may write to the request's blocks."""
+    REPORTED = "reported"
+    """Nothing writes any more; vLLM learns how it ended."""
+    OVER = "over"
+
+
+FETCH_TRANSITIONS = transitions(
+    {
+        FetchState.HELD: {FetchState.PULLING, FetchState.OVER},
+        FetchState.PULLING: {FetchState.REPORTED},
+        FetchState.REPORTED: {FetchState.OVER},
+    }
+)
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """One prompt's transfer. With n > 1 vLLM makes n requests of it: the first is the owner, and the others
+    wait until its prompt is in the prefix cache.
+    """
+
+    task: FetchPrompt
+    owner: str
+    members: set[str]
+    """Requests that have not ended."""
+    state: FetchState = FetchState.HELD
+    blocks: tuple[int, ...] = ()
+    """Those that are pulled into."""
+    failure: str = ""
+    is_abandoned: bool = False
+    """The owner ended during the pull."""
+
+    def transition(self, to: FetchState) -> None:
+        self.state = transition(f"fetch {self.task.transfer_id}", FETCH_TRANSITIONS, self.state, to)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    request: str
+    num_blocks: int
+    params: dict[str, Any]
+
+
+class SchedulerHalf:
+    """The connector in the scheduler's process. Called by one thread; nothing waits.
+
+    Args:
+        incarnation: This engine's.
+        host: At which other engines reach the plane's control channel.
+        lends, fetches: Whether the server's role has it lend prompts, or fetch them.
+        lease_limit_s: When a lease ends however often it is renewed.
+        pull_timeout_s: Deadline of a pull, from when there is room for it.
+        hold_timeout_s: How long a lease is renewed for a request that waits for room.
+    """
+
+    def __init__(
+        self,
+        plane: Plane,
+        *,
+        incarnation: str,
+        host: str,
+        tp_size: int,
+        block_size: int,
+        lends: bool,
+        fetches: bool,
+        lease_limit_s: float,
+        pull_timeout_s: float,
+        hold_timeout_s: float,
+    ) -> None:
+        self._plane = plane
+        self._incarnation = incarnation
+        self._host = host
+        self._tp_size = tp_size
+        self._block_size = block_size
+        self._lends = lends
+        self._fetches_prompts = fetches
+        self._lease_limit_s = lease_limit_s
+        self._pull_timeout_s = pull_timeout_s
+        self._hold_timeout_s = hold_timeout_s
+        self._tasks: dict[str, PromptTask] = {}
+        """By request, from `on_new_request` until it ends."""
+        self._fetches: dict[str, _Fetch] = {}
+        """By transfer id, until its requests have ended and nothing writes any more."""
+        self._lent: dict[str, _Lent] = {}
+        """By transfer id, until the lease has ended."""
+        self._verdicts = StepVerdicts()
+        self.requests = 0
+        """Requests that vLLM has and that have not ended."""
+        self.running = 0
+        """Of these, how many had blocks in the last step: they were scheduled, or are being fetched."""
+        self.steps = 0
+        self.leased_blocks = 0
+        self._figures: dict[str, float] = defaultdict(float)
+
+    # Requests come.
+
+    def on_new_request(self, request: Any) -> None:
+        """Read what the request asks for, and keep the lease of a prompt that it fetches."""
+        self.requests += 1
+        task = self._task_of(request)
+        if task is None:
+            return
+        match task:
+            case DropPrompt():
+                self._plane.drop(task.transfer_id)
+            case LendPrompt():
+                self._tasks[request.request_id] = task
+            case FetchPrompt():
+                self._tasks[request.request_id] = task
+                self._join(request.request_id, task)
+
+    def _task_of(self, request: Any) -> PromptTask | None:
+        """None where nothing is to be done, or nothing can be: then the prompt is computed here."""
+        try:
+            task = read_params(request.kv_transfer_params)
+        except BadParams as error:
+            self._figures["bad_params"] += 1
+            log.warning("request %s: invalid kv_transfer_params: %s", request.request_id, error)
+            return None
+        if isinstance(task, FetchPrompt):
+            usable = self._fetches_prompts and _has_ids(request)
+            if not usable or task.remote_num_tokens > len(request.prompt_token_ids):
+                self._figures["bad_params"] += 1
+                log.warning("request %s cannot use KV of another server here", request.request_id)
+                return None
+        elif isinstance(task, LendPrompt) and not (self._lends and _has_ids(request)):
+            self._figures["bad_params"] += 1
+            log.warning("request %s cannot lend its KV", request.request_id)
+            return None
+        return task
+
+    def _join(self, request_id: str, task: FetchPrompt) -> None:
+        fetch = self._fetches.get(task.transfer_id)
+        if fetch is not None:
+            fetch.members.add(request_id)
+            return
+        self._fetches[task.transfer_id] = _Fetch(task, request_id, {request_id})
+        self._plane.hold(task.transfer_id, task.source, self._hold_timeout_s)
+
+    # Requests are scheduled.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens of the prompt, beyond those computed here, are to be fetched.
+
+        None: ask again later; the request waits for the first of its siblings.
+        """
+        fetch = self._fetch_of(request.request_id)
+        if fetch is None or fetch.is_abandoned:
+            return 0, False
+        if fetch.owner != request.request_id:
+            return (0, False) if fetch.state is FetchState.OVER else (None, False)
+        if fetch.state is FetchState.REPORTED:  # the pull failed: the prompt is computed here
+            fetch.transition(FetchState.OVER)
+        if fetch.state is not FetchState.HELD:
+            return 0, False
+        missing = fetch.task.remote_num_tokens - num_computed
+        if missing > 0:
+            return missing, True
+        self._figures["cached"] += 1
+        self._plane.cancel(fetch.task.transfer_id)
+        fetch.transition(FetchState.OVER)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+        """Blocks were allocated: begin the pull, or note that the request runs.
+
+        Args:
+            block_ids: All of the request's, those of a cached prefix in front.
+        """
+        fetch = self._fetch_of(request.request_id)
+        if fetch is None or fetch.owner != request.request_id:
+            return
+        if not num_external:
+            if fetch.state is FetchState.HELD:  # vLLM computes all of it, say for the prompt's logprobs
+                self._plane.cancel(fetch.task.transfer_id)
+            if fetch.state in (FetchState.HELD, FetchState.REPORTED):
+                fetch.transition(FetchState.OVER)
+            return
+        if fetch.state is not FetchState.HELD:
+            raise RuntimeError(f"{request.request_id}: blocks for a fetch that is {fetch.state.value}")
+        num_tokens = fetch.task.remote_num_tokens
+        blocks = list(block_ids[: -(-num_tokens // self._block_size)])
+        first = (num_tokens - num_external) // self._block_size
+        fetch.transition(FetchState.PULLING)
+        fetch.blocks = tuple(blocks[first:])
+        self._plane.pull(
+            fetch.task.transfer_id,
+            fetch.task.source,
+            blocks,
+            first,
+            self._pull_timeout_s,
+            prompt_hash(request, num_tokens),
+        )
+
+    def take_verdicts(self, running: int) -> StepVerdicts:
+        """What rank 0 is to report with the step that has just been scheduled, of so many requests."""
+        self.steps += 1
+        fetching = (FetchState.PULLING, FetchState.REPORTED)
+        self.running = running + sum(fetch.state in fetching for fetch in self._fetches.values())
+        for event in self._plane.take_events():
+            self._handle(event)
+        verdicts, self._verdicts = self._verdicts, StepVerdicts()
+        return verdicts
+
+    # Requests end.
+
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must stay, and the params of the response."""
+        self.requests -= 1
+        task = self._tasks.pop(request.request_id, None)
+        if isinstance(task, FetchPrompt):
+            self._leave(request.request_id, task)
+        elif isinstance(task, LendPrompt) and request.status.name in _COMPUTED:
+            return self._lend(request, task, block_ids)
+        return False, None
+
+    def take_figures(self) -> dict[str, float]:
+        """What has been counted since the last call, by name: `figure`, or `figure:reason`."""
+        figures, self._figures = self._figures, defaultdict(float)
+        return dict(figures)
+
+    def reset(self) -> None:
+        """The weights may have changed: what is lent must not be proven right."""
+        for transfer_id in self._lent:
+            self._plane.drop(transfer_id)
+
+    def _lend(
+        self, request: Any, task: LendPrompt, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Lease the prompt's blocks; of several requests with one transfer id, those of the first to end."""
+        lent = self._lent.get(task.transfer_id)
+        if lent is not None:
+            return False, lent.params
+        num_tokens = len(request.prompt_token_ids)
+        params = lent_params(
+            transfer_id=task.transfer_id,
+            engine_id=self._incarnation,
+            host=self._host,
+            port=self._plane.control_port,
+            num_tokens=num_tokens,
+            tp_size=self._tp_size,
+        )
+        blocks = list(block_ids[: -(-num_tokens // self._block_size)])
+        self._lent[task.transfer_id] = _Lent(request.request_id, len(blocks), params)
+        self.leased_blocks += len(blocks)
+        ids_hash = prompt_hash(request, num_tokens)
+        self._plane.lend(task.transfer_id, blocks, num_tokens, ids_hash, self._lease_limit_s)
+        return True, params
+
+    def _leave(self, request_id: str, task: FetchPrompt) -> None:
+        fetch = self._fetches[task.transfer_id]
+        fetch.members.discard(request_id)
+        if fetch.owner == request_id:
+            if fetch.state is FetchState.PULLING:
+                fetch.is_abandoned = True
+                self._plane.cancel(task.transfer_id)
+            elif fetch.state is FetchState.HELD:
+                self._plane.cancel(task.transfer_id)
+                fetch.transition(FetchState.OVER)
+            elif fetch.state is FetchState.REPORTED:
+                fetch.transition(FetchState.OVER)
+        self._forget_if_over(fetch)
+
+    def _forget_if_over(self, fetch: _Fetch) -> None:
+        if not fetch.members and fetch.state is FetchState.OVER:
+            del self._fetches[fetch.task.transfer_id]
+
+    # Events of the plane.
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case LeaseEnded() | LeaseRefused():
+                self._lease_ended(event)
+            case PullDone():
+                self._count_transfer(event)
+                self._pull_over(event.transfer_id)
+            case PullFailed():
+                self._pull_failed(event)
+            case PullQuiescent():
+                self._pull_over(event.transfer_id)
+
+    def _count_transfer(self, event: PullDone) -> None:
+        self._figures["transfers"] += 1
+        self._figures["transfer_bytes"] += event.nbytes
+        self._figures["transfer_seconds"] += event.wait_s + event.pull_s
+
+    def _lease_ended(self, event: LeaseEnded | LeaseRefused) -> None:
+        self._figures[f"leases_ended:{event.cause if isinstance(event, LeaseEnded) else 'refused'}"] += 1
+        lent = self._lent.pop(event.transfer_id)
+        self.leased_blocks -= lent.num_blocks
+        self._verdicts.sent.add(lent.request)
+
+    def _pull_failed(self, event: PullFailed) -> None:
+        fetch = self._fetches.get(event.transfer_id)
+        if fetch is None or fetch.state is not FetchState.PULLING:
+            return
+        fetch.failure = event.reason
+        self._figures[f"failed_transfers:{event.reason}"] += 1
+        if not fetch.is_abandoned:
+            self._figures["recomputed"] += 1
+            log.info("request %s: its KV cannot be used: %s", fetch.owner, event.reason)
+        if event.quiescent:
+            self._pull_over(event.transfer_id)
+
+    def _pull_over(self, transfer_id: str) -> None:
+        """Nothing writes to the blocks any more."""
+        fetch = self._fetches.get(transfer_id)
+        if fetch is None or fetch.state is not FetchState.PULLING:
+            return
+        fetch.transition(FetchState.REPORTED)
+        self._verdicts.received.add(fetch.owner)
+        if fetch.is_abandoned:
+            # The blocks of a request that has ended may be another's by the time the report is read.
+            fetch.transition(FetchState.OVER)
+            self._forget_if_over(fetch)
+        elif fetch.failure:
+            self._verdicts.failed.add(fetch.owner)
+            self._verdicts.failed_blocks.update(fetch.blocks)
+
+    def _fetch_of(self, request_id: str) -> _Fetch | None:
+        task = self._tasks.get(request_id)
+        return self._fetches.get(task.transfer_id) if isinstance(task, FetchPrompt) else None
+
+
+def prompt_hash(request: Any, num_tokens: int) -> str:
+    """A hash of all that the KV of a prompt's first tokens depends on, but for the weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
+    adapter = getattr(request, "lora_request", None)
+    if adapter is not None:
+        digest.update(f"|lora {adapter.lora_name}".encode())
+    for feature in getattr(request, "mm_features", None) or ():
+        digest.update(f"|mm {feature.identifier}".encode())
+    return digest.hexdigest()
+
+
+def _has_ids(request: Any) -> bool:
+    """Whether the prompt is tokens, and not embeddings."""
+    return bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None

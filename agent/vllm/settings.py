@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's settings (`kv_connector_extra_config`), and which configurations of vLLM it serves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.proxy.wire.messages import Role
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_OLDEST, _NEWEST = (0, 29), (0, 33)
+MAX_PROXIES = 64
+
+
+class NotServed(ValueError):
+    """This configuration of vLLM is not served; the message names the setting and what to change."""
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`.
+
+    Args:
+        advertise_url: URL at which proxies reach this server's API; needed with `proxy`.
+        advertise_host: Host at which other engines reach this one; that of `advertise_url` when not given.
+        bind_host: Address that the transfer plane binds; `advertise_host` when not given.
+        control_port: Port of the control channel; 0 lets the OS choose.
+        proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
+        transfer: Transfer backend; both servers of a pair need the same.
+        transfer_options: Options of backends, BACKEND.NAME=VALUE separated by commas.
+        lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
+        pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
+        hold_timeout_s: How long a lease is renewed for a request that waits for room.
+        cluster_key: File made by `kvferry keygen`, the same as the proxies'.
+    """
+
+    advertise_url: str = ""
+    advertise_host: str = ""
+    bind_host: str = ""
+    control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
+    proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
+    transfer: Literal["tcp", "nixl"] = "tcp"
+    transfer_options: str = ""
+    lease_s: _Seconds = 10.0
+    pull_timeout_s: _Seconds = 30.0
+    hold_timeout_s: _Seconds = 120.0
+    cluster_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.proxy and not self.advertise_url:
+            raise ValueError("advertise_url is needed with proxy: a connector does not know the API's port")
+        url = urlsplit(self.advertise_url)
+        if self.advertise_url and (url.scheme not in ("http", "https") or not url.hostname or not url.port):
+            raise ValueError(f"advertise_url must be http(s)://HOST:PORT, got {self.advertise_url!r}")
+
+    @property
+    def advertised_host(self) -> str:
+        return self.advertise_host or urlsplit(self.advertise_url).hostname or "127.0.0.1"
+
+    @property
+    def bound_host(self) -> str:
+        return self.bind_host or self.advertised_host
+
+    @property
+    def api_address(self) -> tuple[str, int]:
+        """Host and port of `advertise_url`, which must be given."""
+        url = urlsplit(self.advertise_url)
+        return url.hostname or "", url.port or 0
+
+
+def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
+    """Raises `NotServed` for what is unknown or invalid."""
+    try:
+        return msgspec.convert(extra, ConnectorSettings)
+    except msgspec.ValidationError as error:
+        raise NotServed(f"kv_connector_extra_config: {error}") from error
+
+
+def role_of(kv_role: str) -> Role:
+    """vLLM's `kv_role` as our role. Raises `NotServed`."""
+    roles: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+    if kv_role not in roles:
+        raise NotServed(f"kv_role must be one of {', '.join(roles)}, got {kv_role!r}")
+    return roles[kv_role]
+
+
+def check_version(version: str) -> None:
+    """Raise `NotServed` for a version of vLLM that is not served."""
+    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if not _OLDEST <= release <= _NEWEST:
+        served = "–".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
+        raise NotServed(f"vLLM {version} is outside of the served range {served}")
+
+
+def check_served(version: str, config: Any, num_kv_groups: int) -> None:
+    """Raise `NotServed` for a configuration (`VllmConfig`) under which a request could go wrong, or that was
+    never tried.
+    """
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    check_version(version)
+    for name in (
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ):
+        if getattr(parallel, name, 1) != 1:
+            raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
+    if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
+        raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
+    if config.speculative_config is not None:
+        raise NotServed("speculative_config is not served")
+    if getattr(model, "enable_sleep_mode", False):
+        raise NotServed("enable_sleep_mode is not served: KV of other weights must not be proven right")
+    if getattr(model, "use_mla", False):
+        raise NotServed(f"{model.model}: models with multi-head latent attention (MLA) are not served yet")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise NotServed("calculate_kv_scales is not served: two servers would not agree on them")
+    if cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
+        raise NotServed(f"kv_cache_dtype {cache.cache_dtype} is not served yet")
+    if num_kv_groups != 1:
+        raise NotServed(
+            f"{model.model} has {num_kv_groups} groups of KV caches (a hybrid model), which is not served: "
+            "only models of which all layers keep the same KV are"
+        )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the scheduler's half once every rank is known."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.vllm.announcement import Announcement, Server
+from kvferry.agent.vllm.identity import geometry_of, tokenizer_of, weights_of
+from kvferry.agent.vllm.plane_thread import PlaneThread
+from kvferry.agent.vllm.scheduler_half import SchedulerHalf
+from kvferry.agent.vllm.settings import ConnectorSettings
+from kvferry.agent.vllm.worker_half import RankFacts
+from kvferry.proxy.wire.cluster_key import ClusterKey
+from kvferry.proxy.wire.messages import Role
+from kvferry.transfer.plane import PlaneConfig
+
+_START_S = 60.0
+
+
+def start_scheduler_half(
+    settings: ConnectorSettings,
+    config: Any,
+    role: Role,
+    ranks: Sequence[RankFacts],
+    *,
+    version: str,
+    free_blocks: Callable[[], int],
+) -> tuple[PlaneThread, SchedulerHalf]:
+    """Start the plane, and announce the server where proxies are named. Waits for the ranks.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        ranks: In order of rank.
+        version: vLLM's.
+
+    Raises `NotServed`, TimeoutError, and what `SchedulerConnector.start` raises.
+    """
+    first = ranks[0]
+    geometry = geometry_of(
+        config,
+        dtype=first.dtype,
+        num_layers=first.num_layers,
+        head_dim=first.head_dim,
+        # A server has one backend, so that two with different ones have nothing in common.
+        content=f"vllm {version} {_kernels()}: {first.layer_names}, token,kv,dim, {settings.transfer}",
+    )
+    server = Server(
+        role=role,
+        incarnation=mint_incarnation(),
+        model=served_name(config.model_config),
+        max_model_len=config.model_config.max_model_len,
+        tp_size=len(ranks),
+        geometry=geometry,
+        weights=weights_of(config),
+        tokenizer=tokenizer_of(config),
+        num_blocks=first.num_blocks,
+        max_running=config.scheduler_config.max_num_seqs,
+    )
+    key = ClusterKey.read(Path(settings.cluster_key)) if settings.cluster_key is not None else None
+    plane_config = PlaneConfig(
+        incarnation=server.incarnation,
+        bind_host=settings.bound_host,
+        control_port=settings.control_port,
+        advertise_host=settings.advertised_host,
+        transfer=settings.transfer,
+        lease_s=settings.lease_s,
+        tp_size=len(ranks),
+        geometry=geometry,
+        num_blocks=first.num_blocks,
+        weights=server.weights,
+        host_id=host_id(),
+        rank_addresses=tuple(Path(rank.address) for rank in ranks),
+        curve_secret=None if key is None else key.secret.decode(),
+    )
+    plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=_parent())
+    half = SchedulerHalf(
+        plane,
+        incarnation=server.incarnation,
+        host=settings.advertised_host,
+        tp_size=len(ranks),
+        block_size=config.cache_config.block_size,
+        lends=role != "decode",
+        fetches=role != "prefill",
+        lease_limit_s=settings.hold_timeout_s + settings.pull_timeout_s,
+        pull_timeout_s=settings.pull_timeout_s,
+        hold_timeout_s=settings.hold_timeout_s,
+    )
+    announcement = Announcement(settings, key, server, half, free_blocks) if settings.proxy else None
+    plane.start(None if announcement is None else announcement.run)
+    return plane, half
+
+
+def served_name(model_config: Any) -> str:
+    """The name that clients ask for; the first, if there are several."""
+    names = model_config.served_model_name
+    return str(names if isinstance(names, str) or not names else names[0]) or str(model_config.model)
+
+
+def _kernels() -> str:
+    """What decides how kernels order K and V within a token, beside vLLM's version and the model."""
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    # vLLM's CPU kernels have an order of their own for each instruction set.
+    amx = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
+
+
+def _parent() -> int | None:
+    """The API's process, if this one was made for the engine."""
+    return os.getppid() if multiprocessing.parent_process() is not None else None

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events that differ from an earlier one in a single text: the quick path of another engine's stream. Pure.
+
+Nearly every event of a stream is its predecessor with another text. So what became of one event, parsed and
+rebuilt with care (`proxy.exchange.foreign_events`), is kept as a template: the bytes around its one text, the
+server's and the client's. An event that has the very same bytes around a valid JSON string is the client's
+with that string put in: nothing else of it needs to be read. Every other event takes the careful path.
+
+Why that is right: the text is the whole value of a member whose name says that only the client reads it
+(`_TEXT_MEMBER`). Within a valid JSON string every quote has a backslash before it, so in valid JSON a quoted
+name, a colon and a quote are a member and the beginning of its value, nowhere else. Another string in its
+place leaves all that the careful path reads as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.proxy.errors import NOT_JSON
+
+MAX_TEMPLATES = 256
+"""Of one stream, which has one per choice and kind of text at a time. Beyond it they are learned anew."""
+
+_TEXT_MEMBER = re.compile(
+    rb'"(?:text|content|reasoning_content|reasoning|arguments)": ?("(?:[^"\\]|\\.)*")', re.DOTALL
+)
+_STRING = msgspec.json.Decoder(str)
+
+
+class _Template(NamedTuple):
+    """What is around the text: `tail` at the server, `own_head` and `own_tail` for the client."""
+
+    tail: bytes
+    own_head: bytes
+    own_tail: bytes
+
+
+class EventTemplates:
+    """The templates of one stream."""
+
+    def __init__(self) -> None:
+        self._by_head: dict[bytes, _Template] = {}
+        self._mark = b""
+        """The name, colon and quote that the text of the latest template begins with."""
+
+    def learn(self, event: bytes, rebuilt: bytes) -> None:
+        """Keep what became of an event, if it has one text.
+
+        Only for an event from which the careful path learns nothing: no end of a choice, no usage of its own.
+        """
+        if not event.startswith(b"data: ") or event.count(b"\n") != 2:
+            return  # a comment beside it could look like a member
+        theirs, ours = list(_TEXT_MEMBER.finditer(event)), list(_TEXT_MEMBER.finditer(rebuilt))
+        if len(theirs) != 1 or len(ours) != 1 or theirs[0][1] != ours[0][1]:
+            return
+        if len(self._by_head) >= MAX_TEMPLATES:
+            self._by_head.clear()
+        (start, end), (own_start, own_end) = theirs[0].span(1), ours[0].span(1)
+        self._mark = event[theirs[0].start() : start + 1]
+        self._by_head[event[: start + 1]] = _Template(
+            tail=event[end - 1 :], own_head=rebuilt[:own_start], own_tail=rebuilt[own_end:]
+        )
+
+    def clear(self) -> None:
+        """Forget all templates."""
+        self._by_head.clear()
+
+    def fill(self, event: bytes) -> bytes | None:
+        """The client's event for a server's; None when no template fits it exactly."""
+        start = event.find(self._mark) + len(self._mark)
+        template = self._by_head.get(event[:start])
+        if template is None:
+            return None
+        tail, own_head, own_tail = template
+        if not event.endswith(tail):
+            return None
+        text = event[start - 1 : len(event) - len(tail) + 1]
+        try:
+            _STRING.decode(text)
+        except NOT_JSON:
+            return None
+        return own_head + text + own_tail

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other projects' servers as processes of a test: started, waited for, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+POLL_S = 0.2
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now, for a server that cannot choose one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def running_server(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    answers_at: str,
+    log: Path,
+    *,
+    start_timeout_s: float,
+    stop_timeout_s: float,
+) -> AsyncIterator[int]:
+    """Start a server, wait until a URL of it answers and not with 5xx, yield its pid; stop it at the end.
+
+    Raises `AssertionError` with the end of its log if it ends instead, and `TimeoutError`.
+    """
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    try:
+        async with asyncio.timeout(start_timeout_s), aiohttp.ClientSession() as http:
+            while not await _answers(http, answers_at):
+                assert process.returncode is None, log.read_text(errors="replace")[-4000:]
+                await asyncio.sleep(POLL_S)
+        yield process.pid
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), stop_timeout_s)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as response:
+            return response.status < 500
+    except aiohttp.ClientError:
+        return False

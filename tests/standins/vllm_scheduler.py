@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's scheduler as a connector's scheduler half meets it (vLLM 0.32.0, read and tried).
+
+It keeps requests and blocks, calls the hooks in vLLM's order, and acts on each step's verdicts as vLLM does
+with rank 0's report. What would end vLLM's engine, leak a block or free one twice is an AssertionError here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
+
+
+class Status(enum.Enum):
+    """vLLM's names."""
+
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting for remote KV"
+    RUNNING = "running"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_STOPPED = "stop"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(eq=False, slots=True)
+class VllmRequest:
+    """What a connector reads of vLLM's request, and what the scheduler keeps of it."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+    cached: int = 0
+    """Tokens in the local prefix cache, in whole blocks."""
+    prompt_embeds: Any = None
+    lora_request: Any = None
+    mm_features: tuple[Any, ...] = ()
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    params: dict[str, Any] | None = None
+    """What the connector gave for the response."""
+    is_delayed: bool = False
+    """Its blocks stay until the connector reports it."""
+    ended_in_transfer: bool = False
+    loaded: bool = False
+    failed: bool = False
+
+
+class VllmScheduler:
+    """Call `step` until nothing changes. `fails`: the policy for loads that failed is "fail"."""
+
+    def __init__(self, half: SchedulerHalf, num_blocks: int, block_size: int, *, fails: bool = False) -> None:
+        self._half = half
+        self._block_size = block_size
+        self._fails = fails
+        self.free: list[int] = list(range(num_blocks))
+        self._num_blocks = num_blocks
+        self.requests: dict[str, VllmRequest] = {}
+        self._waiting: deque[VllmRequest] = deque()
+        self._received: set[str] = set()
+        self.computed: dict[str, int] = {}
+        """By request: from which token on its prompt was computed here."""
+
+    def add(self, request: VllmRequest) -> VllmRequest:
+        self.requests[request.request_id] = request
+        self._half.on_new_request(request)
+        self._waiting.append(request)
+        return request
+
+    def step(self) -> StepVerdicts:
+        """Schedule what can be, run it, and act on the report."""
+        for request in list(self._waiting):
+            self._schedule(request)
+        verdicts = self._half.take_verdicts(
+            sum(each.status is Status.RUNNING for each in self.requests.values())
+        )
+        self._act(verdicts)
+        return verdicts
+
+    def finish(self, request: VllmRequest, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:
+        """End a request, by itself or from outside."""
+        assert not request.status.is_finished
+        if request in self._waiting:
+            self._waiting.remove(request)
+        delayed = False
+        if request.status is Status.WAITING_FOR_REMOTE_KVS:
+            delayed = request.request_id not in self._received
+            request.ended_in_transfer = delayed
+            self._received.discard(request.request_id)
+        request.status = status
+        must_stay, request.params = self._half.request_finished(request, request.blocks)
+        request.is_delayed = must_stay or delayed
+        if not request.is_delayed:
+            self._free(request)
+
+    def check_integrity(self) -> None:
+        """Every block is free or some request's, once; nothing is left of requests that have ended."""
+        used = [block for request in self.requests.values() for block in request.blocks]
+        assert sorted([*used, *self.free]) == list(range(self._num_blocks))
+
+    # What vLLM does.
+
+    def _schedule(self, request: VllmRequest) -> None:
+        assert request.prompt_token_ids is not None
+        if request.status is Status.WAITING_FOR_REMOTE_KVS:
+            if request.request_id not in self._received:
+                return
+            self._promote(request)
+            if request.status.is_finished:
+                return
+        external, loads = 0, False
+        if request.num_computed_tokens == 0:
+            external_or_later, loads = self._half.get_num_new_matched_tokens(request, request.cached)
+            if external_or_later is None:
+                return
+            external = external_or_later
+            assert loads == (external > 0), "tokens that are fetched come later, and only those do"
+            assert request.cached + external <= len(request.prompt_token_ids)
+        if not request.blocks:
+            count = -(-len(request.prompt_token_ids) // self._block_size)
+            if count > len(self.free):
+                return
+            request.blocks = [self.free.pop() for _ in range(count)]
+        self._half.update_state_after_alloc(request, request.blocks, external)
+        if loads:
+            request.status = Status.WAITING_FOR_REMOTE_KVS
+            request.num_computed_tokens = request.cached + external
+            return
+        self._waiting.remove(request)
+        request.status = Status.RUNNING
+        self.computed[request.request_id] = request.num_computed_tokens or request.cached
+
+    def _promote(self, request: VllmRequest) -> None:
+        """The load is over, well or not."""
+        self._received.discard(request.request_id)
+        request.status = Status.WAITING
+        if request.failed:
+            request.failed = False
+            request.num_computed_tokens = 0
+            self.free += request.blocks
+            request.blocks = []
+        else:
+            assert request.prompt_token_ids is not None
+            request.loaded = True
+            request.num_computed_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids) - 1)
+
+    def _act(self, verdicts: StepVerdicts) -> None:
+        assert verdicts.failed <= verdicts.received, "a failed request is received too"
+        failed = [self.requests[request_id] for request_id in verdicts.failed]
+        theirs = {block for request in failed for block in request.blocks}
+        assert verdicts.failed_blocks <= theirs, "another request's blocks"
+        for request in failed:
+            request.failed = request.status is Status.WAITING_FOR_REMOTE_KVS
+        for request_id in verdicts.received:
+            assert request_id in self.requests, "vLLM's engine ends"
+            request = self.requests[request_id]
+            assert request_id not in self._received, "reported twice"
+            if request.status is Status.WAITING_FOR_REMOTE_KVS:
+                self._received.add(request_id)
+                if request.failed and self._fails:
+                    self.finish(request, Status.FINISHED_ERROR)
+            else:
+                assert request.ended_in_transfer, "it does not wait for a load"
+                self._free(request)
+        for request_id in verdicts.sent:
+            assert request_id in self.requests, "vLLM's engine ends"
+            request = self.requests[request_id]
+            assert request.is_delayed and not request.ended_in_transfer, "its blocks are not the connector's"
+            self._free(request)
+
+    def _free(self, request: VllmRequest) -> None:
+        assert request.status.is_finished
+        self.free += request.blocks
+        request.blocks = []
+        del self.requests[request.request_id]
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return list(range(first, first + length))
+
+
+def ids_of(requests: Sequence[VllmRequest]) -> set[str]:
+    return {request.request_id for request in requests}

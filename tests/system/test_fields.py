@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a body through a proxy and a pair: none is ignored, and apart gives what one agent gives (I4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from kvferry.agent.api.fields import HARMLESS, REFUSED
+from tests.system.client import heldout
+from tests.system.conftest import StartAgent, StartCluster
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+EOS_ID = 935
+TOKENS = 24
+BASE: dict[str, Any] = {
+    "model": "ferry-tiny",
+    "prompt": heldout(task="recall")[3].prompt,
+    "temperature": 1.0,
+    "seed": 5,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "logprobs": 1,
+    "return_token_ids": True,
+}
+CHAT: dict[str, Any] = {
+    **{name: value for name, value in BASE.items() if name != "prompt"},
+    "messages": [
+        {"role": "user", "content": heldout(task="addition")[0].prompt},
+        {"role": "assistant", "content": "1"},
+    ],
+    "logprobs": True,
+}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """A pair behind a proxy, and one agent that does everything."""
+
+    apart: str
+    together: str
+    http: aiohttp.ClientSession
+
+    async def ask(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        path = "chat/completions" if "messages" in body else "completions"
+        async with self.http.post(f"{url}/v1/{path}", json=body) as response:
+            return response.status, await response.json()
+
+    async def answer(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What a client sees of an answer, but for its ids and what a cache held."""
+        status, answer = await self.ask(url, body)
+        assert status == 200, answer
+        usage = {name: value for name, value in answer["usage"].items() if name.endswith("_tokens")}
+        return {"choices": answer["choices"], "usage": usage}
+
+    async def events(self, url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        if "messages" in body:
+            body = {name: value for name, value in body.items() if name != "prompt"}
+        path = "chat/completions" if "messages" in body else "completions"
+        async with self.http.post(f"{url}/v1/{path}", json={**body, "stream": True}) as response:
+            assert response.status == 200
+            lines = [line async for line in response.content]
+        data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
+        return [json.loads(each) for each in data]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers(start_cluster: StartCluster, start_agent: StartAgent) -> AsyncIterator[Servers]:
+    async with start_cluster() as cluster, start_agent() as agent, aiohttp.ClientSession() as http:
+        yield Servers(cluster.url, agent.url, http)
+
+
+async def both(servers: Servers, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the pair, which is that of one agent."""
+    apart = await servers.answer(servers.apart, body)
+    assert apart == await servers.answer(servers.together, body)
+    return apart
+
+
+async def test_every_honoured_field_changes_the_answer_and_does_so_on_a_pair_too(servers: Servers) -> None:
+    plain = await both(servers, BASE)
+    (choice,) = plain["choices"]
+    word = next(token.strip() for token in choice["logprobs"]["tokens"][1:] if token.strip())
+    assert len(choice["text"]) > 4
+    stop = {"stop": [choice["text"][2:4]]}
+    ended = {"logit_bias": {str(EOS_ID): 100}}
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"bad_words": [word]}),
+        ({}, {"allowed_token_ids": [5, 6, 7, 8]}),
+        ({}, {"truncate_prompt_tokens": 3}),
+        (stop, {"include_stop_str_in_output": True}),
+        (ended, {"skip_special_tokens": False}),
+    ]
+    for context, field in changes:
+        for sampled in ({}, {"temperature": 0.0}, {"n": 3}):
+            before = await both(servers, {**BASE, **context, **sampled})
+            after = await both(servers, {**BASE, **context, **sampled, **field})
+            if not sampled:
+                assert after != before, field
+    assert (await both(servers, {**BASE, "truncate_prompt_tokens": 3}))["usage"]["prompt_tokens"] == 3
+    shown = await both(servers, {**BASE, **ended, "skip_special_tokens": False})
+    assert shown["choices"][0]["text"] == "<|end|>" * TOKENS
+
+
+async def test_a_chat_ends_as_its_fields_say(servers: Servers) -> None:
+    plain = await both(servers, CHAT)
+    bare = await both(servers, {**CHAT, "add_generation_prompt": False})
+    continued = await both(servers, {**CHAT, "continue_final_message": True})
+    lengths = [each["usage"]["prompt_tokens"] for each in (plain, bare, continued)]
+    assert lengths == [lengths[0], lengths[0] - 1, lengths[0] - 2]
+    for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low"}):
+        status, error = await servers.ask(servers.apart, {**CHAT, **fields})
+        assert status == 400
+        assert "does not read" in error["error"]["message"]
+    status, error = await servers.ask(servers.apart, {**CHAT, "chat_template": "{{ messages }}"})
+    assert (status, error["error"]["param"]) == (400, "chat_template")
+
+
+LONG = max(heldout(task="recall"), key=lambda each: each.prompt_tokens).prompt
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAMS: dict[str, dict[str, Any]] = {
+    "a pair": {},
+    "without ids": {"return_token_ids": False, "logprobs": None},
+    "a chat": CHAT,
+    "a chat without ids": {**CHAT, "return_token_ids": False, "logprobs": None},
+    "a streamed pull": {"prompt": LONG},
+    "a stop string": {"stop": ["1", "2"], "ignore_eos": False},
+    "one token": {"max_tokens": 1},
+    "bytes of characters": {"allowed_token_ids": list(range(128, 256)), "return_token_ids": False},
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+async def test_running_usage_is_in_every_event_of_a_choice(servers: Servers, name: str) -> None:
+    body = {**BASE, **STREAMS[name], "n": 3, **USAGE}
+    for url in (servers.apart, servers.together):
+        *events, last = await servers.events(url, body)
+        total = last["usage"]
+        seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for event in events:
+            (choice,) = event["choices"]
+            usage = event["usage"]
+            assert usage["prompt_tokens"] == total["prompt_tokens"]
+            seen[choice["index"]].append(usage["completion_tokens"])
+        for counts in seen.values():
+            assert counts == sorted(set(counts)), (url, seen)
+        assert sum(counts[-1] for counts in seen.values()) == total["completion_tokens"]
+        if body["return_token_ids"] and "stop" not in body:
+            assert all(counts == list(range(1, len(counts) + 1)) for counts in seen.values())
+
+
+async def test_no_field_is_ignored_unless_it_is_harmless(servers: Servers) -> None:
+    plain = await servers.answer(servers.apart, BASE)
+    for name in HARMLESS:
+        if name != "include_obfuscation":
+            assert await servers.answer(servers.apart, {**BASE, name: {"a": "b"}}) == plain
+    for name in (*REFUSED, "temprature"):
+        status, error = await servers.ask(servers.apart, {**BASE, name: {"a": "b"}})
+        assert status == 400, name
+        assert name in error["error"]["message"] or error["error"]["param"] == name

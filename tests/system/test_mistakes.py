@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users mistype or have not set up: each mistake ends with one line that says what would be right."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.deploy.cli import main
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 60.0
+MODEL = "--model ferry-tiny"
+
+# Command, exit status, and what the line says. {folder} holds: bad.yml with a misspelt setting, wrong.yml
+# with a value that is none, torn.yml, which is no YAML, junk, which is no key, open.key, which all can read.
+MISTAKES = [
+    ("prox", 2, "kvferry: unknown command 'prox'; did you mean proxy?"),
+    ("serve-it", 2, "unknown command 'serve-it'; choose from up, proxy, agent, drain, keygen, doctor"),
+    # Names.
+    ("proxy --prt 1", 2, "--prt: no such option; did you mean --port?"),
+    ("proxy --por 1", 2, "--por: no such option; did you mean --port?"),
+    ("agent --modle ferry-tiny", 2, "--modle: no such option; did you mean --model?"),
+    ("agent --prefix_cache false", 2, "--prefix_cache: no such option; did you mean --prefix-cache?"),
+    ("up --prefil 2", 2, "--prefil: no such option; did you mean --prefill?"),
+    ("agent --attach http://a:1 --dialct atom", 2, "--dialct: no such option; did you mean --dialect?"),
+    ("proxy extra", 2, "'extra': every option begins with two dashes"),
+    ("proxy -p 7", 2, "'-p 7': every option begins with two dashes"),
+    ("up --model no", 2, "'no' is no directory, no bundled model (ferry-tiny)"),
+    ("up --agent.lease-s 0", 2, "--lease-s must be greater than 0"),
+    ("up --decode.lase-s 5", 2, "--lase-s: no such option; did you mean --lease-s?"),
+    ("up --proxy.prt 1", 2, "--prt: no such option; did you mean --port?"),
+    ("up --prefill.port 8000", 2, "--prefill.port: `kvferry up` itself chooses this"),
+    ("keygen a b", 2, "unrecognized arguments: b"),
+    ("keygen", 2, "the following arguments are required: file"),
+    ("drain", 2, "the following arguments are required: url"),
+    ("doctor --nope", 2, "unrecognized arguments: --nope"),
+    # Values.
+    ("agent", 2, "--model must be given"),
+    ("agent --attach x", 2, "--dialect must be given"),
+    ("proxy --port", 2, "--port: its value is missing, a whole number"),
+    ("proxy --port abc", 2, "--port: 'abc' is not a whole number"),
+    ("proxy --port 99999", 2, "--port must be a port number (0-65535), got 99999"),
+    ("proxy --queue-timeout-s 5s", 2, "--queue-timeout-s: '5s' is not a number"),
+    ("proxy --queue-timeout-s 0", 2, "--queue-timeout-s must be greater than 0, got 0.0"),
+    ("proxy --log-prompts maybe", 2, "--log-prompts: 'maybe' is not true or false"),
+    ("proxy --log-level loud", 2, "--log-level: 'loud' is not one of debug, info, warning, error"),
+    ("proxy --decode-policy least", 2, "--decode-policy: 'least' is not one of "),
+    ("proxy --retries -1", 2, "--retries must not be negative, got -1"),
+    ("proxy --workers 0", 2, "--workers must be at least 1, got 0"),
+    ("proxy --tls-cert {folder}/junk", 2, "--tls-cert and --tls-key must be given together"),
+    ("proxy --allow-address 10.0.0.0/99", 2, "'10.0.0.0/99' is not a network, address or host name"),
+    ("proxy --prefill x --dialect sglang", 2, "'x' is not http://host:port"),
+    ("proxy --prefill http://a:1", 2, "no dialect is given; choose from vllm-"),
+    ("proxy --prefill http://a:1 --dialect sglng", 2, "--dialect: 'sglng' is not one of "),
+    ("agent --role decoder", 2, "'decoder' is not one of prefill, decode, both; did you mean decode?"),
+    (f"agent {MODEL} --prefill-chunk 100", 2, "--prefill-chunk (100) must be a multiple of --block-size"),
+    (f"agent {MODEL} --kv-blocks -1", 2, "--kv-blocks must be at least 1, got -1"),
+    (f"agent {MODEL} --device gpu", 2, "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+    (f"agent {MODEL} --proxy nowhere", 2, "--proxy must be HOST:PORT, got 'nowhere'"),
+    (f"agent {MODEL} --host 0.0.0.0 --proxy a:5", 2, "--advertise-host is needed when host is '0.0.0.0'"),
+    (f"agent {MODEL} --transfer rdma", 2, "--transfer: 'rdma' is not one of auto, mori, cuda_ipc, nixl, "),
+    (f"agent {MODEL} --transfer-options tcp.streams=4", 2, "the transfer backend tcp takes no options"),
+    (f"agent {MODEL} --transfer-options streams=4", 2, "a transfer option must be BACKEND.NAME=VALUE"),
+    (f"agent {MODEL} --tp 3", 2, "num_attention_heads (8) cannot be split evenly over 3 ranks"),
+    ("agent --model Qwen/Qwen3-0.6B", 2, "not in the Hugging Face cache; to fetch it: hf download Qwen/"),
+    ("agent --model no", 2, "'no' is no directory, no bundled model (ferry-tiny), and not in the Hugging"),
+    ("agent --model {folder}", 2, "has no config.json"),
+    # Files.
+    ("proxy --config {folder}/none.yml", 2, "--config: File does not exist"),
+    ("proxy --config {folder}/bad.yml", 2, "--config: no such setting 'prt'; did you mean port?"),
+    ("proxy --config {folder}/wrong.yml", 2, "--port: 'abc' is not a whole number"),
+    ("proxy --config {folder}/torn.yml", 2, "--config: the file is not YAML"),
+    ("proxy --api-keys {folder}/none", 2, "no such file"),
+    (f"agent {MODEL} --cluster-key {{folder}}/none", 2, "--cluster-key: '{folder}/none': no such file"),
+    ("proxy --cluster-key {folder}/open.key", 1, "open.key can be read or written by others: chmod 600 it"),
+    ("proxy --cluster-key {folder}/junk", 1, "junk does not hold a cluster key"),
+    ("proxy --tls-cert {folder}/junk --tls-key {folder}/junk", 1, "are no certificate and its key"),
+    ("keygen {folder}/junk", 1, "File exists"),
+    # What is there already, or is not.
+    ("drain http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be asked"),
+    ("proxy --host 203.0.113.9", 1, "203.0.113.9"),
+    ("proxy --port {taken}", 1, "{taken}"),
+    ("proxy --port 0 --discovery-port {taken}", 1, "cannot bind discovery to 127.0.0.1:{taken}: Address"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("files")
+    (made / "bad.yml").write_text("prt: 1\n")
+    (made / "wrong.yml").write_text("port: abc\n")
+    (made / "torn.yml").write_text("port: [\n")
+    for name, mode in (("junk", 0o600), ("open.key", 0o644)):
+        (made / name).write_text("junk\n")
+        (made / name).chmod(mode)
+    return made
+
+
+@pytest.mark.parametrize(("command", "status", "said"), MISTAKES, ids=[each[0] for each in MISTAKES])
+def test_a_mistake_ends_with_one_line_that_names_it(
+    command: str,
+    status: int,
+    said: str,
+    taken: int,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = shlex.split(command.format(folder=folder, taken=taken))
+    if words[0] == "proxy" and status == 1 and "--discovery-port" not in words:
+        words += ["--discovery-port", "0", *([] if "--port" in words else ["--port", "0"])]
+    try:
+        ended = main(words)
+    except SystemExit as stop:
+        ended = stop.code
+    printed, complaint = capfd.readouterr()
+    lines = [line for line in complaint.splitlines() if " INFO " not in line]
+    assert (ended, printed, len(lines)) == (status, "", 1), complaint
+    assert lines[0].startswith("kvferry")
+    assert said.format(folder=folder, taken=taken) in lines[0]
+    assert "class '" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ("--port {taken}", 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        ("--control-port {taken}", 1, "cannot bind the control channel to 127.0.0.1:{taken}: Address"),
+        ("--device cuda:63", 2, "--device cuda:63"),
+    ],
+)  # fmt: skip
+async def test_what_an_agent_does_not_find_ends_it_without_a_traceback(
+    options: str, status: int, said: str, taken: int
+) -> None:
+    words = f"--model ferry-tiny --port 0 --control-port 0 --max-model-len 128 {options}".format(taken=taken)
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.agent", *words.split()),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    _, log = await asyncio.wait_for(agent.communicate(), START_TIMEOUT_S)
+    complaints = [line for line in log.decode().splitlines() if " ERROR " in line or "Traceback" in line]
+    assert agent.returncode == status
+    assert said.format(taken=taken) in complaints[0]
+    assert not any("Traceback" in line for line in complaints)
+
+
+async def test_a_proxy_that_cannot_be_reached_is_in_the_agents_log() -> None:
+    words = "--model ferry-tiny --port 0 --control-port 0 --max-model-len 128 --proxy 127.0.0.1:9"
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.agent", *words.split()),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        assert agent.stderr is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while b"WARNING api proxy 127.0.0.1:9: unreachable" not in await agent.stderr.readline():
+                assert agent.returncode is None
+    finally:
+        agent.kill()
+        await agent.communicate()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry up` passes options on, and restarts what dies while the streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.system.client import Answer, complete, heldout, session
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 90.0
+RESTART_TIMEOUT_S = 60.0
+
+
+class Up:
+    """A running `kvferry up`, and what it prints."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def until(self, pattern: str, timeout_s: float) -> re.Match[str]:
+        """Read on until a line has the pattern."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            while line := await self.process.stdout.readline():
+                self.lines.append(line.decode())
+                if found := re.search(pattern, self.lines[-1]):
+                    return found
+        raise AssertionError(f"it ended: {''.join(self.lines)}")
+
+    def child(self, word: str) -> int:
+        """Return the pid of its first child that has a word in its command line."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child.pid for child in children if word in child.cmdline())
+
+
+@asynccontextmanager
+async def up(log_dir: Path, *words: str) -> AsyncIterator[Up]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.deploy", "up", "--port", "0", "--discovery-port", "0"),
+        *("--log-dir", str(log_dir), *words),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        yield Up(process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.wait(), 30)
+    assert process.returncode == 0
+
+
+async def nodes(http: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
+    async with http.get(f"{url}/nodes") as response:
+        listed: list[dict[str, Any]] = (await response.json())["nodes"]
+    return listed
+
+
+@pytest.mark.timeout(240)
+async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> None:
+    options = ("--decode", "2", "--agent.max-model-len", "1536", "--proxy.decode-policy=round_robin")
+    async with up(tmp_path, *options) as cluster, session() as http:
+        url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]
+        async with http.get(f"{url}/v1/models") as response:
+            assert (await response.json())["data"][0]["max_model_len"] == 1536
+        body = {"model": "ferry-tiny", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        bodies = [{**body, "prompt": each.prompt, "seed": seed} for seed, each in enumerate(heldout(4))]
+        expected = await asyncio.gather(*(complete(http, url, each) for each in bodies))
+        running = [asyncio.ensure_future(complete(http, url, each)) for each in bodies]
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not all(node["in_flight"] for node in await nodes(http, url) if node["role"] == "decode"):
+                await asyncio.sleep(0.02)
+        os.kill(cluster.child("decode"), signal.SIGKILL)
+        name = (await cluster.until(r"(decode-\d) ended with -9", 10))[1]
+        for answer, same in zip(await asyncio.gather(*running), expected, strict=True):
+            assert isinstance(answer, Answer) and answer.same() == same.same()
+        await cluster.until(rf"{name} is started again: process \d+", RESTART_TIMEOUT_S)
+        # The proxy keeps its ports, so the agents and clients find the next one.
+        os.kill(cluster.child("kvferry.proxy"), signal.SIGKILL)
+        await cluster.until(r"proxy is started again: process \d+", RESTART_TIMEOUT_S)
+        async with asyncio.timeout(RESTART_TIMEOUT_S):
+            while [node["state"] for node in await nodes(http, url)] != ["ready"] * 3:
+                await asyncio.sleep(0.1)
+        assert (await complete(http, url, bodies[0])).same() == expected[0].same()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unchanged vLLM servers that move KV by our connector, behind the proxy that they announce themselves to.
+
+They answer as one plain vLLM server does, with one transfer for each prompt however many choices are drawn;
+and no answer comes from blocks that were recycled under a reader (`make test-vllm`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.deploy.launcher import start_process
+from tests.system.client import heldout, session
+from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
+
+PROMPTS = 50
+CONCURRENCY = 4
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1, "seed": 11},
+    {"temperature": 1, "seed": 11, "n": 4},
+)
+"""vLLM refuses several choices without sampling."""
+LEASE_S = 2
+NUM_BLOCKS = 80
+LATE = 20
+BATCH = 2
+FILLERS = 6
+"""Prompts of nearly 1,000 tokens, 30 blocks, that come before the late read."""
+TRANSFERS = "vllm:kvferry_transfers_total"
+RECOMPUTED = "vllm:kvferry_recomputed_total"
+FAILED = "vllm:kvferry_failed_transfers_total"
+ENDED = "vllm:kvferry_leases_ended_total"
+IN_USE = "vllm:kv_cache_usage_perc"
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.vllm,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The pair, the proxy before it, and its clients' session."""
+
+    prefill: VllmServer
+    decode: VllmServer
+    proxy_url: str
+    http: aiohttp.ClientSession
+
+    async def moved(self) -> tuple[float, float]:
+        """Transfers so far, and prompts that were computed again."""
+        await self.settled()
+        return await self.decode.sample(self.http, TRANSFERS), await self.decode.sample(self.http, RECOMPUTED)
+
+    async def settled(self) -> None:
+        """Until no server has a block in use: figures are reported with a step, and blocks freed with one."""
+        async with asyncio.timeout(30):
+            for server in (self.prefill, self.decode):
+                while await server.sample(self.http, IN_USE) > 0:
+                    await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
+    """A proxy, and two servers that announce themselves to it."""
+    async with AsyncExitStack() as stack:
+        words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
+        proxy = await start_process("proxy", words, log_dir)
+        stack.push_async_callback(proxy.stop)
+        discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
+        start = {"log_dir": log_dir, "proxy": discovery}
+        prefill = await stack.enter_async_context(vllm_server("prefill", "kv_producer", **start, **settings))
+        decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", **start, **settings))
+        http = await stack.enter_async_context(session())
+        async with asyncio.timeout(60):
+            while True:
+                async with http.get(f"{proxy.url}/ready") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.1)
+        yield Stack(prefill, decode, proxy.url, http)
+
+
+async def test_a_pair_answers_as_one_server_does_with_one_transfer_for_each_prompt(tmp_path: Path) -> None:
+    prompts = [prompt.prompt for prompt in heldout(PROMPTS)]
+    async with vllm_server("plain", None, tmp_path) as plain, started(tmp_path) as stack:
+        for chat in (False, True):
+            for sampling in SAMPLINGS:
+                bodies = [body(prompt, chat) | sampling for prompt in prompts]
+                wanted = await answers(stack.http, plain.url, bodies)
+                assert len({str(answer.texts) for answer in wanted}) > PROMPTS // 2
+                for stream in (False, True):
+                    before = await stack.moved()
+                    asked = [each | {"cache_salt": secrets.token_hex(8), "stream": stream} for each in bodies]
+                    assert_all_equal(await answers(stack.http, stack.proxy_url, asked), wanted)
+                    after = await stack.moved()
+                    assert (after[0] - before[0], after[1] - before[1]) == (PROMPTS, 0), (chat, sampling)
+        assert await stack.prefill.sample(stack.http, ENDED, 'reason="released"') == 12 * PROMPTS
+        assert await stack.decode.sample(stack.http, FAILED) == 0
+
+
+async def test_no_answer_is_drawn_from_recycled_blocks(tmp_path: Path) -> None:
+    """The decode server is stopped when its ranks have been told what to read. Its leases end, other prompts
+    overwrite the blocks, and it reads them when it goes on.
+    """
+    prompts = [prompt.prompt for prompt in heldout(LATE)]
+    bodies = [body(prompt, chat=False) | {"temperature": 0} for prompt in prompts]
+    async with started(tmp_path, lease_s=LEASE_S, num_blocks=NUM_BLOCKS) as stack:
+        wanted = await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
+        assert len({str(answer.texts) for answer in wanted}) > LATE // 2
+        for first in range(0, LATE, BATCH):
+            batch = [salted(each) for each in bodies[first : first + BATCH]]
+            assert_all_equal(await late(stack, batch), wanted[first : first + BATCH])
+        await stack.settled()
+        assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') == LATE
+        assert await stack.decode.sample(stack.http, RECOMPUTED) == LATE
+        assert await stack.decode.sample(stack.http, FAILED, 'reason="invalid"') > 0
+
+
+async def late(stack: Stack, bodies: list[dict[str, Any]]) -> list[Answer]:
+    """The answers to requests whose KV was gone before it was read."""
+    expired = await stack.prefill.sample(stack.http, ENDED, 'reason="expired"')
+    with stack.decode.ranks_stopped():
+        asking = asyncio.create_task(answers(stack.http, stack.proxy_url, bodies))
+        async with asyncio.timeout(30):
+            while await stack.prefill.sample(stack.http, IN_USE) == 0:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # until the decode server's plane has opened the leases
+        with stack.decode.engine_stopped():
+            async with asyncio.timeout(60):
+                while await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') < expired + len(
+                    bodies
+                ):
+                    await asyncio.sleep(0.1)
+            for number in range(FILLERS):
+                filler = {"model": MODEL, "prompt": f"{number} " * 480, "max_tokens": 1, "temperature": 0}
+                await answers(stack.http, stack.prefill.url, [salted(filler)])
+    return await asking
+
+
+def body(prompt: str, chat: bool) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    logprobs = {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    return {"model": MODEL, **asked, "max_tokens": 16, **logprobs}
+
+
+def salted(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same request, whose prompt is in no prefix cache."""
+    return asked | {"cache_salt": secrets.token_hex(8)}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one server's answer and another's must have in common."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[str]] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """Equal but for the order in which a batch is summed."""
+
+    def add(self, told: dict[str, Any]) -> None:
+        """Add a whole answer, or one event of a stream."""
+        for choice in told["choices"]:
+            index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
+            text = choice.get("text", message.get("content")) or ""
+            self.texts[index] = self.texts.get(index, "") + text
+            if choice["finish_reason"]:
+                self.reasons[index] = choice["finish_reason"]
+            tokens, logprobs = _logprobs(choice.get("logprobs") or {})
+            self.tokens.setdefault(index, []).extend(tokens)
+            self.logprobs.setdefault(index, []).extend(logprobs)
+        if told.get("usage"):
+            self.usage = told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]
+
+    def assert_equal(self, other: Answer) -> None:
+        assert (self.texts, self.reasons, self.tokens, self.usage) == (
+            other.texts,
+            other.reasons,
+            other.tokens,
+            other.usage,
+        )
+        for index, logprobs in self.logprobs.items():
+            assert logprobs == pytest.approx(other.logprobs[index], abs=1e-3)
+
+
+def _logprobs(told: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """Tokens and their logprobs, in the form of either endpoint."""
+    if "content" in told:
+        return [each["token"] for each in told["content"]], [each["logprob"] for each in told["content"]]
+    return told.get("tokens", []), told.get("token_logprobs", [])
+
+
+def assert_all_equal(found: list[Answer], wanted: list[Answer]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        one.assert_equal(other)
+
+
+async def answers(http: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
+    """Answers in order of the bodies; the same whether they are streamed or not."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(asked: dict[str, Any]) -> Answer:
+        path = "chat/completions" if "messages" in asked else "completions"
+        answer = Answer()
+        if asked.get("stream"):
+            asked = asked | {"stream_options": {"include_usage": True}}
+        async with gate, http.post(f"{url}/v1/{path}", json=asked) as response:
+            assert response.status == 200, await response.text()
+            if not asked.get("stream"):
+                answer.add(await response.json())
+                return answer
+            lines = [line for line in (await response.text()).splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        for line in lines[:-1]:
+            answer.add(json.loads(line.removeprefix("data: ")))
+        return answer
+
+    return await asyncio.gather(*(one(asked) for asked in bodies))

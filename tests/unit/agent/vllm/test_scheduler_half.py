@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's scheduler half, under a stand-in for vLLM's scheduler that asserts vLLM's rules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
+from kvferry.agent.vllm.scheduler_half import SchedulerHalf, prompt_hash
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.plane import RemotePrompt
+from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
+
+BLOCK, BLOCKS = 4, 64
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class StandInPlane:
+    """Notes the calls; a test says what comes of them."""
+
+    control_port = 6301
+
+    def __init__(self) -> None:
+        self.lent: dict[str, list[int]] = {}
+        self.held: list[str] = []
+        self.pulls: dict[str, tuple[list[int], int, str]] = {}
+        self.cancelled: list[str] = []
+        self.dropped: list[str] = []
+        self.events: list[Event] = []
+
+    def lend(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+    ) -> None:
+        assert len(block_ids) == -(-num_tokens // BLOCK)
+        self.lent[transfer_id] = list(block_ids)
+
+    def drop(self, transfer_id: str) -> None:
+        self.dropped.append(transfer_id)
+
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
+        self.held.append(transfer_id)
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        first_block: int,
+        timeout_s: float,
+        ids_hash: str,
+    ) -> None:
+        assert transfer_id in self.held
+        self.pulls[transfer_id] = list(block_ids), first_block, ids_hash
+
+    def cancel(self, transfer_id: str) -> None:
+        self.cancelled.append(transfer_id)
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+
+class Engine:
+    """One server."""
+
+    def __init__(self, *, fails: bool = False, role: str = "both") -> None:
+        self.plane = StandInPlane()
+        self.half = SchedulerHalf(
+            self.plane,
+            incarnation="i" * 16,
+            host="10.0.0.1",
+            tp_size=1,
+            block_size=BLOCK,
+            lends=role != "decode",
+            fetches=role != "prefill",
+            lease_limit_s=150.0,
+            pull_timeout_s=30.0,
+            hold_timeout_s=120.0,
+        )
+        self.vllm = VllmScheduler(self.half, BLOCKS, BLOCK, fails=fails)
+
+    def fetch(self, name: str, transfer_id: str, length: int = 10, **fields: Any) -> VllmRequest:
+        ids = fields.pop("ids", prompt(length))
+        return self.vllm.add(VllmRequest(name, ids, fetch_params(transfer_id, length), **fields))
+
+    def prefilled(self, name: str, transfer_id: str, length: int = 10) -> VllmRequest:
+        """A prefill leg that has ended."""
+        params = HAND_OVER | {"transfer_id": transfer_id}
+        request = self.vllm.add(VllmRequest(name, prompt(length), params))
+        self.vllm.step()
+        self.vllm.finish(request)
+        return request
+
+    def check_all_free(self) -> None:
+        self.vllm.check_integrity()
+        assert not self.vllm.requests and len(self.vllm.free) == BLOCKS
+        assert not self.half._fetches and not self.half._lent and not self.half._tasks
+        assert self.half.requests == self.half.leased_blocks == 0
+
+
+def fetch_params(transfer_id: str, length: int) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_engine_id": "e",
+        "remote_host": "10.0.0.2",
+        "remote_port": 6301,
+        "remote_num_tokens": length,
+        "remote_tp_size": 1,
+        "remote_dp_rank": 0,
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def done(transfer_id: str) -> PullDone:
+    return PullDone(transfer_id=transfer_id, backend="tcp", nbytes=7, descriptors=1, wait_s=0.0, pull_s=0.1)
+
+
+def failed(transfer_id: str, *, quiescent: bool = True) -> PullFailed:
+    return PullFailed(transfer_id=transfer_id, reason="invalid", quiescent=quiescent)
+
+
+# Lending.
+
+
+def test_a_prompt_is_lent_until_its_lease_has_ended() -> None:
+    engine = Engine()
+    request = engine.prefilled("p", "t", length=10)
+    assert request.params == {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t",
+        "remote_engine_id": "i" * 16, "remote_host": "10.0.0.1", "remote_port": 6301,
+        "remote_num_tokens": 10, "remote_tp_size": 1, "remote_dp_rank": 0,
+    }  # fmt: skip
+    assert engine.plane.lent == {"t": request.blocks} and len(request.blocks) == 3
+    engine.vllm.step()
+    assert engine.vllm.requests
+    engine.plane.events.append(LeaseEnded(transfer_id="t", cause="expired"))
+    engine.vllm.step()
+    engine.check_all_free()
+    assert engine.half.take_figures() == {"leases_ended:expired": 1}
+
+
+def test_several_choices_of_a_prefill_are_one_lease() -> None:
+    engine = Engine()
+    first, second = engine.prefilled("0_p", "t"), engine.prefilled("1_p", "t")
+    assert first.params == second.params and list(engine.plane.lent) == ["t"]
+    assert not second.is_delayed
+    engine.plane.events.append(LeaseEnded(transfer_id="t", cause="released"))
+    engine.vllm.step()
+    engine.check_all_free()
+
+
+def test_a_transfer_id_that_was_used_before_frees_the_blocks_at_once() -> None:
+    engine = Engine()
+    engine.prefilled("p", "t")
+    engine.plane.events.append(LeaseRefused(transfer_id="t"))
+    engine.vllm.step()
+    engine.check_all_free()
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_ABORTED, Status.FINISHED_ERROR])
+def test_a_prefill_that_did_not_end_well_lends_nothing(status: Status) -> None:
+    engine = Engine()
+    request = engine.vllm.add(VllmRequest("p", prompt(10), HAND_OVER | {"transfer_id": "t"}))
+    engine.vllm.step()
+    engine.vllm.finish(request, status)
+    assert not engine.plane.lent and request.params is None
+    engine.check_all_free()
+
+
+def test_a_drop_reaches_the_plane_by_a_request_that_vllm_rejects() -> None:
+    engine = Engine()
+    request = VllmRequest("d", [1], {"do_remote_prefill": True, "drop": True, "transfer_id": "t"})
+    engine.vllm.add(request)
+    engine.vllm.finish(request, Status.FINISHED_ABORTED)
+    assert engine.plane.dropped == ["t"]
+    engine.check_all_free()
+
+
+def test_a_reset_ends_every_lease() -> None:
+    engine = Engine()
+    engine.prefilled("p", "t")
+    engine.half.reset()
+    assert engine.plane.dropped == ["t"]
+
+
+# Fetching.
+
+
+def test_a_prompt_is_computed_only_after_its_proof() -> None:
+    engine = Engine()
+    request = engine.fetch("d", "t", length=10)
+    assert engine.plane.held == ["t"]
+    for _ in range(3):
+        engine.vllm.step()
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+    assert engine.plane.pulls["t"] == (request.blocks, 0, prompt_hash(request, 10))
+    engine.plane.events.append(done("t"))
+    engine.vllm.step()
+    engine.vllm.step()
+    assert request.status is Status.RUNNING and engine.vllm.computed == {"d": 9}
+    engine.vllm.finish(request)
+    engine.check_all_free()
+    figures = engine.half.take_figures()
+    assert figures == {"transfers": 1, "transfer_bytes": 7, "transfer_seconds": pytest.approx(0.1)}
+
+
+def test_a_local_prefix_shortens_the_pull_and_a_whole_one_needs_none() -> None:
+    engine = Engine()
+    request = engine.fetch("d", "t", length=10, cached=4)
+    engine.vllm.step()
+    assert engine.plane.pulls["t"][:2] == (request.blocks, 1)
+    whole = engine.fetch("w", "u", length=8, cached=8)
+    engine.vllm.step()
+    assert whole.status is Status.RUNNING and engine.plane.cancelled == ["u"]
+
+
+def test_a_prompt_that_vllm_computes_all_the_same_is_held_no_longer() -> None:
+    """It does for the prompt's logprobs, whatever the connector has found."""
+    engine = Engine()
+    request = engine.fetch("d", "t")
+    engine.half.get_num_new_matched_tokens(request, 0)
+    engine.half.update_state_after_alloc(request, [1, 2, 3], 0)
+    assert engine.plane.cancelled == ["t"] and not engine.plane.pulls
+
+
+def test_an_extended_prompt_fetches_what_was_lent() -> None:
+    """docs/engines/vllm.md: a stream that goes on elsewhere sends the prompt with what is known already."""
+    engine = Engine()
+    request = engine.fetch("d", "t", length=10, ids=prompt(14))
+    engine.vllm.step()
+    blocks, first, ids_hash = engine.plane.pulls["t"]
+    assert (blocks, first) == (request.blocks[:3], 0)
+    assert ids_hash == prompt_hash(VllmRequest("x", prompt(10)), 10)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["recompute", "fail"])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_after_a_failure_nothing_is_believed(fails: bool, cached: int) -> None:
+    """I1, by either of vLLM's policies."""
+    engine = Engine(fails=fails)
+    request = engine.fetch("d", "t", length=10, cached=cached)
+    engine.vllm.step()
+    engine.plane.events.append(failed("t"))
+    verdicts = engine.vllm.step()
+    assert (verdicts.received, verdicts.failed) == ({"d"}, {"d"})
+    assert len(verdicts.failed_blocks) == 3 - cached // BLOCK
+    engine.vllm.step()
+    if fails:
+        assert request.status is Status.FINISHED_ERROR
+    else:
+        assert request.status is Status.RUNNING and engine.vllm.computed == {"d": cached}
+        engine.vllm.finish(request)
+    engine.check_all_free()
+    assert engine.half.take_figures() == {"failed_transfers:invalid": 1, "recomputed": 1}
+
+
+def test_blocks_that_may_still_be_written_are_not_given_back() -> None:
+    """I3."""
+    engine = Engine()
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    engine.plane.events.append(failed("t", quiescent=False))
+    for _ in range(3):
+        assert not engine.vllm.step().received
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+    engine.plane.events.append(PullQuiescent(transfer_id="t"))
+    assert engine.vllm.step().failed == {"d"}
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "quiescent"])
+def test_a_request_that_is_aborted_while_it_is_fetched_keeps_its_blocks_until_nothing_writes(
+    end: str,
+) -> None:
+    engine = Engine()
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    engine.vllm.finish(request, Status.FINISHED_ABORTED)
+    assert engine.plane.cancelled == ["t"] and request.blocks
+    if end == "done":
+        engine.plane.events.append(done("t"))
+    else:
+        engine.plane.events.append(failed("t", quiescent=end == "failed"))
+    verdicts = engine.vllm.step()
+    if end == "quiescent":
+        assert not verdicts.received
+        engine.plane.events.append(PullQuiescent(transfer_id="t"))
+        verdicts = engine.vllm.step()
+    assert verdicts.received == {"d"} and not verdicts.failed and not verdicts.failed_blocks
+    engine.check_all_free()
+
+
+def test_a_request_that_is_aborted_before_it_has_room_is_not_fetched() -> None:
+    engine = Engine()
+    request = engine.fetch("d", "t", length=BLOCKS * BLOCK + 1)
+    engine.vllm.step()
+    assert not engine.plane.pulls
+    engine.vllm.finish(request, Status.FINISHED_ABORTED)
+    assert engine.plane.cancelled == ["t"]
+    engine.check_all_free()
+
+
+def test_several_choices_are_one_transfer_and_the_others_wait_for_it() -> None:
+    """I7."""
+    engine = Engine()
+    children = [engine.fetch(f"{index}_d", "t") for index in range(4)]
+    engine.vllm.step()
+    engine.vllm.step()
+    assert list(engine.plane.pulls) == ["t"] and engine.plane.held == ["t"]
+    assert [child.status for child in children[1:]] == [Status.WAITING] * 3
+    engine.plane.events.append(done("t"))
+    engine.vllm.step()
+    assert [child.status for child in children[1:]] == [Status.WAITING] * 3
+    for child in children[1:]:
+        child.cached = 8  # vLLM caches the blocks when it has scheduled the first
+    engine.vllm.step()
+    assert {child.status for child in children} == {Status.RUNNING}
+    assert engine.vllm.computed == {"0_d": 9, "1_d": 8, "2_d": 8, "3_d": 8}
+    for child in children:
+        engine.vllm.finish(child)
+    engine.check_all_free()
+
+
+@pytest.mark.parametrize("when", ["held", "pulling"])
+def test_choices_do_not_wait_for_one_that_has_left(when: str) -> None:
+    engine = Engine()
+    first, second = engine.fetch("0_d", "t"), engine.fetch("1_d", "t")
+    if when == "pulling":
+        engine.vllm.step()
+    engine.vllm.finish(first, Status.FINISHED_ABORTED)
+    engine.vllm.step()
+    assert second.status is Status.RUNNING and engine.vllm.computed == {"1_d": 0}
+    engine.vllm.finish(second)
+    if when == "pulling":
+        engine.plane.events.append(failed("t"))
+        engine.vllm.step()
+    engine.check_all_free()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        "text",
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "t"},
+        {"do_remote_decode": True, "transfer_id": 7},
+        {"do_remote_decode": True, "transfer_id": "a b"},
+        {**fetch_params("t", 10), "remote_port": 65536},
+        {**fetch_params("t", 10), "remote_host": "h" * 256},
+        {**fetch_params("t", 10), "remote_num_tokens": 0},
+        fetch_params("t", 11),
+    ],
+    ids=str,
+)
+def test_params_that_cannot_be_used_are_counted_and_the_prompt_is_computed_here(params: Any) -> None:
+    engine = Engine()
+    request = engine.vllm.add(VllmRequest("d", prompt(10), params))
+    engine.vllm.step()
+    assert request.status is Status.RUNNING and engine.vllm.computed == {"d": 0}
+    engine.vllm.finish(request)
+    assert not engine.plane.held and not engine.plane.lent
+    engine.check_all_free()
+    assert engine.half.take_figures() == {"bad_params": 1}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_server_does_what_its_role_says(role: str) -> None:
+    engine = Engine(role=role)
+    request = engine.prefilled("p", "t")
+    assert (request.params is not None) == (role == "prefill")
+    engine.fetch("d", "u")
+    assert bool(engine.plane.held) == (role == "decode")
+
+
+def test_embeddings_have_no_ids_to_prove() -> None:
+    engine = Engine()
+    request = VllmRequest("d", prompt(10), fetch_params("t", 10), prompt_embeds=object())
+    engine.vllm.add(request)
+    assert not engine.plane.held
+
+
+def test_the_hash_of_a_prompt_covers_its_adapter_and_its_images() -> None:
+    class Named:
+        lora_name = "a"
+        identifier = "image"
+
+    plain = VllmRequest("x", prompt(10))
+    hashes = {
+        prompt_hash(plain, 10),
+        prompt_hash(plain, 9),
+        prompt_hash(VllmRequest("x", prompt(10), lora_request=Named()), 10),
+        prompt_hash(VllmRequest("x", prompt(10), mm_features=(Named(),)), 10),
+    }
+    assert len(hashes) == 4
+
+
+def test_in_any_order_of_events_every_block_comes_back() -> None:
+    """I2, I3: the stand-in asserts vLLM's rules at every step."""
+    for seed in range(60):
+        Life(seed).run()
+
+
+class Life:
+    """Random requests, ends and events at one server."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.engine = Engine(fails=self.dice.random() < 0.5)
+        self.writing: set[str] = set()
+        """Failed pulls whose blocks may still be written."""
+
+    def run(self) -> None:
+        engine = self.engine
+        for number in range(60):
+            self.ask(number)
+            self.end_some()
+            self.tell_some(chance=0.3)
+            engine.vllm.step()
+            engine.vllm.check_integrity()
+        for request in list(engine.vllm.requests.values()):
+            if not request.status.is_finished:
+                engine.vllm.finish(request, Status.FINISHED_ABORTED)
+        while engine.plane.pulls or engine.plane.lent:
+            self.tell_some(chance=1.0)
+            engine.vllm.step()
+        engine.check_all_free()
+
+    def ask(self, number: int) -> None:
+        choice, length = self.dice.random(), self.dice.randint(1, 40)
+        if choice < 0.4:
+            for child in range(self.dice.choice((1, 1, 3))):
+                self.engine.fetch(f"{child}_d{number}", f"t{number}", length=length)
+        elif choice < 0.6:
+            params = HAND_OVER | {"transfer_id": f"t{number}"}
+            self.engine.vllm.add(VllmRequest(f"p{number}", prompt(length), params))
+
+    def end_some(self) -> None:
+        for request in list(self.engine.vllm.requests.values()):
+            if not request.status.is_finished and self.dice.random() < 0.2:
+                well = request.status is Status.RUNNING and self.dice.random() < 0.7
+                end = Status.FINISHED_STOPPED if well else Status.FINISHED_ABORTED
+                self.engine.vllm.finish(request, end)
+
+    def tell_some(self, chance: float) -> None:
+        plane = self.engine.plane
+        for transfer_id in [each for each in plane.pulls if self.dice.random() < chance]:
+            if transfer_id in self.writing:
+                plane.events.append(PullQuiescent(transfer_id=transfer_id))
+            else:
+                quiescent = self.dice.random() < 0.7
+                ends = done(transfer_id), failed(transfer_id, quiescent=quiescent)
+                plane.events.append(end := self.dice.choice(ends))
+                if end is ends[1] and not quiescent:
+                    self.writing.add(transfer_id)
+                    continue
+            del plane.pulls[transfer_id]
+        for transfer_id in [each for each in plane.lent if self.dice.random() < chance]:
+            plane.events.append(LeaseEnded(transfer_id=transfer_id, cause="released"))
+            del plane.lent[transfer_id]

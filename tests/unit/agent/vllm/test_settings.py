@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are checked once, and a configuration that is not served is refused by the name of its setting."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.agent.vllm.settings import NotServed, check_served, read_settings, role_of
+from kvferry.agent.vllm.worker_half import local_heads
+
+
+def vllm_config(**changes: Any) -> Any:
+    """A `VllmConfig` that is served, but for the changes."""
+    parts: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "nnodes": 1,
+            "distributed_executor_backend": "mp",
+        },
+        "model_config": {"model": "m", "enable_sleep_mode": False, "use_mla": False},
+        "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False},
+    }
+    config = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
+    config.speculative_config = changes.pop("speculative_config", None)
+    for name, value in changes.items():
+        (part,) = [part for part, fields in parts.items() if name in fields]
+        setattr(getattr(config, part), name, value)
+    return config
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.0+cpu", "0.33.1"])
+def test_what_is_served_passes(version: str) -> None:
+    check_served(version, vllm_config(), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"nnodes": 2}, "nnodes"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"use_mla": True}, "MLA"),
+        ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ({"cache_dtype": "fp8_e4m3"}, "kv_cache_dtype fp8_e4m3"),
+    ],
+)
+def test_what_is_not_served_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotServed, match=named):
+        check_served("0.32.0", vllm_config(**changes), 1)
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.34.0", "1.0", "unknown"])
+def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str) -> None:
+    with pytest.raises(NotServed, match=rf"{version} is outside of the served range 0\.29–0\.33"):
+        check_served(version, vllm_config(), 1)
+
+
+def test_a_hybrid_model_is_refused() -> None:
+    with pytest.raises(NotServed, match="3 groups of KV caches"):
+        check_served("0.32.0", vllm_config(), 3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"leases": 3}, "leases"),
+        ({"lease_s": 0}, "lease_s"),
+        ({"control_port": 65536}, "control_port"),
+        ({"transfer": "telepathy"}, "telepathy"),
+        ({"proxy": ["h:1"]}, "advertise_url"),
+        ({"advertise_url": "10.0.0.1:8000"}, "advertise_url"),
+        ({"advertise_url": "http://10.0.0.1"}, "advertise_url"),
+        ({"advertise_url": "http://10.0.0.1:99999"}, "advertise_url|[Pp]ort"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_unknown_or_invalid_is_named(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotServed, match=f"kv_connector_extra_config.*({named})"):
+        read_settings(extra)
+
+
+def test_addresses_follow_from_the_url() -> None:
+    settings = read_settings({"advertise_url": "http://10.0.0.1:8000", "proxy": ["h:1"]})
+    assert (settings.advertised_host, settings.bound_host) == ("10.0.0.1", "10.0.0.1")
+    assert settings.api_address == ("10.0.0.1", 8000)
+    assert read_settings({}).bound_host == "127.0.0.1"
+
+
+def test_a_role_is_that_of_vllm() -> None:
+    roles = [role_of(each) for each in ("kv_producer", "kv_consumer", "kv_both")]
+    assert roles == ["prefill", "decode", "both"]
+    with pytest.raises(NotServed, match="kv_role"):
+        role_of("kv_other")
+
+
+def test_heads_are_split_as_vllm_splits_them() -> None:
+    assert [local_heads(8, 2, rank) for rank in range(2)] == [range(4), range(4, 8)]
+    assert [local_heads(2, 4, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
+    with pytest.raises(NotServed, match="tensor_parallel_size 3"):
+        local_heads(4, 3, 0)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both halves of the connector with the real transfer plane, between two servers: all of it but vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.agent.vllm.settings import NotServed, read_settings
+from kvferry.agent.vllm.startup import start_scheduler_half
+from kvferry.agent.vllm.worker_half import WorkerHalf, local_heads
+from kvferry.proxy.wire.messages import Role
+from tests.patience import patient
+from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
+
+BLOCK, BLOCKS, LAYERS, HEADS, DIM = 4, 16, 3, 4, 8
+LENGTH = 18
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def caches(order: str, heads: int, seed: int) -> dict[str, torch.Tensor]:
+    """KV caches as vLLM 0.29 and later registers them, in the layout of that name."""
+    size = {"L": LAYERS, "B": BLOCKS, "H": heads, "N": BLOCK, "C": 2 * DIM}
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.rand([size[each] for each in order], generator=generator)
+    left = order.replace("L", "")
+    return {
+        f"model.layers.{layer}.attn": pool.select(order.index("L"), layer).permute(
+            [left.index(each) for each in "BHNC"]
+        )
+        for layer in range(LAYERS)
+    }
+
+
+def vllm_config(tp_size: int, **changes: Any) -> Any:
+    text_config = SimpleNamespace(to_dict=lambda: {"rope_theta": 10000.0, "_name_or_path": str(tp_size)})
+    model = SimpleNamespace(
+        model="org/model", revision=None, hf_config=SimpleNamespace(_commit_hash="c"), seed=0,
+        hf_text_config=text_config, tokenizer="org/model", tokenizer_revision=None, max_model_len=1024,
+        served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS,
+    )  # fmt: skip
+    vars(model).update(changes)
+    return SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+
+
+class Server:
+    """A server without a model; `caches` are its ranks'."""
+
+    def __init__(
+        self, stack: ExitStack, role: Role, *, order: str, tp_size: int, seed: int, **changes: Any
+    ) -> None:
+        settings = read_settings({"control_port": 0, "lease_s": 1.0})
+        heads = [local_heads(HEADS, tp_size, rank) for rank in range(tp_size)]
+        self.caches = [caches(order, len(each), seed + rank) for rank, each in enumerate(heads)]
+        workers = [
+            WorkerHalf(settings, each, rank=rank, heads=heads[rank], num_blocks=BLOCKS, block_size=BLOCK)
+            for rank, each in enumerate(self.caches)
+        ]
+        for worker in workers:
+            stack.callback(worker.close)
+        self.plane, self.half = start_scheduler_half(
+            settings,
+            vllm_config(tp_size, **changes),
+            role,
+            [worker.facts for worker in workers],
+            version="0.32.0",
+            free_blocks=lambda: 0,
+        )
+        stack.callback(self.plane.close)
+        self.vllm = VllmScheduler(self.half, BLOCKS, BLOCK)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until it holds."""
+        deadline = time.monotonic() + patient(10.0)
+        while not condition():
+            assert time.monotonic() < deadline
+            self.vllm.step()
+            time.sleep(0.001)
+
+    def kv(self, blocks: list[int]) -> torch.Tensor:
+        """The KV of some blocks over all ranks, [block, layer, head, token, content]."""
+        parts = [torch.stack([cache[blocks] for cache in each.values()], dim=1) for each in self.caches]
+        return torch.cat(parts, dim=2)
+
+
+@contextmanager
+def pair(
+    orders: tuple[str, str] = ("LBHNC", "LBHNC"), tp_sizes: tuple[int, int] = (1, 1), **changes: Any
+) -> Iterator[tuple[Server, Server]]:
+    with ExitStack() as stack:
+        producer = Server(stack, "prefill", order=orders[0], tp_size=tp_sizes[0], seed=1)
+        yield producer, Server(stack, "decode", order=orders[1], tp_size=tp_sizes[1], seed=9, **changes)
+
+
+def lend(producer: Server, transfer_id: str = "t") -> tuple[VllmRequest, list[int]]:
+    request = producer.vllm.add(VllmRequest("p", prompt(LENGTH), HAND_OVER | {"transfer_id": transfer_id}))
+    producer.vllm.step()
+    blocks = list(request.blocks)
+    producer.vllm.finish(request)
+    return request, blocks
+
+
+@pytest.mark.parametrize(
+    ("orders", "tp_sizes"),
+    [
+        (("LBHNC", "LBHNC"), (1, 1)),
+        (("LBHNC", "BHLNC"), (1, 2)),
+        (("BLHNC", "LHBNC"), (2, 1)),
+        (("BHLNC", "LBHNC"), (2, 2)),
+    ],
+    ids=["one rank each", "1 to 2", "2 to 1", "2 to 2"],
+)
+def test_a_prompts_kv_arrives_and_the_lease_ends(orders: tuple[str, str], tp_sizes: tuple[int, int]) -> None:
+    with pair(orders, tp_sizes) as (producer, consumer):
+        lent, theirs = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": LENGTH - 1}
+        assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+        producer.until(lambda: not producer.vllm.requests)
+        assert producer.half.take_figures() == {"leases_ended:released": 1}
+        assert consumer.half.take_figures()["transfers"] == 1
+        consumer.vllm.finish(request)
+        for server in (producer, consumer):
+            server.vllm.check_integrity()
+
+
+def test_a_lease_that_nobody_reads_ends_and_a_late_reader_computes_the_prompt() -> None:
+    with pair() as (producer, consumer):
+        lent, _ = lend(producer)
+        producer.until(lambda: not producer.vllm.requests)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": 0}
+        assert producer.half.take_figures() == {"leases_ended:expired": 1}
+        assert consumer.half.take_figures()["recomputed"] == 1
+
+
+def test_a_transfer_id_is_good_for_one_lease() -> None:
+    with pair() as (producer, _):
+        lend(producer)
+        producer.until(lambda: not producer.vllm.requests)
+        lend(producer)
+        producer.until(lambda: not producer.vllm.requests)
+        assert producer.half.take_figures() == {"leases_ended:expired": 1, "leases_ended:refused": 1}
+
+
+def test_another_models_kv_is_refused() -> None:
+    other = SimpleNamespace(to_dict=lambda: {"rope_theta": 500000.0})
+    with pair(hf_text_config=other) as (producer, consumer):
+        lent, _ = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": 0}
+        assert consumer.half.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+def test_a_layout_that_mixes_heads_is_refused_by_the_name_of_the_setting(order: str) -> None:
+    with ExitStack() as stack, pytest.raises(NotServed, match="VLLM_KV_CACHE_LAYOUT"):
+        Server(stack, "prefill", order=order, tp_size=1, seed=0)
+
+
+def test_an_engine_whose_api_process_has_gone_ends() -> None:
+    """I8"""
+    code = """
+import os, sys, time
+from contextlib import ExitStack
+from kvferry.agent.vllm import startup
+from tests.unit.agent.vllm.test_two_servers import Server
+if os.fork():
+    sys.stdin.read(1)
+    os._exit(0)
+startup._parent = os.getppid
+with ExitStack() as stack:
+    Server(stack, "prefill", order="LBHNC", tp_size=1, seed=0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    engine = int(parent.stdout.readline())
+    parent.stdin.close()
+    parent.wait(timeout=patient(5.0))
+    deadline = time.monotonic() + patient(3.0)
+    while is_alive(engine):
+        assert time.monotonic() < deadline, "it goes on without its API"
+        time.sleep(0.01)
+    parent.stdout.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that brings down the agents that serve it: two at most, and the others serve on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.proxy.exchange.retry import MAX_FELLED
+from kvferry.proxy.wire.messages import Load
+from tests.standins.agents import DEADLY_TO, Fault
+from tests.standins.engines import SERVERS, Fabric, StandInServer
+from tests.unit.proxy.conftest import Stage, StartStage
+from tests.unit.proxy.exchange.test_foreign_attempt import KINDS
+from tests.unit.proxy.test_process import process
+
+BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
+PAIRS = 3
+DEADLINE_S = 30.0
+START_S = 60.0
+
+
+def deadly(*moments: str) -> dict[str, Any]:
+    return {**BODY, "prompt": " ".join(f"{DEADLY_TO}{moment}" for moment in moments)}
+
+
+@asynccontextmanager
+async def others(url: str) -> AsyncIterator[list[int | str]]:
+    """Ordinary requests beside, one after the other; yields their statuses, and the codes of errors."""
+    statuses: list[int | str] = []
+    body = {**BODY, "prompt": "an ordinary one"}
+
+    async def ask() -> None:
+        async with aiohttp.ClientSession() as http:
+            while True:
+                async with http.post(f"{url}/v1/completions", json=body) as response:
+                    answer = await response.json()
+                    statuses.append(200 if response.status == 200 else answer["error"]["code"])
+                await asyncio.sleep(0.02)
+
+    asking = asyncio.ensure_future(ask())
+    try:
+        yield statuses
+    finally:
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+
+
+async def open_breakers(stage: Stage) -> int:
+    async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
+        nodes = (await response.json())["nodes"]
+    return sum(node["breaker"] != "closed" for node in nodes)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("death", ["killed", "stopped"])
+@pytest.mark.timeout(180)  # seven processes to start, beside whatever else runs on two cores
+async def test_of_six_agents_four_outlive_a_deadly_prompt(death: str, workers: int) -> None:
+    """D2: once, such a request walked through the fleet."""
+    async with AsyncExitStack() as stack:
+        _, listening = await stack.enter_async_context(process("--workers", str(workers)))
+        agents = []
+        for role in ("prefill", "decode") * PAIRS:
+            proxy = f"127.0.0.1:{listening['discovery_port']}"
+            agents.append(await stack.enter_async_context(agent_process(role, proxy, death)))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        url = listening["url"]
+        async with asyncio.timeout(DEADLINE_S):
+            while len(await ready(http, url)) < 2 * PAIRS:
+                await asyncio.sleep(0.05)
+            async with (
+                others(url) as statuses,
+                http.post(f"{url}/v1/completions", json=deadly("decode")) as response,
+            ):
+                answer = await response.json()
+                assert (response.status, answer["error"]["code"]) == (500, "suspect_request")
+                assert response.headers["X-Should-Retry"] == "false"
+            # Workers take turns each for itself, so a request that was beside it at the first agent may be so
+            # at the second one: then nobody can know which it was. One worker takes another agent for each.
+            both = statuses.count("suspect_request")
+            assert both <= (workers > 1) and set(statuses) - {"suspect_request"} == {200}
+            while len(left := await ready(http, url)) > 2 * PAIRS - MAX_FELLED:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # no other may fall later
+        assert len(await ready(http, url)) == len(left) == 2 * PAIRS - MAX_FELLED
+
+
+@asynccontextmanager
+async def agent_process(role: str, proxy: str, death: str) -> AsyncIterator[None]:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.standins.agents", "--role", role, "--proxy", proxy, "--death", death,
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        json.loads(await asyncio.wait_for(child.stdout.readline(), START_S))
+        yield
+    finally:
+        if child.returncode is None:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+        await child.communicate()
+
+
+async def ready(http: aiohttp.ClientSession, url: str) -> list[str]:
+    async with http.get(f"{url}/nodes") as response:
+        return [node["address"] for node in (await response.json())["nodes"] if node["state"] == "ready"]
+
+
+@pytest.mark.parametrize("moments", [["prefill"], ["decode"], ["stream"], ["prefill", "decode"]], ids=str)
+async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list[str]) -> None:
+    stage = await start_stage(breaker_failures=1)
+    agents = [await stage.agent(role) for role in ("prefill", "decode") * PAIRS]
+    async with others(stage.proxy.url) as statuses:
+        if moments == ["stream"]:
+            streamed = await stage.stream(deadly(*moments))
+            assert streamed.error is not None and streamed.error["code"] == "suspect_request"
+        else:
+            status, answer = await stage.ask(deadly(*moments))
+            assert (status, answer["error"]["code"]) == (500, "suspect_request")
+    assert sum(agent.is_dead for agent in agents) == MAX_FELLED
+    assert set(statuses) == {200}
+    assert stage.metric("kvferry_suspect_requests_total") == 1
+    assert await open_breakers(stage) <= MAX_FELLED
+
+
+async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_stage: StartStage) -> None:
+    """Both legs are sent at once, so both agents may fall at once."""
+    stage = await start_stage(stream_pull_min_tokens=1)
+    agents = [await stage.agent(role) for role in ("prefill", "decode") * PAIRS]
+    status, answer = await stage.ask(deadly("prefill", "decode"))
+    assert (status, answer["error"]["code"]) == (500, "suspect_request")
+    assert sum(agent.is_dead for agent in agents) <= MAX_FELLED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "moments", [pytest.param(["prefill"], marks=pytest.mark.full), ["decode"], ["prefill", "decode"]], ids=str
+)
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 8])
+async def test_servers_of_other_engines_are_no_exception(
+    start_stage: StartStage, kind: str, moments: list[str], n: int
+) -> None:
+    """However many sub-requests a request is: n = 8 must not open a breaker by itself either."""
+    stage, fabric = await start_stage(moriio_lease_s=60.0), Fabric()
+    dialect, fixed = KINDS[kind]
+    servers: list[StandInServer] = []
+    for role in ("prefill", "decode") * PAIRS:
+        made = SERVERS[dialect](role=role, proxies=(stage.discovery,), fabric=fabric, **fixed)  # type: ignore[arg-type]
+        servers.append(await stage.bring(made))
+    status, answer = await stage.ask({**deadly(*moments), "n": n})
+    assert (status, answer["error"]["code"]) == (500, "suspect_request")
+    assert sum(server.is_dead for server in servers) <= MAX_FELLED
+    assert await open_breakers(stage) == 0
+    # Until their pings have expired, some requests still find one of the dead.
+    assert (await stage.ask(BODY))[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["reset", "status"])
+async def test_one_request_opens_the_breakers_of_two_agents_at_most(
+    start_stage: StartStage, kind: Any
+) -> None:
+    """They are alive and only fail, so a third and a fourth are tried."""
+    stage = await start_stage(breaker_failures=1, breaker_pause_s=60, retries=4)
+    agents = [await stage.agent(role) for role in ("prefill", "decode") * 5]
+    for agent in agents:
+        agent.faults.append(Fault("decode", kind, status=500))
+    status, _ = await stage.ask(BODY)
+    assert status == 502
+    assert sum(bool(agent.asked) for agent in agents if agent.role == "decode") == 5
+    assert await open_breakers(stage) == MAX_FELLED
+
+
+async def test_a_broken_connection_is_no_death(stage: Stage) -> None:
+    """The pings show it: the third agent is tried, and the stream goes on there."""
+    for _ in range(PAIRS):
+        await stage.pair()
+    undisturbed = await stage.stream(BODY)
+    decodes = [agent for agent in stage.agents if agent.role == "decode"]
+    shared = [Fault("decode", "cut"), Fault("decode", "cut")]
+    for agent in decodes:
+        agent.faults = shared
+    streamed = await stage.stream(BODY)
+    assert streamed.error is None and streamed.text() == undisturbed.text()
+    assert stage.metric("kvferry_migrations_total") == 2
+    assert stage.metric("kvferry_suspect_requests_total") == 0
+
+
+async def test_agents_that_have_announced_their_end_are_not_felled(stage: Stage) -> None:
+    """A rolling restart takes a long stream from agent to agent."""
+    await stage.agent("prefill")
+    decodes = [await stage.agent("decode", interval_s=0.05) for _ in range(PAIRS)]
+    body = {**BODY, "max_tokens": 140}
+
+    async def restart() -> None:
+        for _ in range(2):
+            [serving] = [agent for agent in decodes if agent.running]
+            serving.overrides["state"] = "draining"
+            await asyncio.sleep(2.0)
+            await serving.silence()
+            await serving.close_http()
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as tasks:
+        streaming = tasks.create_task(stage.stream(body))
+        await decodes[0].until(lambda: any(agent.running for agent in decodes))
+        await restart()
+    assert streaming.result().error is None
+    assert stage.metric("kvferry_migrations_total") == 2
+
+
+@pytest.mark.parametrize(("waiting", "opened"), [(0, 1), (3, 0)])
+async def test_an_agent_with_too_much_to_do_is_not_blamed_for_a_deadline(
+    start_stage: StartStage, waiting: int, opened: int
+) -> None:
+    stage = await start_stage(breaker_failures=1, breaker_pause_s=60, first_byte_timeout_s=0.5)
+    busy = Load(1, waiting, 64, 64, 0)
+    prefill = await stage.agent("prefill", overrides={"load": busy})
+    await stage.agent("decode")
+    prefill.faults.append(Fault("prefill", "hang"))
+    status, answer = await stage.ask(BODY)
+    assert (status, answer["error"]["code"]) == (504, "agent_timeout")
+    assert await open_breakers(stage) == opened
