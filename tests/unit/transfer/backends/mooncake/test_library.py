@@ -74,7 +74,7 @@ def test_posting_to_a_stopped_peer_and_asking_for_the_status_do_not_wait(peer: S
         assert reading.library.check(batches[-1]) is Status.PENDING
         took.append(time.monotonic() - begun)
     # A busy machine may hold up some, but neither most nor any for as long as the peer stands still.
-    assert median(took) < 0.5 / len(took) and sum(took) < 5.0
+    assert median(took) < 1.0 and sum(took) < 10.0
     peer.resume()
     assert {reading.finish(batch) for batch in batches} == {Status.DONE}
     reading.library.close()

