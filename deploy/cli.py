@@ -8,18 +8,26 @@ import importlib
 import sys
 from importlib.metadata import version
 
-# Modules are named, not imported: `kvferry proxy` must not pay for torch.
+# Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "up": ("kvferry.deploy.up", "start a proxy and its agents on this machine, until Ctrl-C"),
-    "proxy": ("kvferry.proxy.__main__", "start the proxy that clients talk to"),
-    "agent": ("kvferry.agent.__main__", "start one prefill or decode agent"),
-    "drain": ("kvferry.deploy.drain", "let an agent finish what it has, and end"),
-    "keygen": ("kvferry.deploy.keygen", "make the key that proxies and agents of one cluster share"),
-    "doctor": ("kvferry.deploy.doctor", "report which KV transfer backends work here, and why others do not"),
+    "serve": (
+        "kvferry.deploy.up:serve",
+        "serve a model on this machine: a proxy and one agent for both legs",
+    ),
+    "up": ("kvferry.deploy.up:main", "start a proxy and its agents on this machine, until Ctrl-C"),
+    "proxy": ("kvferry.proxy.__main__:main", "start the proxy that clients talk to"),
+    "agent": ("kvferry.agent.__main__:main", "start one prefill or decode agent"),
+    "status": ("kvferry.deploy.status:main", "list the agents that a proxy knows, and why some are not used"),
+    "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
+    "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),
+    "doctor": (
+        "kvferry.deploy.doctor:main",
+        "report which KV transfer backends work here, and why others do not",
+    ),
 }
-VLLM_ENGINE = "kvferry.deploy.vllm_engine"
+VLLM_ENGINE = "kvferry.deploy.vllm_engine:main"
 """`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
-SIDECAR = "kvferry.deploy.sidecar"
+SIDECAR = "kvferry.deploy.sidecar:main"
 """`kvferry agent --attach`: announces a server of another engine."""
 
 
@@ -50,14 +58,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvferry {version('kvferry')}")
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
-            run = importlib.import_module(SIDECAR).main
-            return int(run(rest))
+            return _run(SIDECAR, rest)
         case ["agent", *rest] if names_vllm(rest):
-            run = importlib.import_module(VLLM_ENGINE).main
-            return int(run(rest))
+            return _run(VLLM_ENGINE, rest)
         case [name, *rest] if name in COMMANDS:
-            run = importlib.import_module(COMMANDS[name][0]).main
-            return int(run(rest))
+            return _run(COMMANDS[name][0], rest)
         case [name, *_]:
             known = f"; choose from {', '.join(COMMANDS)}"
             close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -65,6 +70,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvferry: unknown command {name!r}{hint}", file=sys.stderr)
             return 2
     raise AssertionError("unreachable: the patterns above are exhaustive")
+
+
+def _run(entry_point: str, words: list[str]) -> int:
+    module, _, function = entry_point.partition(":")
+    return int(getattr(importlib.import_module(module), function)(words))
 
 
 if __name__ == "__main__":

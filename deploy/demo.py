@@ -136,7 +136,7 @@ async def demo(console: Console) -> None:
     """Run the demo. Raises `LaunchError` or `DemoFailed` with the reason if anything went wrong."""
     config = UpConfig(port=0, discovery_port=0, log_dir=Path("logs/demo"))
     console.print("starting a proxy, one prefill agent and one decode agent …")
-    async with Cluster(cluster_spec(config, PassedOn(()))) as cluster:
+    async with Cluster(cluster_spec(config, PassedOn("make demo", ()))) as cluster:
         await cluster.wait_ready(progress=lambda words: console.print(words, highlight=False))
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C, and restart what ends."""
+"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C, and restart what ends.
+
+`kvferry serve MODEL` is the same with one agent that serves both legs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
 from rich.console import Console
 
 from kvferry.agent.cli import parse_config as parse_agent_config
@@ -19,19 +24,20 @@ from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
 from kvferry.proxy.config import parse_config as parse_proxy_config
 from kvferry.proxy.wire.flags import exit_with, parse_flags
 
-PARTS = ("agent", "prefill", "decode", "proxy")
+PARTS = ("agent", "prefill", "decode", "both", "proxy")
 _AGENTS_CHOSEN = frozenset(
     {"config", "model", "role", "host", "port", "control-port", "proxy", "advertise-host"}
 )
 CHOSEN = {
-    **dict.fromkeys(("agent", "prefill", "decode"), _AGENTS_CHOSEN),
+    **dict.fromkeys(("agent", "prefill", "decode", "both"), _AGENTS_CHOSEN),
     "proxy": frozenset({"config", "host", "port", "discovery-port"}),
 }
 """Options of each part that `kvferry up` sets itself."""
 DESCRIPTION = (
     "Start a proxy and its agents on this machine, and restart what ends. Any option of the processes can be "
     "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
-    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy."
+    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. In the YAML "
+    "file of --config they are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
 )
 
 
@@ -43,6 +49,7 @@ class UpConfig:
         model: Checkpoint directory, or the name of a bundled model.
         prefill: Number of prefill agents.
         decode: Number of decode agents.
+        both: Number of agents that serve both legs.
         tp: Tensor-parallel ranks of every agent.
         transfer: KV transfer backend; auto takes the best that works between two agents.
         device: Where the model runs.
@@ -55,6 +62,7 @@ class UpConfig:
     model: str = "ferry-tiny"
     prefill: int = 1
     decode: int = 1
+    both: int = 0
     tp: int = 1
     transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -64,21 +72,27 @@ class UpConfig:
     log_dir: Path = Path("logs")
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("tp", 1), ("prefill", 0), ("decode", 0), ("both", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.both and not (self.prefill and self.decode):
+            name = "decode" if self.prefill else "prefill"
+            raise ValueError(f"{name} must be at least 1 where no agent serves both legs, got 0")
 
 
 class PassedOn:
     """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
 
-    The parts are agent (all agents), prefill, decode and proxy.
+    The parts are agent (all agents), prefill, decode, both and proxy. A file that `--config` names stands
+    for its settings: what follows it on the command line wins.
 
     Raises:
-        SystemExit: as `parse_flags` does, for an option that the part does not have.
+        SystemExit: as `parse_flags` does, for an option that the part does not have, or a bad file.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, prog: str, argv: Sequence[str]) -> None:
+        self._prog = prog
+        argv = _with_file(prog, argv)
         self.rest: list[str] = []
         """The words that are for `kvferry up` itself."""
         self._words: dict[str, list[str]] = {part: [] for part in PARTS}
@@ -90,13 +104,19 @@ class PassedOn:
                 if into is not self.rest:
                     word = f"--{option}"
                     if option.partition("=")[0] in CHOSEN[part]:
-                        exit_with("kvferry up", f"--{part}.{option}: `kvferry up` itself chooses this")
+                        exit_with(self._prog, f"--{part}.{option}: {self._prog} chooses this")
             into.append(word)
 
     def proxy(self) -> tuple[str, ...]:
         """Return the proxy's options."""
         parse_proxy_config(self._words["proxy"])
         return tuple(self._words["proxy"])
+
+    def check_unused(self, role: Role) -> None:
+        """Exit with status 2 if there are options for a role of which no agent is started."""
+        if self._words[role]:
+            option = self._words[role][0].removeprefix("--").partition("=")[0]
+            exit_with(self._prog, f"--{role}.{option}: no agent of this role is started")
 
     def agent(self, role: Role, model: str) -> tuple[str, ...]:
         """Return the options of the agents of one role."""
@@ -105,15 +125,65 @@ class PassedOn:
         return words
 
 
+def _with_file(prog: str, argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the file of `--config FILE` or `--config=FILE`, if any, replaced by its settings."""
+    words = list(argv)
+    for at, word in enumerate(words):
+        flag, equals, name = word.partition("=")
+        if flag == "--config":
+            rest = words[at + 1 :]
+            if not equals:
+                if not rest:
+                    exit_with(prog, "--config: a file is missing")
+                name, *rest = rest
+            return [*words[:at], *_words_of(prog, Path(name)), *rest]
+    return words
+
+
+def _words_of(prog: str, path: Path) -> list[str]:
+    """Return the settings of a YAML file as words of a command line."""
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        exit_with(prog, f"--config: {str(path)!r}: {error.strerror}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        exit_with(prog, f"--config: {str(path)!r} is not YAML: {error}")
+    if not isinstance(settings, dict):
+        exit_with(prog, f"--config: {str(path)!r} holds no settings")
+    words: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            for option, setting in value.items():
+                is_count = option == "count" and name in ("prefill", "decode", "both")
+                words += _flag_words(name if is_count else f"{name}.{option}", setting)
+        else:
+            words += _flag_words(name, value)
+    return words
+
+
+def _flag_words(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
 def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
     """Return the processes to start. Cores are divided evenly among all ranks."""
-    ranks = (config.prefill + config.decode) * config.tp
+    ranks = (config.prefill + config.decode + config.both) * config.tp
     threads = max(1, (os.cpu_count() or 1) // ranks)
     args = (
         "--tp", str(config.tp), "--transfer", config.transfer,
         "--device", config.device, "--threads", str(threads),
     )  # fmt: skip
-    counts: tuple[tuple[Role, int], ...] = (("prefill", config.prefill), ("decode", config.decode))
+    counts: tuple[tuple[Role, int], ...] = (
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+        ("both", config.both),
+    )
+    for role, count in counts:
+        if not count:
+            passed_on.check_unused(role)
     agents = tuple(
         AgentSpec(name=f"{role}-{index}", role=role, args=(*args, *passed_on.agent(role, config.model)))
         for role, count in counts
@@ -144,7 +214,7 @@ async def run(spec: ClusterSpec, console: Console) -> int:
             await serving
         return 0
     except LaunchError as error:
-        console.print(f"[red]kvferry up:[/red] {error}", highlight=False)
+        console.print(f"[red]kvferry:[/red] {error}", highlight=False)
         return 1
     finally:
         stopped.cancel()
@@ -163,9 +233,20 @@ async def _serve(spec: ClusterSpec, console: Console) -> None:
         await cluster.keep_running(show)
 
 
+def serve(argv: list[str]) -> int:
+    """Entry point of `kvferry serve [MODEL]`: `kvferry up` with one agent for both legs."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model", *argv]
+    return _main("kvferry serve", ["--prefill=0", "--decode=0", "--both=1", *argv])
+
+
 def main(argv: list[str]) -> int:
     """Entry point of `kvferry up`; returns the exit status."""
-    passed_on = PassedOn(argv)
-    config = parse_flags(UpConfig, passed_on.rest, prog="kvferry up", description=DESCRIPTION)
+    return _main("kvferry up", argv)
+
+
+def _main(prog: str, argv: list[str]) -> int:
+    passed_on = PassedOn(prog, argv)
+    config = parse_flags(UpConfig, passed_on.rest, prog=prog, description=DESCRIPTION)
     spec = cluster_spec(config, passed_on)
     return asyncio.run(run(spec, Console(soft_wrap=True)))

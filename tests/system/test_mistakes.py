@@ -19,10 +19,11 @@ START_TIMEOUT_S = 60.0
 MODEL = "--model ferry-tiny"
 
 # Command, exit status, and what the line says. {folder} holds: bad.yml with a misspelt setting, wrong.yml
-# with a value that is none, torn.yml, which is no YAML, junk, which is no key, open.key, which all can read.
+# with a value that is none, torn.yml, which is no YAML, fleet.yml with a misspelt option of a role, junk,
+# which is no key, open.key, which all can read.
 MISTAKES = [
     ("prox", 2, "kvferry: unknown command 'prox'; did you mean proxy?"),
-    ("serve-it", 2, "unknown command 'serve-it'; choose from up, proxy, agent, drain, keygen, doctor"),
+    ("begin", 2, "unknown command 'begin'; choose from serve, up, proxy, agent, status, "),
     # Names.
     ("proxy --prt 1", 2, "--prt: no such option; did you mean --port?"),
     ("proxy --por 1", 2, "--por: no such option; did you mean --port?"),
@@ -36,7 +37,18 @@ MISTAKES = [
     ("up --agent.lease-s 0", 2, "--lease-s must be greater than 0"),
     ("up --decode.lase-s 5", 2, "--lase-s: no such option; did you mean --lease-s?"),
     ("up --proxy.prt 1", 2, "--prt: no such option; did you mean --port?"),
-    ("up --prefill.port 8000", 2, "--prefill.port: `kvferry up` itself chooses this"),
+    ("up --prefill.port 8000", 2, "--prefill.port: kvferry up chooses this"),
+    ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
+    ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
+    ("up --config none.yaml", 2, "--config: 'none.yaml': No such file or directory"),
+    ("up --config", 2, "--config: a file is missing"),
+    ("up --config {folder}/torn.yml", 2, "torn.yml' is not YAML: "),
+    ("up --config {folder}/bad.yml", 2, "--prt: no such option; did you mean --port?"),
+    ("up --config {folder}/fleet.yml", 2, "--lase-s: no such option; did you mean --lease-s?"),
+    ("serve no", 2, "'no' is no directory, no bundled model (ferry-tiny)"),
+    ("serve --prot 1", 2, "kvferry serve: --prot: no such option; did you mean --port?"),
+    ("status http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be asked: "),
+    ("status --watch --json", 2, "--json: not allowed with argument --watch"),
     ("keygen a b", 2, "unrecognized arguments: b"),
     ("keygen", 2, "the following arguments are required: file"),
     ("drain", 2, "the following arguments are required: url"),
@@ -104,6 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "bad.yml").write_text("prt: 1\n")
     (made / "wrong.yml").write_text("port: abc\n")
     (made / "torn.yml").write_text("port: [\n")
+    (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
     for name, mode in (("junk", 0o600), ("open.key", 0o644)):
         (made / name).write_text("junk\n")
         (made / name).chmod(mode)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up` passes options on, and restarts what dies while the streams go on."""
+"""`kvferry up` and `kvferry serve` pass options on, and restart what dies while the streams go on."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -48,9 +49,9 @@ class Up:
 
 
 @asynccontextmanager
-async def up(log_dir: Path, *words: str) -> AsyncIterator[Up]:
+async def up(log_dir: Path, *words: str, command: str = "up") -> AsyncIterator[Up]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry.deploy", "up", "--port", "0", "--discovery-port", "0"),
+        *(sys.executable, "-m", "kvferry.deploy", *command.split(), "--port", "0", "--discovery-port", "0"),
         *("--log-dir", str(log_dir), *words),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
@@ -95,3 +96,36 @@ async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> N
             while [node["state"] for node in await nodes(http, url)] != ["ready"] * 3:
                 await asyncio.sleep(0.1)
         assert (await complete(http, url, bodies[0])).same() == expected[0].same()
+
+
+async def kvferry(*words: str) -> str:
+    """Return what a command prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvferry.deploy", *words), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    printed, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    return printed.decode()
+
+
+@pytest.mark.timeout(120)
+async def test_one_agent_serves_alone_and_its_options_come_from_a_file(tmp_path: Path) -> None:
+    settings = tmp_path / "fleet.yaml"
+    settings.write_text(
+        "proxy: {decode-policy: round_robin}\nagent: {max-model-len: 1536}\nboth: {verify-kv: true}\n"
+    )
+    async with (
+        up(tmp_path, "--config", str(settings), command="serve ferry-tiny") as cluster,
+        session() as http,
+    ):
+        url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]
+        async with http.get(f"{url}/v1/models") as response:
+            assert (await response.json())["data"][0]["max_model_len"] == 1536
+        body = {"model": "ferry-tiny", "prompt": heldout(1)[0].prompt, "max_tokens": 4}
+        assert isinstance(await complete(http, url, body), Answer)
+        (node,) = json.loads(await kvferry("status", url, "--json"))["nodes"]
+        assert (node["role"], node["state"], node["model"]) == ("both", "ready", "ferry-tiny")
+        table = await kvferry("status", url)
+        assert re.search(
+            rf"{re.escape(node['address'])} +both +ready +native +ferry-tiny +0 of \d+ +0 ", table
+        )

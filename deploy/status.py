@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry status URL`: the agents that a proxy knows, their load, and why some are not used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from kvferry.proxy.api.openapi import NodeList, NodeView
+from kvferry.proxy.wire.flags import CommandParser
+from kvferry.proxy.wire.tls import BadCertificate, client_context
+
+DEFAULT_URL = "http://127.0.0.1:10001"
+CALL_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 1.0
+MAX_PAGE_BYTES = 16 << 20
+"""A thousand agents take about half a megabyte."""
+PIPED_COLUMNS = 240
+"""How wide the table may be where no terminal sets it."""
+COLUMNS = ("agent", "role", "state", "engine", "model", "running", "waiting", "KV used", "last ping")
+
+
+class StatusFailed(RuntimeError):
+    """The proxy's list of agents cannot be had; the message says why."""
+
+
+async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
+    """Return a proxy's list of agents. Raises `StatusFailed`."""
+    try:
+        async with http.get(f"{url}/nodes") as response:
+            page = await response.content.read(MAX_PAGE_BYTES)
+            if response.status != 200:
+                raise StatusFailed(f"{url} answered {response.status}: {_message(page)}")
+        return msgspec.json.decode(page, type=NodeList)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise StatusFailed(f"{url} cannot be asked: {error or 'no response in time'}") from error
+    except msgspec.DecodeError as error:
+        raise StatusFailed(f"{url} is no kvferry proxy: {error}") from error
+
+
+def node_row(node: NodeView) -> tuple[str, ...]:
+    """Return one agent's cells, as `COLUMNS` names them."""
+    load = node.load
+    state = node.state
+    if node.drained and state == "ready":
+        state = "drained"
+    if node.breaker != "closed":
+        state += f", breaker {node.breaker}"
+    if node.not_paired is not None:
+        state += f", not paired: {node.not_paired}"
+    most = "" if load.max_running is None else f" of {load.max_running}"
+    used = load.kv_blocks_total - load.kv_blocks_free
+    share = f"{100 * used / load.kv_blocks_total:.0f} %" if load.kv_blocks_total else ""
+    return (
+        node.address, node.role, state, node.dialect, node.model,
+        f"{load.running}{most}", str(load.waiting), share, f"{node.last_ping_s:.1f} s",
+    )  # fmt: skip
+
+
+def other_lines(nodes: NodeList) -> list[str]:
+    """Return a line for each server that is down or rejected, and each pairing that cannot be."""
+    lines = [f"{server.address} ({server.role}) is down: {server.reason}" for server in nodes.down]
+    lines += [f"{agent.address} is rejected: {agent.reason}" for agent in nodes.refused_agents]
+    lines += [f"{pair.prefill} and {pair.decode}: {pair.reason}" for pair in nodes.refused_pairings]
+    hidden = nodes.num_refused_pairings - len(nodes.refused_pairings)
+    return [*lines, *([f"and {hidden} more pairings that cannot be"] if hidden > 0 else [])]
+
+
+def render(nodes: NodeList) -> RenderableType:
+    """Return the agents as a table, and below it what is not used and why."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in COLUMNS[5:] else "left", overflow="fold")
+    for node in sorted(nodes.nodes, key=lambda node: (node.role, node.address)):
+        table.add_row(*node_row(node))
+    table.caption = "\n".join(other_lines(nodes) or ([] if nodes.nodes else ["no agents yet"])) or None
+    table.caption_justify = "left"
+    return table
+
+
+async def show(url: str, headers: dict[str, str], ca: Path | None, watch: bool, as_json: bool) -> None:
+    """Print the agents once, or until Ctrl-C. Raises `StatusFailed`, OSError and `BadCertificate`."""
+    tls = True if ca is None else client_context(ca)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=tls),
+        timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
+        headers=headers,
+        trust_env=False,
+    ) as http:
+        nodes = await fetch_nodes(http, url)
+        if as_json:
+            print(json.dumps(msgspec.to_builtins(nodes), indent=2))
+        elif not watch:
+            Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(render(nodes), highlight=False, markup=False)
+        else:
+            screen = Console()
+            while True:
+                screen.clear()
+                screen.print(render(nodes), highlight=False, markup=False)
+                await asyncio.sleep(WATCH_INTERVAL_S)
+                nodes = await fetch_nodes(http, url)
+
+
+def _message(page: bytes) -> str:
+    try:
+        error: Any = msgspec.json.decode(page)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        error = page[:200].decode(errors="replace")
+    return str(error)[:200]
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})")
+    parser.add_argument("--key", type=Path, help="file that holds the operator's key, if the proxy has one")
+    parser.add_argument("--ca", type=Path, help="PEM file of who signed the proxy's certificate")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--watch", action="store_true", help="show it anew every second, until Ctrl-C")
+    shown.add_argument("--json", action="store_true", help="print the proxy's whole answer as JSON")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a fleet. Returns 0, or 1 if the proxy cannot be asked."""
+    options = build_parser().parse_args(argv)
+    try:
+        headers = {}
+        if options.key is not None:
+            headers["Authorization"] = f"Bearer {options.key.read_text().strip()}"
+        asyncio.run(show(options.url.rstrip("/"), headers, options.ca, options.watch, options.json))
+    except (StatusFailed, OSError, BadCertificate) as error:
+        print(f"kvferry status: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
