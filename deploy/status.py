@@ -99,15 +99,14 @@ async def show(url: str, headers: dict[str, str], ca: Path | None, watch: bool, 
         nodes = await fetch_nodes(http, url)
         if as_json:
             print(json.dumps(msgspec.to_builtins(nodes), indent=2))
-        elif not watch:
-            Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS).print(render(nodes), highlight=False, markup=False)
-        else:
-            screen = Console()
-            while True:
-                screen.clear()
-                screen.print(render(nodes), highlight=False, markup=False)
-                await asyncio.sleep(WATCH_INTERVAL_S)
-                nodes = await fetch_nodes(http, url)
+            return
+        screen = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+        screen.print(render(nodes), highlight=False, markup=False)
+        while watch:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            nodes = await fetch_nodes(http, url)
+            screen.clear()
+            screen.print(render(nodes), highlight=False, markup=False)
 
 
 def _message(page: bytes) -> str:
