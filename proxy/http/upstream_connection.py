@@ -24,7 +24,7 @@ MAX_BUFFERED_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 """Of a response's headers; and of what may come between two pieces of a body: chunk extensions, trailers. The
 parser has no limit, and a line costs it the square of its size."""
-MAX_TURN_BYTES = 64 * 1024
+MAX_TURN_BYTES = 16 * 1024
 """What one connection may deliver in one turn of the event loop: of what an earlier turn left, and again of
 what is read. The other connections come before the rest."""
 MEASURED_BYTES = 64 * 1024

@@ -27,12 +27,16 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
 MAX_PIPELINED = 100
 """Requests that a connection may send ahead of the response to the first of them."""
+MAX_CHUNKS = 16384
+"""Of one body. Each costs as much as some kilobytes, and nothing else bounds how short they are."""
 MAX_CONNECTIONS = 16384
 """Of one process; fewer where it may not open twice as many files."""
 MAX_BODY_BYTES_HELD = 1024 * 1024 * 1024
 """Of the bodies of all requests of one process that have no complete response yet."""
 MAX_PARTIAL_BYTES_HELD = 128 * 1024 * 1024
 """Of those of them that have not arrived completely."""
+MAX_UNREAD_BYTES_HELD = 512 * 1024 * 1024
+"""Of all responses of one process, what was written for clients that do not read."""
 CANCEL_TIMEOUT_S = 2.0
 COLLECTION_THRESHOLD = 10_000
 """Objects that come and stay until the youngest are looked through for cycles."""
@@ -72,6 +76,7 @@ class ServerBounds:
         max_connections: None for as many as this process may open files for.
         max_body_bytes: Of requests without a complete response.
         max_partial_bytes: Of those of them that have not arrived completely.
+        max_unread_bytes: Of responses whose clients do not read.
     """
 
     def __init__(
@@ -80,12 +85,16 @@ class ServerBounds:
         max_connections: int | None = None,
         max_body_bytes: int = MAX_BODY_BYTES_HELD,
         max_partial_bytes: int = MAX_PARTIAL_BYTES_HELD,
+        max_unread_bytes: int = MAX_UNREAD_BYTES_HELD,
     ) -> None:
         self.max_connections = max_connections_allowed() if max_connections is None else max_connections
         self._room = max_body_bytes
         self._partial_room = max_partial_bytes
         self._partial: dict[GuardedConnection, int] = {}
         """Bytes of bodies that have not arrived completely; the one that began first is in front."""
+        self._unread_room = max_unread_bytes
+        self._unread: dict[GuardedConnection, int] = {}
+        """Bytes written for clients that do not read, when they were last counted."""
 
     def hold(self, connection: GuardedConnection, size: int) -> None:
         """Count bytes of a body; to be released.
@@ -113,6 +122,23 @@ class ServerBounds:
     def note_whole(self, connection: GuardedConnection) -> None:
         """Record that a body has arrived completely, or never will. Idempotent."""
         self._partial_room += self._partial.pop(connection, 0)
+
+    def note_unread(self, connection: GuardedConnection, size: int) -> None:
+        """Record what is buffered for a client that does not read.
+
+        Beyond the limit the connections are closed for which most is buffered.
+        """
+        self._unread_room -= size - self._unread.get(connection, 0)
+        self._unread[connection] = size
+        while self._unread_room < 0:
+            largest = max(self._unread, key=self._unread.__getitem__)
+            self.note_read(largest)
+            logger.warning("%s reads too little of its response, and is disconnected", largest.client)
+            largest.transport.abort()
+
+    def note_read(self, connection: GuardedConnection) -> None:
+        """Record that a client reads again, or has gone. Idempotent."""
+        self._unread_room += self._unread.pop(connection, 0)
 
 
 def spare_full_collections() -> None:
@@ -171,6 +197,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._num_hosts = 0
+        self._num_chunks = 0
         self._expects = b""
         self._body_bytes = 0
         """Of the bodies of its requests that have no complete response yet."""
@@ -203,7 +230,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_hosts, self._expects = 0, b""
+        self._num_hosts, self._num_chunks, self._expects = 0, 0, b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -231,6 +258,10 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._head_room = MAX_HEAD_BYTES  # after the last one, trailers come
+        self._num_chunks += 1
+        if self._num_chunks > MAX_CHUNKS:
+            self.transport.abort()
+            raise RequestRejected(f"a body in more than {MAX_CHUNKS} chunks")
 
     def on_body(self, body: bytes) -> None:
         self._head_room = sys.maxsize
@@ -269,6 +300,15 @@ class GuardedConnection(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._release_bodies()
+        self._bounds.note_read(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._bounds.note_unread(self, self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._bounds.note_read(self)
 
     def drop_body(self) -> None:
         """Called when too much is held: answer the request that is being received by 503, and close."""

@@ -25,7 +25,7 @@ from kvferry.proxy.exchange.retry import MAX_FELLED
 from kvferry.proxy.http.pool import MAX_BODY_BYTES
 from kvferry.proxy.wire import messages as wire
 from kvferry.proxy.wire.http_server import MAX_PARTIAL_BYTES_HELD
-from tests.abuse.raw import REPLY_S, Reply, connected, exchange, flood, post
+from tests.abuse.raw import REPLY_S, Reply, connected, exchange, flood, post, read_reply
 from tests.abuse.watch import GROWTH, MAX_BODY, MODEL
 from tests.standins.agents import DEADLY_TO, StandInAgent
 from tests.standins.hostile import DIALECTS, model_of, registration
@@ -33,6 +33,8 @@ from tests.standins.hostile import DIALECTS, model_of, registration
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LARGE = 8_000_000
 """Bytes of a large text: within the limit of a body."""
+PIECE_BYTES = 8192
+SIDE_BY_SIDE = 8
 MAX_ERROR_BYTES = 4096
 
 
@@ -110,6 +112,33 @@ def posted(
 
         async def action(target: Target) -> None:
             check(await post(target.urls[to], raw, path))
+
+        return action
+
+    return make
+
+
+def posted_side_by_side(make_body: Callable[[], bytes], param: str, to: Server) -> Callable[[], Action]:
+    """POST one body several times at once, piece by piece in turn: so they grow beside each other."""
+
+    def make() -> Action:
+        raw = make_body()
+
+        async def send(url: str) -> None:
+            async with connected(url) as (reader, writer):
+                writer.write(head(COMPLETIONS, "POST", f"Content-Length: {len(raw)}"))
+                for start in range(0, len(raw), PIECE_BYTES):
+                    writer.write(raw[start : start + PIECE_BYTES])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                reply = await read_reply(reader)
+                assert reply is not None, "no response"
+                check_refused(reply, 400, param)
+
+        async def action(target: Target) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(SIDE_BY_SIDE):
+                    tasks.create_task(send(target.urls[to]))
 
         return action
 
@@ -268,6 +297,8 @@ def head(path: str = COMPLETIONS, method: str = "GET", *fields: str) -> bytes:
 PIPELINED = head() * 1000
 ENDLESS_HEAD = head()[:-2] + b"X-Pad: "
 ENDLESS_CHUNK = head(COMPLETIONS, "POST", "Transfer-Encoding: chunked") + b"1;"
+BODY_IN_CHUNKS = head(COMPLETIONS, "POST", "Transfer-Encoding: chunked")
+CHUNKS_OF_A_BYTE = b"1\r\n \r\n" * 50_000
 HALF_A_BODY = head(COMPLETIONS, "POST", f"Content-Length: {MAX_BODY}") + b" " * (MAX_BODY // 4)
 UPGRADE = (
     "Upgrade: websocket",
@@ -364,11 +395,30 @@ def check_head(reply: Reply) -> None:
     assert reply.head.isascii(), reply.head[:500]
 
 
+def unread(way: str, dialect: str, count: int) -> Callable[[], Action]:
+    """Ask so many times for a stream without an end, and read nothing of it."""
+    body = json.dumps({"model": model_of(way, dialect), "prompt": "a", "stream": True})
+    sent = head(COMPLETIONS, "POST", f"Content-Length: {len(body)}") + body.encode()
+
+    def make() -> Action:
+        async def action(target: Target) -> None:
+            async with AsyncExitStack() as stack:
+                for _ in range(count):
+                    _, writer = await stack.enter_async_context(connected(target.urls["proxy"]))
+                    writer.transport.pause_reading()
+                    writer.write(sent)
+                await asyncio.sleep(target.flood_s)
+
+        return action
+
+    return make
+
+
 def is_left(_: Reply | None) -> None:
     """An honest stream without an end: the client leaves."""
 
 
-SERVER_S = 20.0
+SERVER_S = 60.0
 """How long a client waits for what a misbehaving server makes of its request."""
 SERVERS: dict[str, tuple[bool, Callable[[Reply | None], None]]] = {
     "a header without an end": (False, is_a_bad_answer),
@@ -520,6 +570,7 @@ FULL_ONLY = frozenset(
         *("an upgrade at the agent", "a request id in a trailer to the agent"),
         *("no Host at the agent", "two Hosts at the agent", "two Hosts at the proxy"),
         "500 idle connections to the proxy",
+        f"{SIDE_BY_SIDE} bodies of 8 MB, piece by piece, to the agent",
         *(f"{name} to the {to}" for name in ODD for to in BOTH if f"{name} to the {to}" not in SHORT_BODIES),
         *(f"{way} (vllm-nixl)" for way in SERVERS if way not in FOREIGN_TOO),
         *("a gzip 200 (native)", "status 099 (native)", "no event at all (native)"),
@@ -567,14 +618,29 @@ def _attacks() -> list[Attack]:
             flooded(ENDLESS_CHUNK, PAD, to),
             floods=True,
         )
+        add(
+            "connections",
+            f"chunks of a byte to the {to}",
+            flooded(BODY_IN_CHUNKS, CHUNKS_OF_A_BYTE, to),
+            floods=True,
+        )
         add("connections", f"500 idle connections to the {to}", kept_open(500, b"", to), floods=True)
         for name, body in ODD.items():
             add("bodies", f"{name} to the {to}", posted(body, check_typed, to=to))
+        ids = posted_side_by_side(TEXTS["ids"][1], "prompt", to)
+        held = GROWTH * MAX_BODY * (SIDE_BY_SIDE - 1)
+        add("bodies", f"{SIDE_BY_SIDE} bodies of 8 MB, piece by piece, to the {to}", ids, held)
     for way, (stream, check) in SERVERS.items():
         for dialect in DIALECTS:
             id = "D10" if "200" in way or "[DONE]" in way else "D11" if "header" in way else "servers"
             held = MAX_BODY_BYTES if way == "an answer without an end" else 0
             add(id, f"{way} ({dialect})", asked_of(way, dialect, check, stream=stream), held)
+    add(
+        "servers",
+        "100 streams that nobody reads",
+        unread("events without an end", "native", 100),
+        floods=True,
+    )
     add("D4", "1,000 agents", registered(1000))
     add("D5", "an agent whose host cannot be looked up", misspelt_host)
     add("suspects", "a prompt that kills who decodes it", deadly_prompt)

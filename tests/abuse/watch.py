@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,24 @@ NUM_STREAMS = 16
 SLACK_S = 1.0
 """How much longer than without abuse a stream may stand still."""
 HEALTH_S = 0.5
+"""How much longer than without abuse `/health` may take."""
+USUAL_EVENTS_PER_S = 2500
+"""Of undisturbed streams, on the machine for which these bounds were stated: 2 cores, and nothing beside it.
+One that is slower, or busy, is given more time accordingly.
+"""
 MAX_BODY = 8 * 2**20
 """The limit of a body, as `--max-body-bytes` has it by default."""
 GROWTH = 4
 """How many times the body any process's memory may grow."""
 LOOK_S = 0.1
+TICK_S = 0.01
+SETTLE_S = 0.3
+"""How long after an attack it may still be noticed."""
+CONTROL_S = 3.0
 OUTPUT_TOKENS = 200
+
+Action = Callable[[], Coroutine[Any, Any, None]]
+"""What is done beside the ordinary streams, each time that it is called."""
 
 
 @dataclass(slots=True)
@@ -40,23 +52,29 @@ class Seen:
     longest_gap: float = 0.0
     """The longest stand of any stream, its first token included."""
     slowest_health: float = 0.0
+    own_delay: float = 0.0
+    """How late this process itself ran at most: no server's doing, but it looks like a stall of theirs."""
     events: int = 0
+    seconds: float = 0.0
     growth: dict[str, int] = field(default_factory=dict)
     """By process, its resident memory's peak above what it was at first."""
     left: set[str] = field(default_factory=set)
 
-    def complaints(self, control: Seen, growth: int) -> list[str]:
-        """Why this is worse than the undisturbed `control` by more than may be; empty if it is not.
+    def growths(self, most: int) -> list[str]:
+        """Which processes' memory grew by more than `most` bytes; empty if none did."""
+        grown = {name: size for name, size in self.growth.items() if size > most}
+        return [f"{name} grew by {size >> 20} MiB" for name, size in grown.items()]
 
-        `growth`: bytes by which any process's memory may grow.
-        """
+    def delays(self, control: Seen) -> list[str]:
+        """What took too long beside the undisturbed `control`; empty if nothing did."""
+        slowness = max(1.0, USUAL_EVENTS_PER_S * control.seconds / max(1, control.events))
         found = [f"out of rotation: {each}" for each in sorted(self.left)]
-        if self.longest_gap > control.longest_gap + SLACK_S:
-            found.append(f"a stream stood still for {self.longest_gap:.2f} s ({control.longest_gap:.2f} s)")
-        if self.slowest_health > control.slowest_health + HEALTH_S:
-            found.append(f"/health took {self.slowest_health:.2f} s ({control.slowest_health:.2f} s)")
-        grown = {name: size for name, size in self.growth.items() if size > growth}
-        found += [f"{name} grew by {size >> 20} MiB" for name, size in grown.items()]
+        for what, took, usual, slack in (
+            ("a stream stood still for", self.longest_gap, control.longest_gap, SLACK_S),
+            ("/health took", self.slowest_health, control.slowest_health, HEALTH_S),
+        ):
+            if took > usual + slack * slowness + self.own_delay:
+                found.append(f"{what} {took:.2f} s ({usual:.2f} s)")
         return found
 
     def summary(self) -> str:
@@ -64,7 +82,8 @@ class Seen:
         name, grown = max(self.growth.items(), key=lambda each: each[1], default=("nothing", 0))
         return (
             f"longest gap {self.longest_gap:.2f} s, /health {self.slowest_health:.2f} s, "
-            f"{self.events} events, {name} grew most: {grown / 2**20:.1f} MiB"
+            f"this process {self.own_delay:.2f} s late, {self.events} events in {self.seconds:.1f} s, "
+            f"{name} grew most: {grown / 2**20:.1f} MiB"
         )
 
 
@@ -145,16 +164,49 @@ async def watching(cluster: Cluster, ordinary: Ordinary) -> AsyncIterator[Seen]:
             *(tasks.create_task(_watch_health(process.url, seen)) for process in cluster.processes),
             tasks.create_task(_watch_rotation(cluster, seen)),
             tasks.create_task(_watch_memory(members, seen)),
+            tasks.create_task(_watch_this_process(seen)),
         ]
+        begun = time.monotonic()
         yield seen
+        seen.seconds = time.monotonic() - begun
         for task in watchers:
             task.cancel()
 
 
-async def control_window(cluster: Cluster, ordinary: Ordinary, seconds: float = 3.0) -> Seen:
+async def control_window(cluster: Cluster, ordinary: Ordinary, seconds: float = CONTROL_S) -> Seen:
     """What undisturbed streams look like on this machine, now."""
     async with watching(cluster, ordinary) as seen:
         await asyncio.sleep(seconds)
+    return seen
+
+
+async def complaints_about(
+    action: Action, cluster: Cluster, ordinary: Ordinary, control: Seen, most_growth: int
+) -> list[str]:
+    """Carry out `action` beside ordinary streams; returns why that was noticed, empty if it was not.
+
+    What took too long is judged twice, the second time beside a control window of its own, since a machine
+    that others use may be busy for a while.
+
+    Args:
+        most_growth: Bytes by which any process's memory may grow.
+    """
+    seen = await _beside(action, cluster, ordinary)
+    growths = seen.growths(most_growth)
+    if growths or not (delays := seen.delays(control)):
+        return growths
+    control = await control_window(cluster, ordinary)
+    print(f"once more, since {delays}; control: {control.summary()}")
+    again = await _beside(action, cluster, ordinary)
+    return again.growths(most_growth) + again.delays(control)
+
+
+async def _beside(action: Action, cluster: Cluster, ordinary: Ordinary) -> Seen:
+    async with watching(cluster, ordinary) as seen:
+        # In a thread: a stall of this loop would look like one of theirs.
+        await asyncio.to_thread(asyncio.run, action())
+        await asyncio.sleep(SETTLE_S)
+    print(seen.summary())
     return seen
 
 
@@ -188,3 +240,10 @@ async def _watch_memory(members: dict[str, psutil.Process], seen: Seen) -> None:
             grown = member.memory_info().rss - before[name]
             seen.growth[name] = max(seen.growth.get(name, 0), grown)
         await asyncio.sleep(LOOK_S)
+
+
+async def _watch_this_process(seen: Seen) -> None:
+    while True:
+        due = time.monotonic() + TICK_S
+        await asyncio.sleep(TICK_S)
+        seen.own_delay = max(seen.own_delay, time.monotonic() - due)

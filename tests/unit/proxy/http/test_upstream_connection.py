@@ -152,7 +152,11 @@ async def test_a_body_that_is_not_read_is_buffered_up_to_a_limit() -> None:
     connection, wire, _ = connected()
     connection.send(b"request", soon())
     connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-    connection.data_received(b"x" * MAX_BUFFERED_BYTES)
+    for _ in range(MAX_BUFFERED_BYTES // MAX_TURN_BYTES):
+        await asyncio.sleep(0)
+        connection.data_received(b"x" * MAX_TURN_BYTES)
+    assert wire.is_reading
+    await asyncio.sleep(0)
     connection.data_received(b"x")
     assert not wire.is_reading
     size = 0

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from kvferry.proxy.wire.http_server import (
+    MAX_CHUNKS,
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     GuardedConnection,
@@ -35,6 +36,7 @@ class Held:
     port: int = 0
     gates: list[asyncio.Event] = field(default_factory=list)
     scopes: list[Any] = field(default_factory=list)
+    answer: bytes = b"ok"
     server: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -46,8 +48,9 @@ class Held:
         asking = asyncio.ensure_future(receive())
         await gate.wait()
         asking.cancel()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        length = (b"content-length", b"%d" % len(self.answer))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": self.answer})
 
     @property
     def connection(self) -> GuardedConnection:
@@ -252,6 +255,41 @@ async def test_bodies_of_running_requests_are_bounded_together() -> None:
             assert (await first.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
         for writer in (one, two, three, four):
             writer.close()
+
+
+async def test_what_clients_do_not_read_is_bounded_together() -> None:
+    """The one for which most is buffered is disconnected; the other one may still read."""
+    large = 2**24
+    async with served(bounds=ServerBounds(max_unread_bytes=2 * large)) as app:
+        clients = [await asyncio.open_connection("127.0.0.1", app.port) for _ in range(2)]
+        for index, size in enumerate((large, 3 * large)):
+            app.answer = bytes(size)
+            reader, writer = clients[index]
+            writer.write(GET)
+            await until(lambda index=index: len(app.gates) == index + 1)
+            app.gates[index].set()
+            async with asyncio.timeout(WAIT_S):
+                await reader.readuntil(b"\r\n\r\n")
+        (small, _), (greedy, _) = clients
+        assert len(await rest(greedy)) < 3 * large
+        async with asyncio.timeout(WAIT_S):
+            assert await small.readexactly(large) == bytes(large)
+        for _, writer in clients:
+            writer.close()
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+async def test_a_body_has_so_many_chunks(extra: int) -> None:
+    """Chunks of a byte took the event loop of everybody: each costs two calls."""
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\na\r\n" * (MAX_CHUNKS - 1 + extra) + b"0\r\n\r\n")
+        await until(lambda: app.gates)
+        app.gates[0].set()
+        received = await rest(reader) if extra else await reader.readuntil(b"ok")
+        assert bool(received) is not bool(extra)
+        writer.close()
 
 
 async def test_an_idle_connection_gives_way_to_a_new_one_and_a_busy_one_does_not() -> None:
