@@ -16,6 +16,7 @@ from kvferry.proxy.discovery.static_nodes import (
 )
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
+from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.wire.flags import check_files, parse_flags
 from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
 
@@ -61,9 +62,11 @@ class ProxyConfig:
             expired leases, so their responses rest on this number; without it READ mode is not served.
         max_connections: Maximum of open connections to all agents together.
         keepalive_s: Seconds that an idle connection to an agent stays open.
-        client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is
-        disconnected. drain_s: Seconds that running requests may take to finish when the proxy stops.
+        client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is dropped.
+        drain_s: Seconds that running requests may take to finish when the proxy stops.
         api_keys: File of the API keys that clients must send. Default: no authentication.
+        cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
+            Default: none but the proxy's own.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
             registrations from others are rejected. Default: any.
         cluster_key: File made by `kvferry keygen`; with it, only agents with the same key may register.
@@ -108,6 +111,7 @@ class ProxyConfig:
     client_stall_s: float = 60.0
     drain_s: float = 5.0
     api_keys: Path | None = None
+    cors_origins: tuple[str, ...] = ()
     allow_address: str = ""
     cluster_key: Path | None = None
     tls_cert: Path | None = None
@@ -139,6 +143,7 @@ class ProxyConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be given together")
         AddressRules(self.allow_address)
+        CorsPolicy(self.cors_origins)
         for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

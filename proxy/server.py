@@ -35,6 +35,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.fleet.views import FleetCollector, OperatorViews
 from kvferry.proxy.http.client_connection import ClientConnection
+from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -285,6 +286,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
                 head_s=services.config.body_timeout_s,
                 bounds=ServerBounds(),
                 stall_s=services.config.client_stall_s,
+                cors=CorsPolicy(services.config.cors_origins) if services.config.cors_origins else None,
             ),
         ),
         ws="none",

@@ -14,6 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.wire.http_server import CLOSE, GuardedConnection, Header, response_head
 
 Scope = Any
@@ -93,7 +94,7 @@ class ClientResponse:
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
         last = () if cycle.keep_alive else (CLOSE,)
-        return response_head(status, (*self._connection.server_state.default_headers, *headers, *last))
+        return response_head(status, (*cycle.default_headers, *headers, *last))
 
     def _complete(self) -> None:
         cycle = self._cycle
@@ -111,10 +112,19 @@ class ClientConnection(GuardedConnection):
         handlers: By path; all other paths are the ASGI application's.
         stall_s: How long a client may read nothing, while the transport's buffer (64 KiB) is full, before it
             is disconnected.
+        cors: What pages of other origins may do, if anything.
     """
 
-    def __init__(self, *args: Any, handlers: Mapping[str, Handler], stall_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        handlers: Mapping[str, Handler],
+        stall_s: float,
+        cors: CorsPolicy | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._cors = cors
         self._handlers = handlers
         self._stall_s = stall_s
         self._stall_deadline: asyncio.TimerHandle | None = None
@@ -122,6 +132,8 @@ class ClientConnection(GuardedConnection):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._response = response = ClientResponse(self, cycle)
+        if self._cors is not None and self._answers_preflight(self._cors, cycle, response):
+            return
         handler = self._handlers.get(cycle.scope["path"])
         if handler is None:
             super()._start_asgi_task(cycle, app)
@@ -130,6 +142,18 @@ class ClientConnection(GuardedConnection):
         response.on_disconnect = task.cancel
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    def _answers_preflight(
+        self, cors: CorsPolicy, cycle: RequestResponseCycle, response: ClientResponse
+    ) -> bool:
+        """Allow another origin what it may, in the response to come or, for a preflight, in one right now."""
+        path, headers = cycle.scope["path"], dict(cycle.scope["headers"])
+        cycle.default_headers = [*cycle.default_headers, *cors.headers(path, headers)]
+        allowed = cors.preflight(path, headers) if cycle.scope["method"] == "OPTIONS" else None
+        if allowed is None:
+            return False
+        response.send(200, allowed, b"")
+        return True
 
     def on_response_complete(self) -> None:
         self._response = None
