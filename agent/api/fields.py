@@ -20,6 +20,7 @@ from kvferry.agent.errors import ApiError, bad_request
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         "custom_labels": "labels of metrics",
+        "guided_decoding_backend": "llguidance constrains, whatever is named",
         "include_obfuscation": "a padding of streams that some servers add",
         "metadata": "notes of the client",
         "parallel_tool_calls": "there are no tools to call",
@@ -35,7 +36,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_CONSTRAINED = "constrained output is not supported"
+_CONSTRAINED = "use structured_outputs"
 _TOOLS = "tools are not supported"
 _MEDIA = "only text goes in and comes out"
 _ROUTING = "it belongs to SGLang's own routing and transfer"
@@ -60,13 +61,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "extra_key": ("use cache_salt to keep prefixes apart", ()),
         "function_call": (_TOOLS, ("none", "auto")),
         "functions": (_TOOLS, ([],)),
-        "guided_choice": (_CONSTRAINED, ()),
-        "guided_decoding_backend": (_CONSTRAINED, ()),
-        "guided_grammar": (_CONSTRAINED, ()),
-        "guided_json": (_CONSTRAINED, ()),
-        "guided_json_object": (_CONSTRAINED, (False,)),
-        "guided_regex": (_CONSTRAINED, ()),
-        "guided_whitespace_pattern": (_CONSTRAINED, ()),
         "images_config": (_MEDIA, ()),
         "include_reasoning": ("reasoning and text are one", (True,)),
         "input_ids": ("use /v1/completions for a prompt of token ids", ()),
@@ -89,7 +83,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "reasoning": ("use reasoning_effort, or chat_template_kwargs", ()),
         "regex": (_CONSTRAINED, ()),
         "repetition_detection": ("repetitions do not end an answer", ()),
-        "response_format": ("only the response format 'text' is supported", ({"type": "text"},)),
         "return_assistant_tokens_mask": (_HIDDEN, (False,)),
         "return_cached_tokens_details": (_HIDDEN, (False,)),
         "return_hidden_states": (_HIDDEN, (False,)),
@@ -108,7 +101,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "steer_vector_request": (_PLUGIN, ()),
         "stop_regex": ("use stop", ([],)),
         "stream_reasoning": ("reasoning and text are one", (True,)),
-        "structured_outputs": (_CONSTRAINED, ()),
         "suffix": ("suffix is not supported", ("",)),
         "task": ("use chat_template_kwargs", ()),
         "thinking_token_budget": ("reasoning and text are one", ()),

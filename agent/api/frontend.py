@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from kvferry.agent.api import responses
 from kvferry.agent.api.engine_client import EngineClient, EngineStream
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
+from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.kv_params import KVTransferParams, prefill_response_params
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.openai_schema import (
@@ -90,12 +91,14 @@ class Frontend:
         engine: EngineClient,
         lifecycle: Lifecycle,
         defaults: SamplingDefaults,
+        grammars: GrammarChecker,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._engine = engine
         self._lifecycle = lifecycle
+        self._grammars = grammars
         self._texts = TextPool()
 
     async def decode(self, raw: bytes, body_type: type[_Body], max_model_len: int | None) -> _Body:
@@ -284,6 +287,9 @@ class Frontend:
         else:
             prompt_ids = await self._encode_prompt(body)
         check_token_ids(prompt_ids, self._tokenizer.vocab_size, "prompt")
+        constraint = body.constraint()
+        if constraint is not None:
+            await self._grammars.check(constraint)
         sampling = sampling_params(
             body,
             prompt_len=len(prompt_ids),
@@ -292,6 +298,7 @@ class Frontend:
             seed=mint_seed(),
             defaults=self._defaults,
             bad_words=self._tokenizer.encode_bad_words(body.bad_words or ()),
+            grammar="" if constraint is None else constraint.grammar,
         )
         check_resumed(
             body.resume or [], max_tokens=sampling.max_tokens, vocab_size=self._tokenizer.vocab_size

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvferry.agent.api.fields import FieldDecoder, check_fields, field_decoder
+from kvferry.agent.api.grammar.constraint import MAX_GRAMMAR_BYTES, ConstrainedBody
 from kvferry.agent.api.kv_params import KVTransferParams, Resume, check_resume
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED
@@ -80,11 +81,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str | None = None
-
-
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
     """What completions and chat completions have in common. A null is the same as a field left out."""
 
     model: ModelName
@@ -180,6 +177,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             raise bad_request(f"bad_words may have at most {MAX_BAD_WORD_BYTES} bytes together", "bad_words")
         if any(not word.strip() for word in self.bad_words or ()):
             raise bad_request("a bad word must have more than spaces", "bad_words")
+        if self.ignore_eos and self.is_constrained:
+            message = "ignore_eos: an answer with a constraint ends when it is complete"
+            raise bad_request(message, "ignore_eos")
         if self.truncate_prompt_tokens == 0:
             raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
         if self.kv_transfer_params is not None:
@@ -474,11 +474,12 @@ def sampling_params(
     seed: int,
     defaults: SamplingDefaults,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> SamplingParams:
     """Resolve limits and defaults against the prompt and the context.
 
-    `seed` is used when the client gave none; `bad_words` are the body's, encoded. Raises `ApiError` 400 if
-    the request does not fit.
+    `seed` is used when the client gave none; `bad_words` are the body's, encoded, and `grammar` what it
+    constrains the answer to. Raises `ApiError` 400 if the request does not fit.
     """
     check_token_ids(tuple(body.stop_token_ids or ()), vocab_size, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias or ()), vocab_size, "logit_bias")
@@ -509,6 +510,7 @@ def sampling_params(
         bad_words=bad_words,
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         prompt_logprobs=body.num_prompt_alternatives,
+        grammar=grammar,
     )
 
 
@@ -552,6 +554,13 @@ class _LargeFields(msgspec.Struct):
     bad_words: Raw = _NULL
     allowed_token_ids: Raw = _NULL
     chat_template_kwargs: Raw = _NULL
+    response_format: Raw = _NULL
+    structured_outputs: Raw = _NULL
+    guided_json: Raw = _NULL
+    guided_regex: Raw = _NULL
+    guided_choice: Raw = _NULL
+    guided_grammar: Raw = _NULL
+    guided_whitespace_pattern: Raw = _NULL
 
 
 _BYTE_LIMITS: Mapping[str, int] = MappingProxyType(
@@ -562,6 +571,13 @@ _BYTE_LIMITS: Mapping[str, int] = MappingProxyType(
         "bad_words": MAX_SETTING_BYTES,
         "allowed_token_ids": MAX_TOKEN_IDS_BYTES,
         "chat_template_kwargs": MAX_SETTING_BYTES,
+        "response_format": MAX_GRAMMAR_BYTES,
+        "structured_outputs": MAX_GRAMMAR_BYTES,
+        "guided_json": MAX_GRAMMAR_BYTES,
+        "guided_regex": MAX_GRAMMAR_BYTES,
+        "guided_choice": MAX_GRAMMAR_BYTES,
+        "guided_grammar": MAX_GRAMMAR_BYTES,
+        "guided_whitespace_pattern": MAX_SETTING_BYTES,
     }
 )
 

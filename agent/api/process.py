@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
+from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import SamplingDefaults, read_sampling_defaults
@@ -144,6 +145,7 @@ class _Agent:
         self._stop = _StopRequest(config.drain_s)
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
+        self._grammars = GrammarChecker(Path(config.model))
         self._metrics = AgentMetrics(lambda: self._engine.stats)
         self._announcer = Announcer(
             config.proxy,
@@ -171,6 +173,7 @@ class _Agent:
         finally:
             self._announcer.send_bye(self._incarnation)
             self._announcer.close()
+            await self._grammars.close()
 
     def close(self) -> None:
         """Close the engine's sockets."""
@@ -267,7 +270,12 @@ class _Agent:
                 config=self._config,
                 incarnation=self._incarnation,
                 frontend=Frontend(
-                    self._config, self._tokenizer, self._engine, self._lifecycle, self._defaults
+                    self._config,
+                    self._tokenizer,
+                    self._engine,
+                    self._lifecycle,
+                    self._defaults,
+                    self._grammars,
                 ),
                 engine=self._engine,
                 lifecycle=self._lifecycle,

@@ -258,10 +258,13 @@ class Scheduler:
         if plan is None:
             raise StepOrderError("no step to commit")
         self._allocator.release(source for source, _ in plan.copies)
+        self._fail_stuck(plan, outputs)
         tokens: defaultdict[str, list[Token]] = defaultdict(list)
         requests: dict[str, Request] = {}
         for position, ((sequence, end), sampled) in enumerate(zip(plan.parts, outputs.sampled, strict=True)):
             request = sequence.request
+            if request.request_id not in self._requests:
+                continue
             if request.scores_prompt:
                 # Computed again after a preemption, they are the same.
                 scored = outputs.prompt_logprobs[position] if outputs.prompt_logprobs else ()
@@ -398,6 +401,13 @@ class Scheduler:
                 self._finish(sibling)
         if request.produces:
             self._end_produce(request, tokens)
+
+    def _fail_stuck(self, plan: _Plan, outputs: StepOutputs) -> None:
+        """Fail the requests of which no token could be sampled."""
+        for (sequence, _), sampled in zip(plan.parts, outputs.sampled, strict=True):
+            failure = next((each.failure for each in sampled if each.failure), None)
+            if failure is not None and sequence.request.request_id in self._requests:
+                self._fail(sequence.request, 400, "nothing_allowed", failure)
 
     def _prompt_done(self, trunk: Sequence, now: float) -> list[Sequence]:
         """Fork the other unfinished choices from the trunk: the prompt's KV is in the pool.

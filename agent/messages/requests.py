@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_logprobs` the same of the prompt's tokens, which are then all computed, whatever is cached.
     `max_tokens` is 0 where only the prompt is to be computed.
     `bad_words` are sequences of token ids that the output must not contain; of `allowed_token_ids` it
-    consists, if there are any.
+    consists, if there are any. `grammar`, in llguidance's JSON form, is what the output must match, if it is
+    not empty.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):

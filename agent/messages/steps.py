@@ -23,6 +23,7 @@ def uses_earlier_ids(sampling: SamplingParams) -> bool:
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
         or any(len(word) > 1 for word in sampling.bad_words)
+        or sampling.grammar
     )
 
 
@@ -104,8 +105,11 @@ ToRank = Step | StopRank
 
 
 class SampleOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A sampled token; where none could be, `failure` says why, and `token_id` means nothing."""
+
     token_id: int
     logprob: TokenLogprob | None = None
+    failure: str = ""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

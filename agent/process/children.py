@@ -80,6 +80,35 @@ class ChildProcess:
         process.stdin.close()
         return cls(process, name)
 
+    @classmethod
+    async def start_serving(cls, argv: Sequence[str], name: str, max_line_bytes: int) -> ChildProcess:
+        """Start this interpreter with `argv`; it is asked line by line, by `query`."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=max_line_bytes,
+            env={**os.environ, _PARENT_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+        )
+        return cls(process, name)
+
+    async def query(self, line: bytes) -> bytes:
+        """Write a line, if it is not empty, and return the next one that the child writes.
+
+        One caller at a time, of a child of `start_serving`. Raises `EOFError` when the child has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if line:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._process.stdin.write(line + b"\n")
+                await self._process.stdin.drain()
+        answer = await self._process.stdout.readline()
+        if not answer.endswith(b"\n"):
+            raise EOFError(f"{self.name} has ended")
+        return answer
+
     @property
     def pid(self) -> int:
         return self._process.pid

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import threading
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kvferry.agent.config import AgentConfig
+from kvferry.agent.grammar import GrammarCompiler
 from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
@@ -34,6 +36,8 @@ from kvferry.agent.worker.tensor_parallel import Group
 from kvferry.transfer.memory import allocate_pool, own_pool
 from kvferry.transfer.ranks.channel import connect_at_once
 from kvferry.transfer.ranks.worker import WorkerConnector
+
+log = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _DEFAULT_SEQUENCES = 16
@@ -64,7 +68,13 @@ class Rank:
         self._eos_ids = eos_ids(Path(config.model), self._model.config)
         self._geometry = self._model.geometry(config.block_size)
         self._pool = self._allocate_pool(device)
-        self._runner = StepRunner(self._model, self._pool, self._eos_ids, is_sampler=rank == 0)
+        self._runner = StepRunner(
+            self._model,
+            self._pool,
+            self._eos_ids,
+            is_sampler=rank == 0,
+            grammars=self._grammars() if rank == 0 else None,
+        )
         self._runner.warm_up(self._model.max_model_len)
         self._computing = threading.Event()
         self._connector = WorkerConnector(
@@ -119,6 +129,20 @@ class Rank:
             eos_ids=self._eos_ids,
             weights=self._model.weights_hash,
         )
+
+    def _grammars(self) -> GrammarCompiler | None:
+        """Return None where llguidance cannot use the tokenizer; the API process refuses grammars then."""
+        if not self._eos_ids:
+            return None
+        try:
+            return GrammarCompiler(
+                Path(self._config.model),
+                vocab_size=self._model.config.vocab_size,
+                eos_ids=self._eos_ids,
+            )
+        except (OSError, ValueError) as error:
+            log.info("constrained output is not supported: %s", error)
+            return None
 
     def _allocate_pool(self, device: torch.device) -> torch.Tensor:
         """Allocate `kv_blocks`, or as many as fit."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvferry.agent.architectures import UnsupportedModel
+from kvferry.agent.grammar import GrammarCompiler
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step, StepOutputs
 from kvferry.agent.worker.attention import make_batch
@@ -28,14 +29,21 @@ class StepRunner:
         pool: This rank's KV, shape as `KVGeometry.pool_shape`, of the model's dtype.
         eos_ids: Tokens that end an answer.
         is_sampler: Whether this rank samples the tokens; one of the group does.
+        grammars: Compiles what answers are constrained to, on the rank that samples.
     """
 
     def __init__(
-        self, model: ModelShard, pool: torch.Tensor, eos_ids: Sequence[int], *, is_sampler: bool
+        self,
+        model: ModelShard,
+        pool: torch.Tensor,
+        eos_ids: Sequence[int],
+        *,
+        is_sampler: bool,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
-        self._sampler = Sampler(eos_ids, model.config.vocab_size) if is_sampler else None
+        self._sampler = Sampler(eos_ids, model.config.vocab_size, grammars) if is_sampler else None
 
     @torch.inference_mode()
     def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs | None:

@@ -8,6 +8,7 @@ operation mixes rows, so what else is in the batch cannot matter.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
+from kvferry.agent.grammar import BadGrammar, GrammarCompiler, Matcher
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams, TokenLogprob
 from kvferry.agent.messages.steps import (
     PromptScores,
@@ -28,12 +30,23 @@ from kvferry.agent.messages.steps import (
 _UINT64 = 2**64 - 1
 _SCORED_AT_ONCE = 32
 """Rows of a prompt: each takes several times the vocabulary's size in memory."""
+_NOTHING_ALLOWED = "What the request allows leaves no token that could come next, or is too complex."
+
+log = logging.getLogger(__name__)
 
 
 class TokenHistory:
     """The tokens of one choice so far, as vectors over the vocabulary, each made only if it is used."""
 
-    def __init__(self, sampling: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.matcher = matcher
+        """The output against its grammar, if it has one."""
         self.seen: torch.Tensor | None = None
         """Whether a token occurs in prompt or output; for the repetition penalty."""
         self.counts: torch.Tensor | None = None
@@ -51,6 +64,8 @@ class TokenHistory:
         """Count new output tokens."""
         if not output_ids:
             return
+        if self.matcher is not None:
+            self.matcher.add(output_ids)
         if self._num_last:
             self.last_ids = (*self.last_ids, *output_ids)[-self._num_last :]
         ids = torch.tensor(output_ids, dtype=torch.long)
@@ -63,8 +78,15 @@ class TokenHistory:
 class RequestSampling:
     """One request's settings, with what is the same for each of its tokens prepared once."""
 
-    def __init__(self, setup: SamplingSetup, eos_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        setup: SamplingSetup,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.params = setup.sampling
+        self._grammars = grammars
         self._prompt_ids = setup.prompt_ids
         self.vocab_size = vocab_size
         self._histories: dict[int, TokenHistory] = {}
@@ -76,6 +98,8 @@ class RequestSampling:
         self.banned_ids = torch.tensor(in_vocabulary, dtype=torch.long)
         """What may not be sampled before `min_tokens`."""
         allowed = [token for token in self.params.allowed_token_ids if 0 <= token < vocab_size]
+        if allowed and self.params.grammar:  # which says when the answer ends
+            allowed += [token for token in eos_ids if 0 <= token < vocab_size]
         self.excluded: torch.Tensor | None = None
         """bool, shape [vocabulary]: what may never be sampled; None where everything may."""
         if allowed:
@@ -88,10 +112,20 @@ class RequestSampling:
         if uses_earlier_ids(self.params):
             history = self._histories.get(row.choice)
             if history is None:
-                history = TokenHistory(self.params, self._prompt_ids, self.vocab_size)
+                history = TokenHistory(self.params, self._prompt_ids, self.vocab_size, self._matcher())
                 self._histories[row.choice] = history
             history.add(row.output_ids)
         return TokenSample(self, row.choice, row.position, history)
+
+    def _matcher(self) -> Matcher | None:
+        """Return a choice's matcher. The API process has tried the grammar, so None, with one, is rare."""
+        if not self.params.grammar or self._grammars is None:
+            return None
+        try:
+            return self._grammars.matcher(self.params.grammar)
+        except BadGrammar as error:
+            log.warning("a grammar that was tried cannot be compiled: %s", error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +145,22 @@ class TokenSample:
 class Sampler:
     """Samples the tokens of steps, and keeps the settings of the requests that are under way."""
 
-    def __init__(self, eos_ids: Sequence[int], vocab_size: int) -> None:
-        """`eos_ids` are the tokens that may not come before `min_tokens`."""
+    def __init__(
+        self, eos_ids: Sequence[int], vocab_size: int, grammars: GrammarCompiler | None = None
+    ) -> None:
+        """`eos_ids` are the tokens that may not come before `min_tokens`. Without `grammars` answers with a
+        grammar fail.
+        """
         self._eos_ids = eos_ids
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._requests: dict[int, RequestSampling] = {}
 
     def begin(self, setups: Iterable[SamplingSetup]) -> None:
         for setup in setups:
-            self._requests[setup.key] = RequestSampling(setup, self._eos_ids, self._vocab_size)
+            self._requests[setup.key] = RequestSampling(
+                setup, self._eos_ids, self._vocab_size, self._grammars
+            )
 
     def end(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -184,7 +225,7 @@ def _changes_logits(sample: TokenSample) -> bool:
     sampling = sample.sampling
     return (
         sample.position < sampling.min_tokens
-        or bool(sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids)
+        or bool(sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids or sampling.grammar)
         or uses_earlier_ids(sampling)
     )
 
@@ -208,9 +249,12 @@ def _sample_rows(raw: torch.Tensor, samples: Sequence[TokenSample]) -> list[Samp
         made = _reports(raw[rows], scores[rows], token_ids[rows], count)
         for index, report in zip(indices, made, strict=True):
             reports[index] = report
+    best = scores.gather(1, token_ids[:, None])[:, 0]
     return [
-        SampleOutput(token_id=token_id, logprob=report)
-        for token_id, report in zip(token_ids.tolist(), reports, strict=True)
+        SampleOutput(token_id=token_id, logprob=report, failure=_NOTHING_ALLOWED if is_stuck else "")
+        for token_id, report, is_stuck in zip(
+            token_ids.tolist(), reports, (best == -torch.inf).tolist(), strict=True
+        )
     ]
 
 
@@ -297,7 +341,10 @@ def score_prompt(logits: torch.Tensor, scores: PromptScores) -> tuple[PromptLogp
 
 
 def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
-    """Return logits after penalties, bias, bad words and bans.
+    """Return logits after penalties, bias, what the request allows, bad words and bans.
+
+    All are -inf where the request allows nothing: its grammar and its `allowed_token_ids` exclude each other,
+    or a limit of llguidance is met.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
@@ -314,12 +361,17 @@ def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
     score.index_add_(0, settings.bias_ids, settings.bias)
     if settings.excluded is not None:
         score[settings.excluded] = -torch.inf
+    if sampling.grammar:
+        matcher = None if history is None else history.matcher
+        if matcher is None:
+            return torch.full_like(raw, -torch.inf)
+        score[~torch.from_numpy(matcher.allowed())] = -torch.inf
     banned = score.clone()
     if sample.position < sampling.min_tokens:
         banned[settings.banned_ids] = -torch.inf
     if completing := _completes_bad_word(sample):
         banned[completing] = -torch.inf
-    # Where bans would leave no token at all, allowed_token_ids alone hold.
+    # Where bans would leave no token at all, allowed_token_ids and grammar alone hold.
     return banned if bool(banned.isfinite().any()) else score
 
 

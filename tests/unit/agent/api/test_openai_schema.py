@@ -97,7 +97,7 @@ def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schem"}}, "response_format.type"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),
         ({"model": "m" * 1025}, "model"),

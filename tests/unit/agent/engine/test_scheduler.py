@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from kvferry.agent.messages.requests import Output, RequestFailed, ResumedChoice
-from kvferry.agent.messages.steps import Chunk, SampleOutput
+from kvferry.agent.messages.steps import Chunk, SampleOutput, Step, StepOutputs
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 
@@ -719,3 +720,47 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     engine.submit(request("r", [5], prompt_logprobs=0, max_tokens=0))
     engine.run()
     assert engine.last("r").done and not prompt_logprobs(engine, "r")  # type: ignore[union-attr]
+
+
+class StuckRunner(StandInRunner):
+    """Finds no token for one choice of the last request, at one position."""
+
+    def __init__(self, key: int, choice: int, position: int) -> None:
+        super().__init__(40, LIMITS.block_size)
+        self._stuck = key, choice, position
+
+    def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs:
+        outputs = super().run(step, on_written)
+        sampled = tuple(
+            tuple(
+                msgspec.structs.replace(output, failure="stuck")
+                if (row.key, row.choice, row.position) == self._stuck
+                else output
+                for row, output in zip(chunk.samples, parts, strict=True)
+            )
+            for chunk, parts in zip(step.chunks, outputs.sampled, strict=True)
+        )
+        return msgspec.structs.replace(outputs, sampled=sampled)
+
+
+@pytest.mark.parametrize(("choice", "position"), [(0, 0), (1, 0), (0, 3), (1, 3)])
+def test_where_no_token_can_be_sampled_the_request_fails_and_others_go_on(choice: int, position: int) -> None:
+    engine = LocalEngine(StuckRunner(2, choice, position), 40)
+    other = request("other", numbers(20, 9), max_tokens=9, ignore_eos=True)
+    engine.submit(other)
+    engine.submit(request("r", numbers(0, 9), max_tokens=9, n=2, ignore_eos=True))
+    engine.run()
+    assert engine.tokens("other") == expected_answer(other.prompt_ids, 0, other.sampling)
+    failure = engine.last("r")
+    assert isinstance(failure, RequestFailed)
+    assert (failure.status, failure.code, failure.message) == (400, "nothing_allowed", "stuck")
+    assert len(engine.tokens("r")) == position
+    engine.assert_all_free()
+
+
+def test_a_produced_prompt_without_a_first_token_lends_nothing() -> None:
+    engine = LocalEngine(StuckRunner(1, 0, 0), 40)
+    engine.submit(request("r", numbers(0, 9), max_tokens=9, produce="t"))
+    engine.run()
+    assert isinstance(engine.last("r"), RequestFailed)
+    engine.assert_all_free()

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvferry import models
+from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.grammar import GrammarCompiler
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import PromptScores, SampleOutput, SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import (
@@ -233,3 +240,79 @@ def test_a_prompt_s_tokens_have_their_log_probability_rank_and_the_likeliest() -
         assert report.logprob == float(expected[row, token])
         assert report.rank == order.index(token) + 1
         assert [token_id for token_id, _ in report.top] == order[:3]
+
+
+ABC = json.dumps({"grammars": [{"lark_grammar": "start: /[abc]{2,4}/"}]})
+FERRY = Path(models.__path__[0]) / "ferry-tiny"
+FERRY_EOS, FERRY_VOCABULARY = 935, 936
+FERRY_LOGITS = torch.randn(FERRY_VOCABULARY, generator=torch.Generator().manual_seed(7)) * 2
+
+
+@pytest.fixture(scope="module")
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(FERRY, vocab_size=FERRY_VOCABULARY, eos_ids=(FERRY_EOS,))
+
+
+def answer(
+    grammars: GrammarCompiler | None, given: tuple[int, ...] = (), choice: int = 0, **changes: Any
+) -> list[SampleOutput]:
+    """Go on after the tokens `given`, to the end of the answer or where nothing can come next."""
+    sampling = SamplingParams(**{"seed": 5, "max_tokens": 9, "grammar": ABC, **changes})
+    sampler = Sampler((FERRY_EOS,), FERRY_VOCABULARY, grammars)
+    sampler.begin([SamplingSetup(key=1, sampling=sampling)])
+    outputs: list[SampleOutput] = []
+    new, position = given, len(given)
+    while len(outputs) < 9:
+        row = SamplingRow(key=1, choice=choice, position=position, output_ids=new)
+        (sampled,) = sampler.sample(FERRY_LOGITS[None], [row])
+        outputs.append(sampled)
+        if sampled.failure or sampled.token_id == FERRY_EOS:
+            break
+        new, position = (sampled.token_id,), position + 1
+    return outputs
+
+
+def ids_of(outputs: Sequence[SampleOutput]) -> tuple[int, ...]:
+    assert not any(each.failure for each in outputs)
+    return tuple(each.token_id for each in outputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_matches_its_grammar_and_goes_on_alike_anywhere(
+    grammars: GrammarCompiler, temperature: float
+) -> None:
+    tokenizer = Tokenizer(FERRY)
+    for choice in range(8):
+        whole = ids_of(answer(grammars, choice=choice, temperature=temperature))
+        assert whole[-1] == FERRY_EOS
+        assert re.fullmatch("[abc]{2,4}", tokenizer.decode(list(whole)))
+        for known in range(len(whole)):
+            rest = ids_of(answer(grammars, whole[:known], choice, temperature=temperature))
+            assert whole[:known] + rest == whole
+
+
+def test_a_grammar_s_end_comes_before_other_wishes_and_its_excluded_tokens_after_none(
+    grammars: GrammarCompiler,
+) -> None:
+    assert ids_of(answer(grammars, (97,) * 4, min_tokens=9)) == (FERRY_EOS,)
+    letters: dict[str, Any] = {"allowed_token_ids": (97, 98, 99), "temperature": 0.0}
+    assert len(ids_of(answer(grammars, min_tokens=3, logit_bias={FERRY_EOS: 100.0}, **letters))) == 3 + 1
+    assert set(ids_of(answer(grammars, bad_words=((97,), (98,)), allowed_token_ids=(97, 98, 99)))) == {
+        99,
+        FERRY_EOS,
+    }
+    # No bad word at all would leave nothing: the grammar holds.
+    assert len(ids_of(answer(grammars, allowed_token_ids=(97,), bad_words=((97,),)))) > 1
+    biased = answer(grammars, temperature=0.0, logit_bias={100: 100.0}, logprobs=1)
+    assert set(ids_of(biased)) <= {*range(FERRY_VOCABULARY)} - {100}
+    (first, *_) = biased
+    assert first.logprob is not None
+    assert first.logprob.logprob == torch.log_softmax(FERRY_LOGITS, dim=-1)[first.token_id].item()
+
+
+def test_where_nothing_may_come_next_the_answer_fails(grammars: GrammarCompiler) -> None:
+    assert answer(grammars, allowed_token_ids=(120,))[0].failure
+    assert answer(grammars, allowed_token_ids=(120,), logprobs=1)[0].failure
+    assert answer(grammars, (120,))[0].failure
+    assert answer(None)[0].failure
+    assert answer(grammars, grammar="start: (")[0].failure
