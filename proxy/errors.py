@@ -14,6 +14,7 @@ MAX_AGENT_MESSAGE_CHARS = 2000
 """Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ProxyError(Exception):
@@ -337,18 +338,19 @@ def agent_error(raw: bytes) -> AgentError | None:
     OpenAI's types is left out, and what is long is shortened.
     """
     try:
-        body = msgspec.json.decode(raw, type=dict[str, object])
+        members = _MEMBERS.decode(raw)
+        is_error = bytes(members.get("object", b"")) == b'"error"'
+        error = msgspec.json.decode(raw if is_error else members.get("error", b"null"))
     except NOT_JSON:
         return None
-    error = body if body.get("object") == "error" else body.get("error")
     if not isinstance(error, dict):
         return None
-    members: dict[str, Any] = {
+    shown: dict[str, Any] = {
         name: shorten(value) if isinstance(value, str) else value
         for name in ("message", "type", "param", "code")
         if isinstance(value := error.get(name), str) or (name == "code" and type(value) is int)
     }
-    return AgentError(**members)
+    return AgentError(**shown)
 
 
 def shorten(text: str) -> str:

@@ -7,7 +7,6 @@ Pure functions: ids and the clock's reading come in as arguments, and nothing he
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -32,6 +31,9 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+_STREAM_OPTIONS = msgspec.json.Decoder(_StreamOptions | None)
+
+
 def check(request: ClientRequest) -> None:
     """Raise `InvalidRequest` for what no native agent supports."""
     for name in _RESERVED:
@@ -40,7 +42,7 @@ def check(request: ClientRequest) -> None:
     reject_unsupported(request, "kvferry agents", "use_beam_search")
     # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
     try:
-        msgspec.json.decode(request.body.get("stream_options", NULL), type=_StreamOptions | None)
+        _STREAM_OPTIONS.decode(request.body.get("stream_options", NULL))
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
     if request.continuous_usage and not request.include_usage:
@@ -217,8 +219,7 @@ def require_whole(raw: bytes, request: ClientRequest) -> None:
         raise BadResponse(f"the agent answered {len(choices)} choices where {request.n} were asked for")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativePrefill:
+class NativePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a prefill leg: either first tokens and where their KV lies, or the whole response.
 
     `raw` is the response as it came. `params` go to the decode leg verbatim; None means that every choice has

@@ -10,6 +10,7 @@ ranks, so that is the rank which is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -77,11 +78,18 @@ class Sglang(Dialect):
         raise NotImplementedError
 
 
+@lru_cache(maxsize=4096)
+def _bootstrap(control: str) -> tuple[str | None, int | None]:
+    """Host and port of a prefill server's bootstrap server."""
+    parts = urlsplit(control)
+    return parts.hostname, parts.port
+
+
 def _body(sub: SubRequest, endpoints: Endpoints) -> bytes:
-    bootstrap = urlsplit(endpoints.prefill.control)
+    host, port = _bootstrap(endpoints.prefill.control)
     meeting: dict[str, Any] = {
-        "bootstrap_host": bootstrap.hostname,
-        "bootstrap_port": bootstrap.port,
+        "bootstrap_host": host,
+        "bootstrap_port": port,
         "bootstrap_room": sub.room,
     }
     if endpoints.prefill_rank is not None:

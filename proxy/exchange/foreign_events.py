@@ -34,6 +34,12 @@ from kvferry.proxy.exchange.sub_requests import add_counts
 from kvferry.proxy.wire.messages import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
+# Made once: with each call msgspec would look at the type anew, which takes longer than to decode.
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
+_INDEX = msgspec.json.Decoder(int)
+_REASON = msgspec.json.Decoder(str | None)
+_USAGE = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class SubUsage(msgspec.Struct, frozen=True):
@@ -154,7 +160,7 @@ class SubResponse:
     def _typed(self, raw: bytes) -> dict[str, msgspec.Raw]:
         try:
             str(raw, "utf-8")  # strings are passed on undecoded: nothing else would notice
-            response = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            response = _MEMBERS.decode(raw)
         except NOT_JSON as error:
             raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
         if "error" in response and bytes(response["error"]) != b"null":
@@ -173,12 +179,12 @@ class SubResponse:
         """The choices with the client's indices and finish reasons; note which have ended."""
         shown = []
         try:
-            for choice in msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]] | None) or []:
-                index = msgspec.json.decode(choice.get("index", _NULL), type=int)
+            for choice in _CHOICES.decode(raw) or []:
+                index = _INDEX.decode(choice.get("index", _NULL))
                 if not 0 <= index < len(self.sub.choices):
                     raise IndexError(index)
                 choice["index"] = msgspec.Raw(str(self.sub.choices[index]).encode())
-                reason = msgspec.json.decode(choice.get("finish_reason", _NULL), type=str | None)
+                reason = _REASON.decode(choice.get("finish_reason", _NULL))
                 if index in self._ended:
                     self._check_empty(choice)
                     continue
@@ -203,7 +209,7 @@ class SubResponse:
 
     def _note_usage(self, raw: msgspec.Raw) -> None:
         try:
-            usage = msgspec.json.decode(raw, type=dict[str, Any] | None)
+            usage = _USAGE.decode(raw)
         except NOT_JSON as error:
             raise BadResponse(f"{self._server.address} answered usage that cannot be read") from error
         self._usage = usage or self._usage

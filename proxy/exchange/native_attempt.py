@@ -12,8 +12,9 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
@@ -97,13 +98,15 @@ class NativeAttempt(Attempt):
         self._parts = parts
         left = [part for part in parts if not part.is_complete]
         self._num_in_prefill = len(left)
-        others = [new_transfer_id() for _ in left[1:]]
-        if not self.pair.alone:
-            log.add_transfers(others)
+        pair, ids = self.pair, [transfer_id]
+        if len(left) > 1:
+            ids += [new_transfer_id() for _ in left[1:]]
+            if not pair.alone:
+                log.add_transfers(ids[1:])
         tools = _Tools(legs=legs, log=log, drops=drops, metrics=metrics, is_retry=is_retry)
         self._exchanges = [
-            _PromptExchange(tools, self.pair, part, each, self._on_prefilled)
-            for part, each in zip(left, (transfer_id, *others), strict=True)
+            _PromptExchange(tools, pair, part, each, self._on_prefilled)
+            for part, each in zip(left, ids, strict=True)
         ]
 
     async def run(self, sink: ResponseSink) -> None:
@@ -154,8 +157,7 @@ class NativeAttempt(Attempt):
             sink.set_whole("application/json", native.joined(wholes, usage))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tools:
+class _Tools(msgspec.Struct, frozen=True, kw_only=True):
     """What the legs of one attempt work with."""
 
     legs: Legs

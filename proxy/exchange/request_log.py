@@ -94,18 +94,17 @@ class RequestLog:
 
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `IllegalTransition` when the table does not allow it."""
-        transition(PHASE_TRANSITIONS, self.phase, phase, self.request_id)
-        now = time.monotonic()
+        before, metrics, now = self.phase, self._metrics, time.monotonic()
+        self.phase = transition(PHASE_TRANSITIONS, before, phase, self.request_id)
         spent = now - self._phase_since
-        self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + spent
-        self._metrics.phases.of(self.phase).observe(spent)
-        self._metrics.in_flight.add(self.phase, -1)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("request %s: %s → %s", self.request_id, self.phase, phase)
-        self.phase = phase
         self._phase_since = now
+        self._seconds[before] = self._seconds.get(before, 0.0) + spent
+        metrics.phases.of(before).observe(spent)
+        metrics.in_flight.add(before, -1)
         if phase is not Phase.ENDED:
-            self._metrics.in_flight.add(phase, 1)
+            metrics.in_flight.add(phase, 1)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s: %s → %s", self.request_id, before, phase)
 
     def charge_tokens_to(self, limit: TokenLimit) -> None:
         """Charge the tokens of prompt and response to `limit`, as they become known."""

@@ -13,7 +13,6 @@ prompt gets the answer that it gets by itself; without one, each has another see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,8 +76,7 @@ def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any
     return body
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptShare:
+class PromptShare(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a client's request to native agents. Its choices come from `first_choice` on."""
 
     request: ClientRequest

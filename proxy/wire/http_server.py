@@ -301,6 +301,9 @@ class GuardedConnection(HttpToolsProtocol):
             self._idle_timer.cancel()
         self._release_bodies()
         self._bounds.note_read(self)
+        self.pipeline.clear()
+        if self.cycle is not None and self.cycle.response_complete:
+            self.cycle = None  # type: ignore[assignment]  # they refer to each other
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -362,6 +365,10 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _release_bodies(self) -> None:
+        """Free bodies that are not read any more: connections and requests wait for the garbage collector."""
+        for cycle in (self.cycle, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.body = bytearray()
         self._bounds.release(self._body_bytes)
         self._body_bytes = 0
         self._note_whole()
