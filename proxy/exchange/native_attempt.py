@@ -133,6 +133,7 @@ class NativeAttempt(Attempt):
         super().end()
         for exchange in self._exchanges:
             exchange.end()
+        self._exchanges.clear()  # they refer to this attempt
 
     @property
     def _most_at_once(self) -> int:

@@ -86,6 +86,13 @@ class ClientResponse:
         """Abort the connection: the only way to show the client that a started response is incomplete."""
         self._cycle.disconnected = True
         self._transport.abort()
+        self.forget()
+
+    def forget(self) -> None:
+        """Call nothing any more: what is called refers to this response, and would wait for the garbage
+        collector with all that it holds of a request.
+        """
+        self.on_disconnect, self.on_pause = _ignore_disconnect, _ignore_pause
 
     def _head(self, status: int, headers: Iterable[Header]) -> bytes:
         cycle = self._cycle
@@ -103,6 +110,7 @@ class ClientResponse:
         if not cycle.keep_alive:
             self._transport.close()
         cycle.on_response()
+        self.forget()
 
 
 class ClientConnection(GuardedConnection):
@@ -176,6 +184,7 @@ class ClientConnection(GuardedConnection):
             self._response = None
             response._cycle.disconnected = True  # of pipelined requests, uvicorn marks the last one only
             response.on_disconnect()
+            response.forget()
 
     def pause_writing(self) -> None:
         super().pause_writing()
