@@ -93,6 +93,7 @@ test-atom: $(STAMP) ## ATOM's own servers behind the proxy: make test-atom ATOM=
 # tests; tests/rdma/README.md has the list.
 test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; installs Debian packages as root
 	$(PIP_INSTALL) --editable '.[rdma]'
+	@$(COMPILE) $(VENV)/lib/python*/site-packages agent deploy proxy tests transfer || true
 	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
 
 fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up

@@ -10,6 +10,7 @@ as it comes; a table of all stages follows.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     wanted = set(asked.stages) or {stage.name for stage in stages}
     if unknown := wanted - {stage.name for stage in stages}:
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
-    machine, library = Machine(FOLDER / "machine"), MoriLibrary(FOLDER / "mori")
+    machine, library = Machine(FOLDER / "machine", Path(sys.prefix)), MoriLibrary(FOLDER / "mori")
     try:
         kernel = machine.prepare()
     except MissingPackages as missing:
@@ -138,8 +139,7 @@ def run(stage: Stage, machine: Machine, library: MoriLibrary) -> Outcome:
         "--durations", "0", "--timeout", f"{stage.limit_s:.0f}", "--junitxml", f"{RESULTS}/report.xml",
     )  # fmt: skip
     results = FOLDER / "results" / stage.name
-    for name in ("status", "report.xml"):
-        (results / name).unlink(missing_ok=True)
+    shutil.rmtree(results, ignore_errors=True)
     return machine.run(command, limit_s=stage.limit_s, environment=environment, results=results)
 
 

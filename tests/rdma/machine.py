@@ -3,7 +3,8 @@
 
 The kernel and its modules come from Debian's package; soft RoCE (`rdma_rxe`) makes a network interface an
 RDMA device that `libibverbs` cannot tell from a NIC. The guest sees the host's files under an overlay in
-memory: the same Python, environment and checkout as here, and of what it writes only $RESULTS comes back.
+memory: the same Python and checkout as here, and of what it writes only $RESULTS comes back. The environment
+has a disk of its own, as thousands of files are read from it to import torch: three times faster than 9p.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PACKAGES = (
     "qemu-system-x86",
     "busybox-static",
     "cpio",
+    "e2fsprogs",
     "kmod",
     "iproute2",
     "ibverbs-providers",
@@ -38,12 +40,14 @@ PACKAGES = (
 RESULTS = "/run/results"
 """Where the guest leaves what is to come back; $RESULTS there."""
 _MODULES = (
-    "virtio_pci", "9pnet_virtio", "9p", "overlay", "dummy", "crc32_generic", "ib_uverbs", "rdma_ucm",
-    "rdma_rxe",
+    "virtio_pci", "virtio_blk", "ext4", "9pnet_virtio", "9p", "overlay", "dummy", "crc32_generic",
+    "ib_uverbs", "rdma_ucm", "rdma_rxe",
 )  # fmt: skip
 _MARGIN_S = 120.0
 """From the limit of a job to the end of the machine: time to boot in."""
 _PROCESSORS = 2
+_KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off norandmaps tsc=reliable"
+"""Emulated, every clock but the TSC is slow to read, and code is translated again where it lies elsewhere."""
 _TIMED_OUT = 124
 
 
@@ -61,22 +65,44 @@ class Outcome:
 
 
 class Machine:
-    """Boots once for every job. `folder` keeps the kernel from one time to the next."""
+    """Boots once for every job. `folder` keeps the kernel from one time to the next.
 
-    def __init__(self, folder: Path, memory_mib: int = 8192) -> None:
+    `environment`: the virtual environment that the guest gets as a disk.
+    """
+
+    def __init__(self, folder: Path, environment: Path, memory_mib: int = 8192) -> None:
         self._folder = folder
+        self._environment = environment
         self._memory_mib = memory_mib
 
     def prepare(self) -> str:
-        """Fetch the kernel, unless that was done, and return its version.
+        """Fetch the kernel, unless that was done, and copy the environment. Returns the kernel's version.
 
         Raises `MissingPackages`, or CalledProcessError when Debian's archive cannot be reached.
         """
         _check_packages()
-        known = self._folder / "version"
-        if not known.exists():
-            known.write_text(self._fetch())
-        return known.read_text()
+        known = self._folder / "kernel"
+        if not known.exists() or known.read_text().split()[1:] != list(_MODULES):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            known.write_text(" ".join((self._fetch(), *_MODULES)))
+        self._make_disk()
+        return known.read_text().split()[0]
+
+    def _make_disk(self) -> None:
+        """A file system in a file: the environment, and room for what a file system needs besides."""
+        kib = int(_output("du", "--summarize", "--block-size", "1024", str(self._environment)).split()[0])
+        self._disk.unlink(missing_ok=True)
+        subprocess.run(
+            [
+                "mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", "-i", "8192", "-m", "0",
+                "-d", self._environment, self._disk, f"{kib + kib // 4 + (1 << 18)}k",
+            ],
+            check=True,
+        )  # fmt: skip
+
+    @property
+    def _disk(self) -> Path:
+        return self._folder / "environment.ext4"
 
     def run(
         self, command: Sequence[str], *, limit_s: float, environment: Mapping[str, str], results: Path
@@ -98,7 +124,6 @@ class Machine:
 
     def _fetch(self) -> str:
         """Unpack the newest kernel that Debian's archive has, and keep what is needed of it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         listed = _output("apt-cache", "depends", "linux-image-amd64")
         package = next(word for word in listed.split() if word.startswith("linux-image-6"))
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
@@ -138,6 +163,7 @@ class Machine:
             shutil.copy(GUEST / script, root / script)
         (root / "init").chmod(0o755)
         (root / "job").write_text(job)
+        environment = {**environment, "PYTHON_ENVIRONMENT": str(self._environment)}
         exports = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
         (root / "environment").write_text("".join(exports))
         names = "\n".join(str(path.relative_to(root)) for path in [root, *sorted(root.rglob("*"))])
@@ -156,7 +182,8 @@ class Machine:
             "-m", str(self._memory_mib), "-display", "none", "-serial", "stdio", "-monitor", "none",
             "-nic", "none", "-no-reboot",
             "-kernel", str(self._folder / "vmlinuz"), "-initrd", str(image),
-            "-append", "console=ttyS0 quiet panic=-1 mitigations=off",
+            "-append", _KERNEL_ARGUMENTS,
+            "-drive", f"file={self._disk},format=raw,if=virtio,readonly=on",
             *(word for tag, path, more in shares for word in (
                 "-virtfs", f"local,{more}mount_tag={tag},security_model=none,path={path}")),
         ]  # fmt: skip
@@ -173,7 +200,7 @@ def _accelerator() -> list[str]:
     flags = next((line for line in lines if line.startswith("flags")), "")
     if {"vmx", "svm"} & set(flags.split()) and os.access("/dev/kvm", os.W_OK):
         return ["-accel", "kvm", "-cpu", "host"]
-    return ["-accel", "tcg,thread=multi", "-cpu", "max"]
+    return ["-accel", "tcg,thread=multi", "-cpu", "max,la57=off"]
 
 
 def _check_packages() -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import aiohttp
 
+from tests.patience import patient
+
 DATA = Path(__file__).parents[1] / "data"
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = patient(120.0)
 
 
 @dataclass(frozen=True, slots=True)
