@@ -92,9 +92,10 @@ def test_a_peer_killed_during_reads_ends_every_one_of_them(
     other = start_peer()
     peer = reader.connect(other)
     killer = threading.Timer(0.02, other.kill_now)
-    killer.start()
-    batches = []
     spans = scattered(65536, 256)
+    batches = [reader.read(peer, spans, timeout_s=patient(5.0))]  # on a slow machine it may stay the only one
+    killer.start()
+    reader.finish(batches[0])
     while killer.is_alive():
         transfer = reader.read(peer, spans, timeout_s=patient(5.0))
         batches.append(transfer)

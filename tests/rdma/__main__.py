@@ -3,8 +3,8 @@
 
     python -m tests.rdma [--mori CHECKOUT] [STAGE…]
 
-With a clone of ROCm/mori its own tests are one more stage. Each stage is one boot. Its console is printed
-as it comes; a table of all stages follows.
+With a clone of ROCm/mori its own tests are one more stage. Each stage is one boot, and two run at a time, as
+mostly only one of a machine's two processors has work. Consoles are printed as they come; a table follows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,6 +25,7 @@ from tests.rdma.mori.library import VERSION, MoriLibrary
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "rdma"
+AT_ONCE = 2
 PATIENCE = 6
 """How many times slower than a small machine the emulated one may be, tests' limits included."""
 MORI_OPTIONS = ",".join(
@@ -71,14 +73,14 @@ class Stage:
     module: str = "pytest"
 
 
-STAGES = (
+STAGES = (  # what all run on, then the longest first
     Stage("devices", 600, ("tests/rdma/test_device.py",), {**MORI, **NIXL}),
-    Stage("no-pci-address", 300, ("tests/rdma/test_no_pci_address.py",), {"WITHOUT_PCI_ADDRESS": "1"}),
-    Stage("mori-library", 900, ("tests/unit/transfer/backends/mori/test_standin.py", "-k", "library"), MORI),
-    Stage("mori-contract", 1500, ("tests/contract", "-k", "mori and not cuda"), MORI),
-    Stage("nixl-contract", 1200, ("tests/contract", "-k", "nixl and not cuda"), NIXL),
     Stage("mori-agents", 2400, ("tests/rdma/test_agents.py", "-k", "mori"), MORI),
     Stage("nixl-agents", 2400, ("tests/rdma/test_agents.py", "-k", "nixl"), NIXL),
+    Stage("mori-contract", 1500, ("tests/contract", "-k", "mori and not cuda"), MORI),
+    Stage("nixl-contract", 1200, ("tests/contract", "-k", "nixl and not cuda"), NIXL),
+    Stage("mori-library", 900, ("tests/unit/transfer/backends/mori/test_standin.py", "-k", "library"), MORI),
+    Stage("no-pci-address", 300, ("tests/rdma/test_no_pci_address.py",), {"WITHOUT_PCI_ADDRESS": "1"}),
 )
 
 
@@ -108,11 +110,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     library.make()
     print(f"kernel {kernel}, amd-mori {VERSION}, Python {sys.version.split()[0]}", flush=True)
-    outcomes = {}
-    for stage in stages:
-        if stage.name in wanted:
-            print(f"\n=== {stage.name}", flush=True)
-            outcomes[stage.name] = run(stage, machine, library)
+    asked_for = [stage for stage in stages if stage.name in wanted]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        ended = pool.map(lambda stage: run(stage, machine, library), asked_for)
+        outcomes = {stage.name: outcome for stage, outcome in zip(asked_for, ended, strict=True)}
     print(f"\n{'stage':16}{'passed':>8}{'failed':>8}{'skipped':>8}{'s':>8}")
     for name, outcome in outcomes.items():
         passed, failed, skipped = count(outcome)
@@ -140,7 +141,13 @@ def run(stage: Stage, machine: Machine, library: MoriLibrary) -> Outcome:
     )  # fmt: skip
     results = FOLDER / "results" / stage.name
     shutil.rmtree(results, ignore_errors=True)
-    return machine.run(command, limit_s=stage.limit_s, environment=environment, results=results)
+    return machine.run(
+        command,
+        limit_s=stage.limit_s,
+        environment=environment,
+        results=results,
+        say=lambda line: print(f"{stage.name}: {line}", flush=True),
+    )
 
 
 def standin_agrees(checkout: Path, library: Outcome) -> bool:

@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Machine:
     `environment`: the virtual environment that the guest gets as a disk.
     """
 
-    def __init__(self, folder: Path, environment: Path, memory_mib: int = 8192) -> None:
+    def __init__(self, folder: Path, environment: Path, memory_mib: int = 5120) -> None:
         self._folder = folder
         self._environment = environment
         self._memory_mib = memory_mib
@@ -105,19 +106,42 @@ class Machine:
         return self._folder / "environment.ext4"
 
     def run(
-        self, command: Sequence[str], *, limit_s: float, environment: Mapping[str, str], results: Path
+        self,
+        command: Sequence[str],
+        *,
+        limit_s: float,
+        environment: Mapping[str, str],
+        results: Path,
+        say: Callable[[str], None],
     ) -> Outcome:
-        """Boot, run a command in the working directory, and power off. The console goes to our output."""
+        """Boot, run a command in the working directory, and power off. `say` gets each line of the console.
+
+        Several may run at once, in threads of their own.
+        """
         results.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
             image = self._pack_image(Path(scratch), _job(command, limit_s), environment)
-            try:
-                subprocess.run(
-                    self._qemu(image, results), stdin=subprocess.DEVNULL, timeout=limit_s + _MARGIN_S
-                )
-            except subprocess.TimeoutExpired:
-                return Outcome(_TIMED_OUT, time.monotonic() - begun, results)
+            with subprocess.Popen(
+                self._qemu(image, results),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            ) as emulated:
+                assert emulated.stdout is not None
+                end = threading.Timer(limit_s + _MARGIN_S, emulated.kill)
+                end.start()
+                try:
+                    for line in emulated.stdout:
+                        say(line.rstrip())
+                    ended_itself = emulated.wait() == 0
+                finally:
+                    end.cancel()
+                    emulated.kill()
+        if not ended_itself:
+            return Outcome(_TIMED_OUT, time.monotonic() - begun, results)
         status = results / "status"
         code = int(status.read_text()) if status.exists() else 1  # it never came to the job
         return Outcome(code, time.monotonic() - begun, results)
