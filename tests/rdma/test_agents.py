@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,8 +24,7 @@ import pytest_asyncio
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.deploy.launcher import Process, start_process
 from tests.chaos.judge import Verdict, judge
-from tests.chaos.test_late_reader import FILLER, POOL_BLOCKS, prefill
-from tests.chaos.test_late_reader import bodies as late_bodies
+from tests.chaos.test_late_reader import prefill
 from tests.patience import patient
 from tests.rdma.forked_ranks import rank_server
 from tests.standins import faults
@@ -36,8 +36,12 @@ SUMS, RECALLS = 60, 40
 """Held-out prompts, the shortest of their kind: the emulated processor does some thirty tokens a second."""
 PROMPTS = SUMS + RECALLS
 CONCURRENCY = 16
+ROUNDS = 5
 LATE = 20
 LATE_AT_ONCE = 10
+POOL_BLOCKS = 48
+FILLER = [5] * (POOL_BLOCKS * 16 - 1)
+"""A prompt that overwrites every block of the prefill agent's pool, which holds `LATE_AT_ONCE` prompts."""
 LEASE_S = 30.0
 """Long enough for a slow machine: the decode agent never renews, for the sake of the late readers."""
 LONG_PROMPTS = 4
@@ -132,6 +136,29 @@ def shortest(task: str, count: int) -> list[Prompt]:
     return sorted(heldout(task=task), key=lambda prompt: prompt.prompt_tokens)[:count]
 
 
+async def ask(proxy: Process, asked: list[dict[str, Any]]) -> list[Answer]:
+    """Every answer. What found no agent is asked again.
+
+    A proxy takes agents for lost whose pings are 3.5 s late, and all of an emulated machine may stand still
+    for longer than that.
+    """
+    answers: dict[int, Answer] = {}
+    for _ in range(ROUNDS):
+        await wait_ready(proxy, patient(20))
+        left = [index for index in range(len(asked)) if index not in answers]
+        results = await complete_all(proxy.url, [asked[index] for index in left], CONCURRENCY)
+        for index, result in zip(left, results, strict=True):
+            if isinstance(result, Answer):
+                answers[index] = result
+            else:
+                assert isinstance(result, RequestFailed) and result.error.get("code") == "no_agent", result
+        if len(answers) == len(asked):
+            break
+        print(f"\n{len(asked) - len(answers)} found no agent and are asked again")
+    assert len(answers) == len(asked), "there was no agent again and again"
+    return [answers[index] for index in range(len(asked))]
+
+
 def packets() -> int:
     """What the device has sent: bytes of KV alone, as everything else goes over TCP."""
     return int((COUNTERS / "sent_pkts").read_text())
@@ -143,9 +170,7 @@ async def test_a_hundred_prompts_are_right_and_their_kv_came_over_the_device(fle
     prompts = [*shortest("addition", SUMS), *shortest("recall", RECALLS)]
     asked = [{"model": MODEL, "prompt": each.prompt, "temperature": 0, "max_tokens": 16} for each in prompts]
     sent, before = packets(), await scrape(fleet.decode.url)
-    results = await complete_all(fleet.proxies[tp].url, asked, CONCURRENCY)
-    failed = [result for result in results if not isinstance(result, Answer)]
-    assert not failed, failed[:3]
+    results = await ask(fleet.proxies[tp], asked)
     wrong = [
         (prompt.prompt, prompt.answer, result.choices[0].text)
         for prompt, result in zip(prompts, results, strict=True)
@@ -172,7 +197,17 @@ async def test_a_hundred_prompts_are_right_and_their_kv_came_over_the_device(fle
 async def test_a_reader_that_comes_after_the_blocks_were_reused(fleet: Fleet) -> None:
     """I1, twenty times: the lease is gone, and the prompt is computed again."""
     assert fleet.decode is not None
-    asked = late_bodies(LATE)
+    asked = [
+        {
+            "model": MODEL,
+            "prompt": each.prompt,
+            "temperature": 1.0,
+            "seed": index,
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
+        for index, each in enumerate(shortest("recall", LATE))
+    ]
     references = await complete_all(
         fleet.decode.url, [{**body, "logprobs": 0} for body in asked], CONCURRENCY
     )
@@ -238,6 +273,5 @@ async def test_a_decode_agent_killed_in_mid_read(fleet: Fleet) -> None:
     assert left["used"] == left["leased"] == left["quarantined"] == 0, left
     await fleet.start_decode()
     await fleet.meet(2)
-    again = await complete_all(fleet.proxies[2].url, asked[:1], 1)
-    assert isinstance(again[0], Answer), again
+    again = await ask(fleet.proxies[2], asked[:1])
     assert again[0].timing["backend"] == fleet.backend and not again[0].timing["recomputed"]
