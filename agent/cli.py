@@ -27,7 +27,7 @@ from kvferry.agent.architectures import (
     unsupported_reason,
 )
 from kvferry.agent.config import AgentConfig, configure_logging
-from kvferry.proxy.wire.addresses import check_host_port
+from kvferry.proxy.wire.addresses import WILDCARDS, check_host_port
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.flags import check_files, flag_parser, parse_flags
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers
@@ -46,7 +46,6 @@ _DESCRIPTION = (
     "kvferry agent --engine vllm --help lists the options of that."
 )
 _SELF_CHECK_TIMEOUT_S = 1800.0
-_WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def run(argv: Sequence[str], engine_module: str) -> int:
@@ -166,6 +165,6 @@ def _checked(config: AgentConfig) -> AgentConfig:
     parse_backend_options(config.transfer_options)
     for address in config.proxy:
         check_host_port("proxy", address)
-    if config.proxy and config.advertised_host in _WILDCARDS:
+    if config.proxy and config.advertised_host in WILDCARDS:
         raise ValueError(f"advertise_host is needed when host is {config.host!r}, which peers cannot dial")
     return config

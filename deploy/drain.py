@@ -50,8 +50,9 @@ async def _listens(http: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with http.get(f"{url}/health"):
             return True
-    except aiohttp.ClientConnectorError:
-        return False
+    except aiohttp.ClientConnectorError as error:
+        # Nothing else means that it has ended: its name may not resolve, or its host not be reached.
+        return not isinstance(error.os_error, ConnectionRefusedError)
     except (aiohttp.ClientError, TimeoutError):
         return True  # it closes its connections before its socket
 

@@ -23,6 +23,7 @@ import aiohttp
 
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.agent.process.children import die_with_parent
+from kvferry.proxy.wire.addresses import WILDCARDS
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -32,7 +33,6 @@ POLL_INTERVAL_S = 0.2
 MIN_RESTART_PAUSE_S = 1.0
 MAX_RESTART_PAUSE_S = 30.0
 STABLE_S = 60.0
-WILDCARDS = ("0.0.0.0", "::", "")
 PIPE_CLOSE_S = 5.0
 LISTENING_LINE_LIMIT = 4096
 
@@ -58,7 +58,8 @@ class AgentSpec:
 class ClusterSpec:
     """A proxy and its agents on this machine. Port 0 lets the OS choose.
 
-    `trust`: how the proxy's certificate is checked, where `proxy_args` make it serve https.
+    `trust`: how the proxy's certificate is checked, where `proxy_args` make it serve https. `admin_key`: the
+    key for its list of agents, where they make it need one.
     """
 
     model: str
@@ -69,6 +70,7 @@ class ClusterSpec:
     discovery_port: int = 0
     proxy_args: tuple[str, ...] = ()
     trust: ssl.SSLContext | None = None
+    admin_key: str | None = None
 
 
 @dataclass(slots=True)
@@ -210,11 +212,10 @@ class Cluster:
         """
         last = ""
         try:
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
                 while True:
                     self.check_alive()
-                    async with session.get(f"{self.url}/nodes", ssl=self.spec.trust or True) as response:
-                        nodes = (await response.json())["nodes"]
+                    nodes = await self._nodes(session)
                     ready = {node["address"] for node in nodes if node["state"] == "ready"}
                     waiting = [name for name, agent in self.agents.items() if agent.url not in ready]
                     words = f"{len(self.agents) - len(waiting)} of {len(self.agents)} agents ready"
@@ -227,6 +228,19 @@ class Cluster:
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError as error:
             raise LaunchError(f"not ready after {timeout_s:.0f} s: {last}") from error
+
+    async def _nodes(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        key = self.spec.admin_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        url = f"{self.url}/nodes"
+        try:
+            async with session.get(url, headers=headers, ssl=self.spec.trust or True) as response:
+                if response.status != 200:
+                    raise LaunchError(f"{url} answered {response.status}: {(await response.text())[:200]}")
+                nodes: list[dict[str, Any]] = (await response.json())["nodes"]
+                return nodes
+        except aiohttp.ClientError as error:
+            raise LaunchError(f"{url} cannot be asked: {error}") from error
 
     def check_alive(self) -> None:
         """Raise `LaunchError`, with the end of its log, if any process has ended."""

@@ -37,7 +37,11 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
     """Return a proxy's list of agents. Raises `StatusFailed`."""
     try:
         async with http.get(f"{url}/nodes") as response:
-            page = await response.content.read(MAX_PAGE_BYTES)
+            page = bytearray()
+            async for part in response.content.iter_any():
+                page += part
+                if len(page) > MAX_PAGE_BYTES:
+                    raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
             if response.status != 200:
                 raise StatusFailed(f"{url} answered {response.status}: {_message(page)}")
         return msgspec.json.decode(page, type=NodeList)
@@ -109,7 +113,7 @@ async def show(url: str, headers: dict[str, str], ca: Path | None, watch: bool, 
             screen.print(render(nodes), highlight=False, markup=False)
 
 
-def _message(page: bytes) -> str:
+def _message(page: bytearray) -> str:
     try:
         error: Any = msgspec.json.decode(page)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -21,8 +21,11 @@ from rich.console import Console
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
+from kvferry.proxy.api.auth import BadKeyFile, admin_key
+from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
 from kvferry.proxy.wire.flags import exit_with, parse_flags
+from kvferry.proxy.wire.tls import BadCertificate, pinned_context
 
 PARTS = ("agent", "prefill", "decode", "both", "proxy")
 _AGENTS_CHOSEN = frozenset(
@@ -107,10 +110,9 @@ class PassedOn:
                         exit_with(self._prog, f"--{part}.{option}: {self._prog} chooses this")
             into.append(word)
 
-    def proxy(self) -> tuple[str, ...]:
-        """Return the proxy's options."""
-        parse_proxy_config(self._words["proxy"])
-        return tuple(self._words["proxy"])
+    def proxy(self) -> tuple[tuple[str, ...], ProxyConfig]:
+        """Return the proxy's options, as words and as it reads them."""
+        return tuple(self._words["proxy"]), parse_proxy_config(self._words["proxy"])
 
     def check_unused(self, role: Role) -> None:
         """Exit with status 2 if there are options for a role of which no agent is started."""
@@ -189,6 +191,7 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         for role, count in counts
         for index in range(count)
     )
+    proxy_args, proxy = passed_on.proxy()
     return ClusterSpec(
         model=config.model,
         agents=agents,
@@ -196,7 +199,9 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         host=config.host,
         port=config.port,
         discovery_port=config.discovery_port,
-        proxy_args=passed_on.proxy(),
+        proxy_args=proxy_args,
+        trust=None if proxy.tls_cert is None else pinned_context(proxy.tls_cert),
+        admin_key=None if proxy.api_keys is None else admin_key(proxy.api_keys),
     )
 
 
@@ -248,5 +253,8 @@ def main(argv: list[str]) -> int:
 def _main(prog: str, argv: list[str]) -> int:
     passed_on = PassedOn(prog, argv)
     config = parse_flags(UpConfig, passed_on.rest, prog=prog, description=DESCRIPTION)
-    spec = cluster_spec(config, passed_on)
+    try:
+        spec = cluster_spec(config, passed_on)
+    except (BadKeyFile, BadCertificate) as error:
+        exit_with(prog, f"--proxy: {error}")
     return asyncio.run(run(spec, Console(soft_wrap=True)))

@@ -561,6 +561,7 @@ class _LargeFields(msgspec.Struct):
     guided_choice: Raw = _NULL
     guided_grammar: Raw = _NULL
     guided_whitespace_pattern: Raw = _NULL
+    truncate_prompt_tokens: Raw = _NULL
 
 
 _BYTE_LIMITS: Mapping[str, int] = MappingProxyType(
@@ -589,7 +590,10 @@ def _check_sizes(fields: _LargeFields, max_model_len: int | None) -> None:
             raise bad_request(f"{name} may have at most {most} bytes", name)
     prompt = bytes(fields.prompt)
     if prompt.startswith(b"["):
-        _check_listed_prompt(prompt, max_model_len)
+        is_truncated = bytes(fields.truncate_prompt_tokens) not in (b"", b"null")
+        if is_truncated and len(prompt) > MAX_TOKEN_IDS_BYTES:
+            raise bad_request(f"a prompt to truncate may have at most {MAX_TOKEN_IDS_BYTES} bytes", "prompt")
+        _check_listed_prompt(prompt, None if is_truncated else max_model_len)
     # A quote within a text has a backslash before it, so this counts objects, and texts that end in a brace.
     objects = bytes(fields.messages).translate(None, _SPACE).count(b'{"')
     if max_model_len is not None and objects > _OBJECTS_PER_PART * max_model_len:

@@ -228,7 +228,8 @@ class _Agent:
             "transfers": ready.transfers,
         }
         log.info("ready %s", json.dumps(facts))
-        self._lifecycle.transition("ready")
+        if self._lifecycle.state == "starting":  # else it is to end already
+            self._lifecycle.transition("ready")
 
     async def _drain(self) -> None:
         """Finish everything that counts on this agent, within the limit; then fail the rest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _DIGEST_BYTES = 8
+MAX_ADAPTERS = 1024
 _UNNAMED = ("_name_or_path", "transformers_version", "_commit_hash")
 """Fields of a model's config that do not change what it computes."""
 
@@ -50,16 +52,25 @@ def geometry_of(config: Any, *, dtype: str, num_layers: int, head_dim: int, cont
 def weights_of(config: Any) -> str:
     """16 hex digits: equal for equal weights of a local checkpoint; else of its name and revision."""
     model, load = config.model_config, config.load_config
+    # What the weights become when they are loaded.
+    loaded = f"{model.quantization} {model.dtype}"
     directory = Path(model.model)
     if str(load.load_format) == "dummy":
-        return _digest("dummy", _config_digest(model), str(model.seed))
+        return _digest("dummy", loaded, _config_digest(model), str(model.seed))
     if directory.is_dir():
-        try:
-            return weights_fingerprint(directory)
-        except ValueError:  # of a format that is read by other loaders
-            return _digest("files", *_sizes(directory))
+        return _digest("files", loaded, _files_of(directory))
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return _digest("by name", model.model, str(model.revision), str(commit), _config_digest(model))
+    return _digest("by name", loaded, model.model, str(model.revision), str(commit), _config_digest(model))
+
+
+@lru_cache(maxsize=MAX_ADAPTERS)
+def adapter_of(name: str, path: str) -> str:
+    """16 hex digits: equal for equal LoRA adapters of a local directory; else of their name and path.
+
+    What is read is kept, as vLLM keeps an adapter that it has loaded under a name.
+    """
+    directory = Path(path)
+    return _digest(name, _files_of(directory) if directory.is_dir() else path)
 
 
 def tokenizer_of(config: Any) -> str:
@@ -70,6 +81,13 @@ def tokenizer_of(config: Any) -> str:
         return _digest("by name", model.tokenizer, str(model.tokenizer_revision))
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     return _digest(*(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files))
+
+
+def _files_of(directory: Path) -> str:
+    try:
+        return weights_fingerprint(directory)
+    except ValueError:  # of a format that is read by other loaders
+        return _digest("sizes", *_sizes(directory))
 
 
 def _config_digest(model: Any) -> str:

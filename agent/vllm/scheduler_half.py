@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvferry.agent.vllm.identity import adapter_of
 from kvferry.agent.vllm.params import (
     BadParams,
     DropPrompt,
@@ -416,7 +417,7 @@ def prompt_hash(request: Any, num_tokens: int) -> str:
     digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
     adapter = getattr(request, "lora_request", None)
     if adapter is not None:
-        digest.update(f"|lora {adapter.lora_name}".encode())
+        digest.update(f"|lora {adapter_of(adapter.lora_name, adapter.lora_path)}".encode())
     for feature in getattr(request, "mm_features", None) or ():
         digest.update(f"|mm {feature.identifier}".encode())
     return digest.hexdigest()

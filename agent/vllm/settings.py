@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.messages import Role
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -55,6 +56,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         url = urlsplit(self.advertise_url)
         if self.advertise_url and (url.scheme not in ("http", "https") or not url.hostname or not url.port):
             raise ValueError(f"advertise_url must be http(s)://HOST:PORT, got {self.advertise_url!r}")
+        if self.proxy and (url.hostname in WILDCARDS or self.advertised_host in WILDCARDS):
+            raise ValueError(
+                f"advertise_host is needed: peers cannot dial {url.hostname or self.advertised_host}"
+            )
 
     @property
     def advertised_host(self) -> str:

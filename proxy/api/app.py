@@ -137,15 +137,16 @@ async def _model_page(views: OperatorViews, name: str) -> Response:
 
 async def _from_agent(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Response:
     """Pass a request on to an agent; it counts towards the key's rate of requests."""
+    request_id = _request_id()
     try:
         if keys is not None:
             client = keys.client(request.headers.get("Authorization"), request.method)
             client.rate_limit.admit(time.monotonic())
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        answer = await tokenizers.forward(request.path, body, _request_id())
+        answer = await tokenizers.forward(request.path, body, request_id)
     except ProxyError as error:
-        return _error_response(error, _request_id())
-    return Response(answer, content_type=JSON)
+        return _error_response(error, request_id)
+    return Response(answer, headers={"X-Request-Id": request_id}, content_type=JSON)
 
 
 async def _drain(views: OperatorViews, incarnation: Incarnation, drained: bool) -> Response:

@@ -95,6 +95,16 @@ class ApiKeys:
         return self._clients.get(_digest(key), ANONYMOUS)
 
 
+def admin_key(path: Path) -> str:
+    """Return the first admin's key of a file. Raises `OSError`, or `BadKeyFile`, also if it has none."""
+    keys = ApiKeys.read(path)
+    for line in path.read_text(errors="surrogateescape").splitlines():
+        key = line.split()[:1]
+        if key and keys.client(f"Bearer {key[0]}", "GET").access is Access.ADMIN:
+            return key[0]
+    raise BadKeyFile(f"{path} has no admin's key, which the list of agents needs")
+
+
 def require_keys(app: Quart, keys: ApiKeys) -> None:
     """Reject requests without a key. A path that is not listed here needs an admin's."""
 

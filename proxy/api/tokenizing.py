@@ -37,9 +37,9 @@ class TokenizerRelay:
         """Return an agent's answer, which is JSON. Raises `ProxyError`."""
         agents = self._agents(_model(body))
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        deadline = self._fleet.clock() + TIMEOUT_S
         lost: AgentLost | AgentTimeout | None = None
         for agent in agents[:_TRIES]:
+            deadline = self._fleet.clock() + TIMEOUT_S / _TRIES
             leg = self._upstream.post(
                 agent, path, body, headers, headers_deadline=deadline, deadline=deadline
             )

@@ -89,7 +89,11 @@ class ExpiryCounts:
             async with asyncio.timeout(2 * READ_TIMEOUT_S), known.lock:
                 if known.asked_at < since:
                     known.asked_at, known.read = now(), None
-                    known.read = await self._read(server, counter, known)
+                    try:
+                        known.read = await self._read(server, counter, known)
+                    except BaseException:
+                        known.asked_at = -math.inf  # the next that waits for this reading makes its own
+                        raise
                     known.latest = known.read or known.latest
                 return known.read
         except TimeoutError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -50,6 +51,7 @@ from kvferry.proxy.exchange.legs import (
     Attempt,
     Legs,
     ResponseSink,
+    join,
     lost,
     raise_one,
     read_events,
@@ -143,8 +145,7 @@ class ForeignAttempt(Attempt):
         try:
             if len(exchanges) == 1:  # a task of its own would cost more than all else here
                 return [await exchanges[0].run(self.pair)]
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(each.run(self.pair)) for each in exchanges]
+            return await join([asyncio.ensure_future(each.run(self.pair)) for each in exchanges])
         except AGENT_FAILURES:
             self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
             raise
@@ -152,7 +153,6 @@ class ForeignAttempt(Attempt):
             if failures.subgroup(AGENT_FAILURES):
                 self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
             raise_one(failures)
-        return [task.result() for task in tasks]
 
     def _on_prefilled(self) -> None:
         """One more prefill leg has ended well."""
@@ -290,11 +290,12 @@ class _SubExchange:
         async def check() -> None:
             sub_response.prompt_tokens_details = (await prefill).prompt_tokens_details
 
-        async with asyncio.TaskGroup() as group:
-            # Two tasks made in one go ask for their connections one right after the other, and connections
-            # are acquired in that order. So, of all legs with one, at most one waits for its other leg's.
-            prefill = group.create_task(self._prefill(endpoints))
-            group.create_task(self._receive(endpoints.decode, leg, sub_response, check))
+        # Two tasks made in one go ask for their connections one right after the other, and connections
+        # are acquired in that order. So, of all legs with one, at most one waits for its other leg's.
+        prefill = asyncio.ensure_future(self._prefill(endpoints))
+        decode = asyncio.ensure_future(self._receive(endpoints.decode, leg, sub_response, check))
+        legs: tuple[asyncio.Future[Any], ...] = (prefill, decode)
+        await join(legs)
         return sub_response
 
     async def _prefill(self, endpoints: Endpoints) -> Prefilled:

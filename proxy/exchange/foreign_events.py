@@ -250,7 +250,7 @@ def as_events(raw: bytes, sub: SubRequest) -> bytes:
     usage = response.pop("usage", None)
     if sub.request.chat:
         response["object"] = "chat.completion.chunk"
-        choices = [{**choice, "delta": choice.pop("message", {})} for choice in choices]
+        choices = [{"delta": choice.pop("message", {}), **choice} for choice in choices]
     events = sse.event({**response, "choices": choices})
     if sub.request.include_usage:
         events += sse.event({**response, "choices": [], "usage": usage})

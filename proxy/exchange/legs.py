@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from kvferry.proxy import sse
 from kvferry.proxy.clock import now
@@ -30,6 +30,8 @@ from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.messages import Incarnation, Register
+
+T = TypeVar("T")
 
 AgentFailure = AgentLost | AgentTimeout | BadResponse
 AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
@@ -245,6 +247,34 @@ def require_json(response: UpstreamResponse, agent: Register) -> None:
 def lost(agent: Register, message: str) -> AgentLost:
     """An `AgentLost` whose message begins with the agent's address."""
     return AgentLost(f"{agent.address} {message}", agent.incarnation)
+
+
+async def join(tasks: Sequence[asyncio.Future[T]]) -> list[T]:
+    """Wait for all and return their results, in order. When one fails, or the caller is cancelled, the others
+    are cancelled; all have ended when this returns.
+
+    Raises a `BaseExceptionGroup` of the failures, or CancelledError if the caller was cancelled, whatever
+    failed. (`asyncio.TaskGroup` loses a cancellation that comes while it cancels the others.)
+    """
+    cancelled: asyncio.CancelledError | None = None
+    is_ending = False
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        pending = [task for task in tasks if not task.done()]
+        if pending and not is_ending:
+            is_ending = True
+            for task in pending:
+                task.cancel()
+    ended = [None if task.cancelled() else task.exception() for task in tasks]
+    failures = [each for each in ended if each is not None]
+    if cancelled is not None:
+        raise cancelled
+    if failures:
+        raise BaseExceptionGroup("of several legs", failures)
+    return [task.result() for task in tasks]
 
 
 def raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:

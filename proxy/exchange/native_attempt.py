@@ -20,12 +20,13 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.dialects.native import NativePrefill
-from kvferry.proxy.errors import AgentLost, AgentRejected
+from kvferry.proxy.errors import AgentLost, AgentRejected, TooManyResponses, agent_error
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import (
     Attempt,
     Legs,
     ResponseSink,
+    join,
     lost,
     raise_one,
     read_events,
@@ -37,7 +38,7 @@ from kvferry.proxy.exchange.resume import MARK, Progress
 from kvferry.proxy.exchange.sub_requests import PromptShare, add_counts
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.http.pool import UpstreamResponse
+from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamResponse
 from kvferry.proxy.ids import TransferId, new_transfer_id
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -118,12 +119,10 @@ class NativeAttempt(Attempt):
 
         async def run(exchange: _PromptExchange) -> None:
             async with room:
-                await exchange.run(_PartSink(sink, exchange.part))
+                await exchange.run(_PartSink(sink, exchange.part, self._check_size))
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for exchange in self._exchanges:
-                    group.create_task(run(exchange))
+            await join([asyncio.ensure_future(run(exchange)) for exchange in self._exchanges])
         except BaseExceptionGroup as failures:
             raise_one(failures)
         self._close(sink)
@@ -145,6 +144,11 @@ class NativeAttempt(Attempt):
         self._num_in_prefill -= 1
         if not self._num_in_prefill:
             self._reservation.prefill_over()
+
+    def _check_size(self) -> None:
+        """Raise `TooManyResponses` once the prompts' responses are together larger than any may be."""
+        if sum(len(part.whole) for part in self._parts if part.whole is not None) > MAX_BODY_BYTES:
+            raise TooManyResponses(f"the responses of all prompts exceed {MAX_BODY_BYTES} bytes")
 
     def _close(self, sink: ResponseSink) -> None:
         """End the response of several prompts."""
@@ -283,6 +287,7 @@ class _PromptExchange:
         """End the response with that of the prefill leg."""
         if self._request.stream:
             sink.write(native.closing_events(self._request, self._ids, prefill))
+            self._progress.end()
         else:
             sink.set_whole("application/json", prefill.raw)
 
@@ -325,15 +330,17 @@ class _PromptExchange:
 class _PartSink:
     """The client's sink for one of several prompts (`ResponseSink`): what ends its response is kept back."""
 
-    def __init__(self, sink: ResponseSink, part: PromptPart) -> None:
+    def __init__(self, sink: ResponseSink, part: PromptPart, on_whole: Callable[[], None]) -> None:
         self._sink = sink
         self._part = part
+        self._on_whole = on_whole
         self._first_choice = part.share.first_choice
         self.throttling = sink.throttling
 
     def set_whole(self, content_type: str, body: bytes) -> None:
-        """See `ResponseSink`. Raises `BadResponse`."""
+        """See `ResponseSink`. Raises `BadResponse`, and what `on_whole` raises."""
         self._part.whole, self._part.usage = native.part_of_whole(body, self._first_choice)
+        self._on_whole()
 
     def write_event(self, event: bytes) -> None:
         """See `ResponseSink`. Raises `BadResponse`."""
@@ -343,9 +350,11 @@ class _PartSink:
             self._sink.write_event(event)
 
     def write(self, events: bytes) -> None:
-        """See `ResponseSink`. Raises `BadResponse`."""
+        """See `ResponseSink`. Raises `BadResponse`, and an agent's error, which ends all prompts."""
         shown = []
         for event in sse.split(events):
+            if event.startswith(sse.ERROR_EVENT):
+                raise AgentRejected(400, agent_error(sse.data(event) or b""))
             last = None if event == sse.DONE else native.last_event(event)
             if last is not None:
                 self._part.usage, self._part.timing = last.usage, last.kvferry_timing

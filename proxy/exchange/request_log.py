@@ -114,7 +114,7 @@ class RequestLog:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         if self._token_limit is not None:
             self._token_limit.charge(routing_request(request, None).tokens, time.monotonic())
-        self._choices = request.n
+        self._choices = request.sequences
         self._model = request.model[:MAX_MODEL_CHARS]
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if show_prompt:

@@ -72,6 +72,10 @@ class Progress:
         self._add(event[:end])
         return event[end:]
 
+    def end(self) -> None:
+        """Note that the client has everything: the response ended with its prefill leg."""
+        self._add(_END_LINE)
+
     def begin(self, prefill: NativePrefill) -> frozenset[int]:
         """Note token 1 of every choice; returns the choices for which it is news to the client.
 

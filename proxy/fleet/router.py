@@ -182,7 +182,8 @@ class Router:
         return self._noted(Pair(node, node), request)
 
     def _is_short(self, request: RoutingRequest, node: Node) -> bool:
-        return request.tokens - self._policies["decode"].cached_tokens(node, request) < self._split_min_tokens
+        cached = self._policies["decode"].cached_tokens(node, request)
+        return request.tokens_per_prompt - cached < self._split_min_tokens
 
     def _is_long(self, request: RoutingRequest, prefill: Node) -> bool:
         """Return whether the prefill takes so long that KV should move meanwhile."""
@@ -190,9 +191,8 @@ class Router:
         if least is None:
             chunk = prefill.info.prefill_chunk
             least = 0 if chunk is None else chunk + 1
-        return (
-            least > 0 and request.tokens - self._policies["prefill"].cached_tokens(prefill, request) >= least
-        )
+        cached = self._policies["prefill"].cached_tokens(prefill, request)
+        return least > 0 and request.tokens_per_prompt - cached >= least
 
     def _pick(self, leg: Leg, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
         return self._policies[leg].pick(candidates, request, turn)

@@ -26,14 +26,16 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What policies choose by.
 
     `prompt` is the client's own: text, token ids, a list of either, or a chat's messages, or JSON of these.
-    It is read only for `tokens` and `chunks`. `n`: how many sequences it makes. `one_token`: one token of
-    each is enough. `undivided`: one agent should serve all of it. `session`: the client's session id.
+    It is read only for `tokens` and `chunks`. `n`: how many sequences it makes, of how many `prompts`.
+    `one_token`: one token of each is enough. `undivided`: one agent should serve all of it. `session`: the
+    client's session id.
     `cache_salt`: agents share prefixes only among requests with the same one.
     """
 
     model: str
     prompt: str | list[Any] | msgspec.Raw = ""
     n: int = 1
+    prompts: int = 1
     one_token: bool = False
     undivided: bool = False
     session: str | None = None
@@ -45,6 +47,11 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self._has_ids:
             return self._json.count(b",") + 1
         return -(-len(self._text) // BYTES_PER_TOKEN)
+
+    @property
+    def tokens_per_prompt(self) -> int:
+        """`tokens` of one of several prompts, on average."""
+        return -(-self.tokens // self.prompts)
 
     @cached_property
     def chunks(self) -> tuple[bytes, ...]:
@@ -99,6 +106,7 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         model=request.model,
         prompt=request.prompt,
         n=request.sequences,
+        prompts=request.prompts,
         one_token=request.max_tokens == 1,
         undivided=request.undivided,
         session=session,

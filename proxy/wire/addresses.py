@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from ipaddress import IPv6Address
 
+WILDCARDS = ("0.0.0.0", "::", "")
+"""Hosts that stand for all addresses of a machine; no other machine can dial them."""
 MAX_NAME_CHARS = 253
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")

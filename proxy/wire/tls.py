@@ -25,6 +25,14 @@ def server_context(certificate: Path | str, key: Path | str) -> ssl.SSLContext:
     return context
 
 
+def pinned_context(certificate: Path) -> ssl.SSLContext:
+    """For a client that trusts this very certificate, whatever its host. Raises `BadCertificate`."""
+    context = client_context(certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+    return context
+
+
 def client_context(authority: Path) -> ssl.SSLContext:
     """For a client that trusts only the authorities in this PEM file. Raises `BadCertificate`."""
     try:

@@ -20,7 +20,7 @@ MODEL = "--model ferry-tiny"
 
 # Command, exit status, and what the line says. {folder} holds: bad.yml with a misspelt setting, wrong.yml
 # with a value that is none, torn.yml, which is no YAML, fleet.yml with a misspelt option of a role, junk,
-# which is no key, open.key, which all can read.
+# which is no key, keys, of clients alone, open.key, which all can read.
 MISTAKES = [
     ("prox", 2, "kvferry: unknown command 'prox'; did you mean proxy?"),
     ("begin", 2, "unknown command 'begin'; choose from serve, up, proxy, agent, status, "),
@@ -37,6 +37,7 @@ MISTAKES = [
     ("up --agent.lease-s 0", 2, "--lease-s must be greater than 0"),
     ("up --decode.lase-s 5", 2, "--lase-s: no such option; did you mean --lease-s?"),
     ("up --proxy.prt 1", 2, "--prt: no such option; did you mean --port?"),
+    ("up --proxy.api-keys {folder}/keys", 2, "/keys has no admin's key, which the list of agents needs"),
     ("up --prefill.port 8000", 2, "--prefill.port: kvferry up chooses this"),
     ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
     ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
@@ -117,6 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "wrong.yml").write_text("port: abc\n")
     (made / "torn.yml").write_text("port: [\n")
     (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
+    (made / "keys").write_text("client-key-0123456789\n")
     for name, mode in (("junk", 0o600), ("open.key", 0o644)):
         (made / name).write_text("junk\n")
         (made / name).chmod(mode)

@@ -199,8 +199,11 @@ class RankSocket:
         Without a deadline: the rank's owner knows how long an engine may take to start, and stops it.
         """
         try:
-            ready, _, _ = select.select([self._socket, stopped], [], [])
-            return None if stopped in ready else RankEnd(self._socket.accept()[0])
+            waiting = select.poll()  # an engine's rank may have more descriptors than `select` takes
+            for each in (self._socket, stopped):
+                waiting.register(each, select.POLLIN)
+            ready = {number for number, _ in waiting.poll()}
+            return None if stopped.fileno() in ready else RankEnd(self._socket.accept()[0])
         finally:
             self.close()
 

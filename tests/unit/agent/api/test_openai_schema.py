@@ -382,6 +382,16 @@ def test_a_large_prompt_that_may_fit_is_taken(prompt: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("digits", [1, 100_000], ids=["short ids", "long ids"])
+def test_a_list_that_is_truncated_may_exceed_the_context_whatever_its_size(digits: int) -> None:
+    raw = json.dumps({"model": "m", "prompt": [digits] * 5000, "truncate_prompt_tokens": 100}).encode()
+    body = decode_body(raw, CompletionBody, CONTEXT)
+    assert completion_prompt(body, CONTEXT) == (digits,) * 5000
+    far = {"model": "m", "prompt": [digits] * 400_000, "truncate_prompt_tokens": 100}
+    with pytest.raises(ApiError, match="truncate"):
+        decode_body(json.dumps(far).encode(), CompletionBody, CONTEXT)
+
+
 def test_a_large_chat_that_may_fit_is_taken() -> None:
     text = json.dumps([{"a": {}}] * 10_000)
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}]

@@ -388,16 +388,21 @@ def test_embeddings_have_no_ids_to_prove() -> None:
 def test_the_hash_of_a_prompt_covers_its_adapter_and_its_images() -> None:
     class Named:
         lora_name = "a"
+        lora_path = "/a"
         identifier = "image"
+
+    class NamedAlike(Named):
+        lora_path = "/b"
 
     plain = VllmRequest("x", prompt(10))
     hashes = {
         prompt_hash(plain, 10),
         prompt_hash(plain, 9),
         prompt_hash(VllmRequest("x", prompt(10), lora_request=Named()), 10),
+        prompt_hash(VllmRequest("x", prompt(10), lora_request=NamedAlike()), 10),
         prompt_hash(VllmRequest("x", prompt(10), mm_features=(Named(),)), 10),
     }
-    assert len(hashes) == 4
+    assert len(hashes) == 5
 
 
 def test_in_any_order_of_events_every_block_comes_back() -> None:

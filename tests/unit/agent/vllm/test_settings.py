@@ -80,6 +80,11 @@ def test_a_hybrid_model_is_refused() -> None:
         ({"transfer": "telepathy"}, "telepathy"),
         ({"proxy": ["h:1"]}, "advertise_url"),
         ({"advertise_url": "10.0.0.1:8000"}, "advertise_url"),
+        ({"advertise_url": "http://0.0.0.0:8000", "proxy": ["h:1"]}, "cannot dial 0.0.0.0"),
+        (
+            {"advertise_url": "http://10.0.0.1:8000", "advertise_host": "::", "proxy": ["h:1"]},
+            "advertise_host is needed",
+        ),
         ({"advertise_url": "http://10.0.0.1"}, "advertise_url"),
         ({"advertise_url": "http://10.0.0.1:99999"}, "advertise_url|[Pp]ort"),
     ],

@@ -45,7 +45,8 @@ def vllm_config(tp_size: int, **changes: Any) -> Any:
     text_config = SimpleNamespace(to_dict=lambda: {"rope_theta": 10000.0, "_name_or_path": str(tp_size)})
     model = SimpleNamespace(
         model="org/model", revision=None, hf_config=SimpleNamespace(_commit_hash="c"), seed=0,
-        hf_text_config=text_config, tokenizer="org/model", tokenizer_revision=None, max_model_len=1024,
+        hf_text_config=text_config, quantization=None, dtype="bfloat16",
+        tokenizer="org/model", tokenizer_revision=None, max_model_len=1024,
         served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS,
     )  # fmt: skip
     vars(model).update(changes)

@@ -140,6 +140,30 @@ async def test_a_prompt_of_several_may_end_with_its_first_token(stage: Stage) ->
     assert streamed.events[-1]["usage"] == whole["usage"]
 
 
+async def test_a_prompt_that_ended_with_its_first_token_is_not_shown_again_when_another_is_retried(
+    stage: Stage,
+) -> None:
+    for _ in range(2):
+        await stage.pair()
+    body = {**BODY, "prompt": [STOP_AT_ONCE, "a b"], "max_tokens": 8}
+    _, whole = await stage.ask(body)
+    fail_once(stage.agents, Fault("decode", "cut", after_events=3))
+    streamed = await stage.stream(body)
+    assert [streamed.text(index) for index in range(2)] == [choice["text"] for choice in whole["choices"]]
+    ends = [
+        choice["index"] for event in streamed.events for choice in event["choices"] if choice["finish_reason"]
+    ]
+    assert sorted(ends) == [0, 1]
+
+
+async def test_an_error_of_one_prompt_ends_the_stream_of_all(stage: Stage) -> None:
+    _, decode = await stage.pair(interval_s=0.05)
+    decode.faults.append(Fault("decode", "error"))
+    streamed = await stage.stream({**BODY, "prompt": ["a b", "c d"], "max_tokens": 8})
+    assert streamed.error is not None and streamed.error["code"] == "gone"
+    assert "error" in streamed.events[-1]
+
+
 async def test_several_prompts_without_a_seed_are_sampled_differently(stage: Stage) -> None:
     await stage.pair()
     body = {key: value for key, value in BODY.items() if key != "seed"}

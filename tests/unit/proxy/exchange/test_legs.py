@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, read_events, require_json, require_stream
+from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, join, read_events, require_json, require_stream
 from kvferry.proxy.wire.messages import Incarnation
 from tests.unit.proxy.builders import registration
 
@@ -176,3 +176,59 @@ def test_only_what_was_asked_for_is_passed_on(content_type: str, stream: bool, w
         else:
             with pytest.raises(BadResponse, match=content_type.partition(";")[0]):
                 require(response, SERVER)
+
+
+class Failing:
+    """Two tasks: one fails, and the other takes a while to end when it is cancelled."""
+
+    def __init__(self) -> None:
+        self.is_ending = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.has_ended = False
+
+    async def fail(self) -> None:
+        raise AgentTimeout("lost")
+
+    async def run_on(self) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.is_ending.set()
+            await self.may_end.wait()
+            self.has_ended = True
+
+    async def joined(self) -> None:
+        await join([asyncio.ensure_future(each) for each in (self.run_on(), self.fail())])
+
+
+async def test_the_failure_of_one_ends_the_others_first() -> None:
+    failing = Failing()
+    joining = asyncio.ensure_future(failing.joined())
+    await failing.is_ending.wait()
+    assert not joining.done()
+    failing.may_end.set()
+    with pytest.raises(ExceptionGroup) as caught:
+        await joining
+    assert failing.has_ended and isinstance(caught.value.exceptions[0], AgentTimeout)
+
+
+async def test_a_cancellation_that_comes_while_others_end_is_not_lost() -> None:
+    """`asyncio.TaskGroup` would raise the failure alone, and the request be retried for nobody."""
+    failing = Failing()
+    joining = asyncio.ensure_future(failing.joined())
+    await failing.is_ending.wait()
+    joining.cancel()
+    await asyncio.sleep(0)
+    failing.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert failing.has_ended
+
+
+async def test_results_are_in_order() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await join([asyncio.ensure_future(after(turns)) for turns in (3, 0, 1)]) == [3, 0, 1]

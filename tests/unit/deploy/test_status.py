@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry status` against pages that come in parts, are none, or are too long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvferry.deploy import status
+from kvferry.deploy.status import StatusFailed, fetch_nodes, node_row, other_lines
+from kvferry.proxy.api.openapi import DownServerView, NodeList, NodeLoadView, NodeView
+
+LOAD = NodeLoadView(
+    running=3, waiting=1, kv_blocks_free=60, kv_blocks_total=80, kv_blocks_leased=0, max_running=8
+)
+NODE = NodeView(
+    address="http://10.0.0.1:8000",
+    role="decode",
+    state="ready",
+    drained=True,
+    breaker="open",
+    dialect="native",
+    model="m",
+    incarnation="i",
+    load=LOAD,
+    in_flight=3,
+    last_ping_s=0.25,
+    not_paired="other weights",
+)
+NODES = NodeList(
+    nodes=[NODE] * 100,
+    refused_pairings=[],
+    num_refused_pairings=7,
+    refused_agents=[],
+    down=[DownServerView(address="http://10.0.0.2:8000", role="prefill", reason="no answer")],
+)
+
+
+@asynccontextmanager
+async def serving(head: bytes, *parts: bytes) -> AsyncIterator[str]:
+    """A server that writes one answer in parts, each of them on its way before the next is made."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        length = sum(map(len, parts))
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (head, length))
+        with suppress(ConnectionError, asyncio.CancelledError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_page_that_comes_in_parts_is_read_whole() -> None:
+    page = msgspec.json.encode(NODES)
+    async with serving(b"200 OK", page[:1000], page[1000:]) as url, aiohttp.ClientSession() as http:
+        assert await fetch_nodes(http, url) == NODES
+
+
+@pytest.mark.parametrize(
+    ("head", "page", "said"),
+    [
+        (b"401 Unauthorized", b'{"error": {"message": "no API key"}}', "answered 401: no API key"),
+        (b"200 OK", b"<html>", "is no kvferry proxy"),
+        (b"200 OK", b" " * 2000, "more than 1000 bytes"),
+    ],
+)
+async def test_what_is_no_list_of_agents_is_said(
+    head: bytes, page: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "MAX_PAGE_BYTES", 1000)
+    async with serving(head, page) as url, aiohttp.ClientSession() as http:
+        with pytest.raises(StatusFailed, match=said):
+            await fetch_nodes(http, url)
+
+
+def test_a_row_says_why_an_agent_is_not_used() -> None:
+    state = "drained, breaker open, not paired: other weights"
+    assert node_row(NODE) == (
+        "http://10.0.0.1:8000", "decode", state, "native", "m", "3 of 8", "1", "25 %", "0.2 s",
+    )  # fmt: skip
+    assert other_lines(NODES) == [
+        "http://10.0.0.2:8000 (prefill) is down: no answer",
+        "and 7 more pairings that cannot be",
+    ]
