@@ -462,7 +462,11 @@ async def _read_body(connection: UpstreamConnection, limit: int) -> bytes:
             raise BadResponse(f"an agent's response exceeds {limit} bytes")
 
     connection.stream_to(collect, body.__len__)
-    await connection.wait_complete()
+    try:
+        await connection.wait_complete()
+    except BaseException:
+        body.clear()  # what is raised refers to it, and may wait for the garbage collector
+        raise
     return bytes(body)
 
 
