@@ -27,7 +27,8 @@ from kvferry.agent.architectures import (
     unsupported_reason,
 )
 from kvferry.agent.config import AgentConfig, configure_logging
-from kvferry.proxy.wire.addresses import WILDCARDS, check_host_port
+from kvferry.agent.proxy_names import check_proxy
+from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.flags import check_files, flag_parser, parse_flags
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers
@@ -164,7 +165,7 @@ def _checked(config: AgentConfig) -> AgentConfig:
     check_files(config, ("cluster_key", "tls_cert", "tls_key"))
     parse_backend_options(config.transfer_options)
     for address in config.proxy:
-        check_host_port("proxy", address)
+        check_proxy(address)
     if config.proxy and config.advertised_host in WILDCARDS:
         raise ValueError(f"advertise_host is needed when host is {config.host!r}, which peers cannot dial")
     return config

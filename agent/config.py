@@ -30,7 +30,8 @@ class AgentConfig:
         port: HTTP port; 0 lets the OS choose.
         advertise_host: Host that peers and proxies must dial; the bound host when not given.
         control_port: Port of the KV control channel; 0 lets the OS choose.
-        proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
+        proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
+            address of a name, which is looked up again and again.
         device: Where the model runs: cpu; cuda, one GPU per rank from GPU 0 on; or cuda:N, from GPU N on.
         dtype: Element type of weights and KV; auto is float32 on CPU and the checkpoint's own on CUDA.
         load_format: safetensors reads the checkpoint; dummy makes random weights from its config.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from kvferry.agent.proxy_names import Lookup, ProxyName, is_name, look_up
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
@@ -108,6 +109,10 @@ class ProxyConnection:
             return True
         return self._acked_index >= draining_since and not self._in_flight
 
+    def has_requests_here(self) -> bool:
+        """Whether the proxy lives, and has requests at this agent or on their way to it."""
+        return bool(self._in_flight) and time.monotonic() - self._acked_at <= ACK_TIMEOUT_S
+
     def close(self) -> threading.Thread:
         """Close once what is queued is sent, or soon. The thread ends then, or when a name is resolved."""
         self._socket.close(linger=_BYE_LINGER_MS)
@@ -130,9 +135,12 @@ class Announcer:
     come.
 
     Args:
+        proxies: HOST:PORT, or dns:NAME[:PORT] for every address of a name, which is followed: proxies that
+            are new there are announced to, and those that are gone no longer, once they have no request here.
         describe: Returns the registration that carries a given ping counter; None for no ping this time.
             It is called in the thread that pings.
         key: When given, only proxies with the same key are announced to.
+        lookup: How names are looked up.
     """
 
     def __init__(
@@ -142,8 +150,14 @@ class Announcer:
         describe: Callable[[int], Register | None],
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
+        lookup: Lookup = look_up,
     ) -> None:
-        self._connections = [ProxyConnection(address, key) for address in proxies]
+        self._key = key
+        self._connections = {
+            address: ProxyConnection(address, key) for address in proxies if not is_name(address)
+        }
+        self._fixed = frozenset(self._connections)
+        self._names = [ProxyName(proxy, lookup=lookup) for proxy in dict.fromkeys(proxies) if is_name(proxy)]
         self._changed = changed
         self._describe = describe
         self._interval_s = interval_s
@@ -199,10 +213,26 @@ class Announcer:
                 ping = msgspec.structs.replace(ping, loop_lag_s=round(loop_lag_s, 3))
             if self._draining_since is None and ping is not None and ping.state == "draining":
                 self._draining_since = index
-            for connection in self._connections:
+            if self._names:
+                self._follow_names()
+            for connection in self._connections.values():
                 connection.read_responses()
                 if ping is not None:
                     connection.send(encode(ping))
+
+    def _follow_names(self) -> None:
+        """Open links to addresses that are new, and end those to addresses that are gone.
+
+        There is no bye: that would be for good, and a name may have an address again.
+        """
+        named = {address for name in self._names for address in name.addresses()}
+        for address in named - self._connections.keys():
+            self._connections[address] = ProxyConnection(address, self._key)
+        for address in self._connections.keys() - named - self._fixed:
+            # A proxy that is on its way out has streams here, and would take the end of pings for a death.
+            if not self._connections[address].has_requests_here():
+                log.info("proxy %s: is announced to no longer", address)
+                self._connections.pop(address).close()
 
     async def wait_released(self) -> None:
         """Wait until every proxy knows that the agent is draining and has no request left for it.
@@ -213,16 +243,18 @@ class Announcer:
 
     def _is_released(self) -> bool:
         since = self._draining_since
-        return since is not None and all(each.has_released(since) for each in self._connections)
+        return since is not None and all(each.has_released(since) for each in self._connections.values())
 
     def send_bye(self, incarnation: Incarnation) -> None:
         """Send a bye to every proxy that is connected. No ping that was described before comes after it."""
         with self._sending:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.send(encode(Bye(incarnation=incarnation)))
 
     def close(self) -> None:
         """Close all links. Returns once what was queued is sent, or soon."""
+        for name in self._names:
+            name.close()
         deadline = time.monotonic() + _CLOSE_S
-        for closing in [connection.close() for connection in self._connections]:
+        for closing in [connection.close() for connection in self._connections.values()]:
             closing.join(max(deadline - time.monotonic(), 0.0))

@@ -26,9 +26,9 @@ import uvloop
 
 from kvferry.agent.config import configure_logging
 from kvferry.agent.ping import Announcer
+from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
-from kvferry.proxy.wire.addresses import check_host_port
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import check_files, parse_flags
 from kvferry.proxy.wire.messages import Bye, Register, Role, TransferMode
@@ -45,7 +45,8 @@ class SidecarConfig:
         advertise_url: The same as proxies must dial it; the URL of --attach when not given.
         role: Which legs of a request the server takes.
         dialect: The protocol between its engine and a router.
-        proxy: Discovery addresses (HOST:PORT) of the proxies to announce it to.
+        proxy: Discovery addresses of the proxies to announce it to: HOST:PORT, or dns:NAME[:PORT] for every
+            address of a name, which is looked up again and again.
         kv_host: Where its peers reach it for KV; the advertised URL's host when not given.
         bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
         handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM); ATOM servers report theirs.
@@ -81,7 +82,7 @@ class SidecarConfig:
             if not getattr(self, name):
                 raise ValueError(f"--{name} must be given")
         for address in self.proxy:
-            check_host_port("proxy", address)
+            check_proxy(address)
         self.server()
 
     def server(self) -> StaticNode:

@@ -24,8 +24,9 @@ import aiohttp
 
 from kvferry.agent.config import Role, configure_logging
 from kvferry.agent.process.children import end_with_parent
+from kvferry.agent.proxy_names import check_proxy
 from kvferry.agent.vllm.settings import NotServed, check_version, read_settings
-from kvferry.proxy.wire.addresses import check_host_port, host_port
+from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.flags import parse_flags
 
 _PROBE_S = 0.5
@@ -67,7 +68,8 @@ class VllmEngineConfig:
         port: Port of the API.
         advertise_host: Host that peers and proxies must dial; the bound host when not given.
         control_port: Port of the KV control channel; 0 lets the OS choose.
-        proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
+        proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
+            address of a name, which is looked up again and again.
         tp: Tensor-parallel ranks.
         transfer: KV transfer backend; both servers of a pair need the same.
         transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
@@ -101,7 +103,7 @@ class VllmEngineConfig:
 
     def __post_init__(self) -> None:
         for address in self.proxy:
-            check_host_port("proxy", address)
+            check_proxy(address)
         if not 0 < self.port <= 65535:
             raise ValueError(f"port must be a port number (1-65535), got {self.port}")
         if self.tp < 1:

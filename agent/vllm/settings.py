@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.messages import Role
 
@@ -29,7 +30,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         advertise_host: Host at which other engines reach this one; that of `advertise_url` when not given.
         bind_host: Address that the transfer plane binds; `advertise_host` when not given.
         control_port: Port of the control channel; 0 lets the OS choose.
-        proxy: Discovery addresses (HOST:PORT) of the proxies to announce to.
+        proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
+            address of a name, which is looked up again and again.
         transfer: Transfer backend; both servers of a pair need the same.
         transfer_options: Options of backends, BACKEND.NAME=VALUE separated by commas.
         lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
@@ -51,6 +53,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cluster_key: str | None = None
 
     def __post_init__(self) -> None:
+        for proxy in self.proxy:
+            check_proxy(proxy)
         if self.proxy and not self.advertise_url:
             raise ValueError("advertise_url is needed with proxy: a connector does not know the API's port")
         url = urlsplit(self.advertise_url)
