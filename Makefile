@@ -16,9 +16,9 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-atom test-rdma chaos soak model-check fuzz-api \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer \
-	dialect-table model-table field-table lifecycles train clean
+	dialect-table model-table field-table lifecycles reference site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# pip would compile on one core, and thousands of models and tools that are never loaded. What does not compile
 	@# (some packages carry templates) is no matter.
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & \
-		$(PIP_INSTALL) --editable '.[dev,nixl,mooncake]'; status=$$?; wait; exit $$status
+		$(PIP_INSTALL) --editable '.[agent,dev,nixl,mooncake]'; status=$$?; wait; exit $$status
 	@$(COMPILE) -j 0 $(VENV)/lib agent deploy proxy transfer || true
 	@touch $(STAMP)
 
@@ -96,6 +96,9 @@ test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; 
 	@$(COMPILE) $(VENV)/lib/python*/site-packages agent deploy proxy tests transfer || true
 	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
 
+test-versions: $(STAMP) ## the proxy's and agents' unit tests with the lowest and the highest versions that pyproject.toml allows
+	$(BIN)/python -m tests.versions $(PARTS)
+
 fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
 	$(BIN)/python -m tests.fuzz api
 
@@ -152,6 +155,12 @@ field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the 
 
 lifecycles: $(STAMP) ## bring the state diagrams in docs/architecture.md up to date with the code
 	$(BIN)/python -m tools.lifecycles --write
+
+reference: $(STAMP) ## bring the pages of docs/reference up to date with the code
+	$(BIN)/python -m tools.reference --write
+
+site: $(STAMP) ## build the pages of docs/ as a site, in build/site
+	$(BIN)/mkdocs build --strict
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -25,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "report which KV transfer backends work here, and why others do not",
     ),
 }
+NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
+"""Commands that run what the extra `agent` brings."""
 VLLM_ENGINE = "kvferry.deploy.vllm_engine:main"
 """`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
 SIDECAR = "kvferry.deploy.sidecar:main"
@@ -47,6 +50,24 @@ def names_vllm(words: list[str]) -> bool:
     return "--engine=vllm" in ours or ["--engine", "vllm"] in [ours[at : at + 2] for at in range(len(ours))]
 
 
+def missing_of(extra: str) -> list[str]:
+    """Return the distributions of an extra of ours that are not installed."""
+    names = []
+    for requirement in requires("kvferry") or []:
+        needed = re.fullmatch(rf"([\w.-]+).*;.*\bextra == ['\"]{extra}['\"].*", requirement)
+        if needed and needed[1] != "kvferry":
+            names.append(needed[1])
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
     words = sys.argv[1:] if argv is None else argv
@@ -61,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
             return _run(SIDECAR, rest)
         case ["agent", *rest] if names_vllm(rest):
             return _run(VLLM_ENGINE, rest)
+        case [name, *_] if name in NEED_AGENT and missing_of("agent"):
+            print(f"kvferry {name} needs the extra agent: pip install 'kvferry[agent]'", file=sys.stderr)
+            return 2
         case [name, *rest] if name in COMMANDS:
             return _run(COMMANDS[name][0], rest)
         case [name, *_]:
