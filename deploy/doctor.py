@@ -21,10 +21,7 @@ RDMA_BACKENDS = ("mori", "nixl", "mooncake")
 """Those that can move KV over an RDMA device."""
 
 
-def main(argv: list[str]) -> int:
-    """Print one line per backend, best first, then the RDMA devices and vLLM. Returns 0 if at least one
-    backend is usable.
-    """
+def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry doctor",
         "Report which KV transfer backends work here, why others do not, and what RDMA devices there are for "
@@ -35,6 +32,14 @@ def main(argv: list[str]) -> int:
         default="",
         help="options of backends, as an agent takes them: BACKEND.NAME=VALUE,…",
     )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print one line per backend, best first, then the RDMA devices and vLLM. Returns 0 if at least one
+    backend is usable.
+    """
+    parser = build_parser()
     try:
         options = parse_backend_options(parser.parse_args(argv).transfer_options)
         verdicts = {name: usable(name, options.get(name)) for name in BACKENDS}

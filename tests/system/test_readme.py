@@ -24,10 +24,10 @@ import psutil
 import pytest
 
 from kvferry.agent.cli import parse_config as agent_config
-from kvferry.deploy import drain, keygen
+from kvferry.deploy import doctor, drain, keygen, status
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.sidecar import SidecarConfig
-from kvferry.deploy.up import UpConfig
+from kvferry.deploy.up import PassedOn, UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.wire.flags import parse_flags
@@ -242,10 +242,12 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
         parse_flags(VllmEngineConfig, ours, prog="kvferry agent", description="")
     elif name == "agent":
         agent_config(words)
-    elif name == "up":
-        parse_flags(UpConfig, words, prog="kvferry up", description="")
-    elif name == "drain":
-        drain.build_parser().parse_args(words)
+    elif name in ("up", "serve"):
+        words = ["--model", *words] if name == "serve" and not words[0].startswith("-") else words
+        passed_on = PassedOn(f"kvferry {name}", words)
+        parse_flags(UpConfig, passed_on.rest, prog=f"kvferry {name}", description="")
+    elif name in (parsers := {"doctor": doctor, "drain": drain, "status": status}):
+        parsers[name].build_parser().parse_args(words)
     else:
         assert name == "keygen"
         (tmp_path / "cluster.key").unlink()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated pages are those that the code makes, and every error code has advice."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvferry.deploy.cli import COMMANDS
+from kvferry.proxy import errors
+from tools import reference
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OPERATIONS = DOCS / "operations.md"
+CODE = {"ApiError": 1, "bad_request": 2, "unavailable": 0}
+"""Where the error code stands among the arguments."""
+
+
+def proxy_codes() -> set[str]:
+    classes = [errors.ProxyError]
+    for each in classes:
+        classes += each.__subclasses__()
+    return {each.code for each in classes if each.__module__.startswith("kvferry.")}
+
+
+def agent_codes() -> set[str]:
+    """Return the codes that agents' calls name as literals, and what `bad_request` takes by itself."""
+    codes = {"invalid_value"}
+    for path in (ROOT / "agent").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            at = CODE.get(getattr(node.func, "id", ""))
+            if at is None:
+                continue
+            named = [word.value for word in node.keywords if word.arg == "code"]
+            for value in (*node.args[at : at + 1], *named):
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    codes.add(value.value)
+    return codes
+
+
+def advised(heading: str) -> set[str]:
+    """Return the codes in the first column of the table below a heading."""
+    _, _, section = OPERATIONS.read_text().partition(f"### {heading}\n")
+    section = re.split(r"^#", section, maxsplit=1, flags=re.MULTILINE)[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    return {code for row in rows for code in re.findall("`(.*?)`", row)}
+
+
+@pytest.mark.parametrize("page", reference.pages(), ids=lambda page: page.name)
+def test_a_generated_page_is_up_to_date(page: Path) -> None:
+    assert page.read_text() == reference.pages()[page], "run make reference"
+
+
+def test_every_option_is_on_the_page() -> None:
+    page = reference.cli_page()
+    for name in COMMANDS:
+        assert f"| `kvferry {name}` |" in page
+        assert re.search(rf"^## .*kvferry {name}\b", page, re.MULTILINE), name
+    assert "| `--lease-s` |" in page
+
+
+def test_every_error_code_of_the_proxy_has_advice() -> None:
+    assert advised("From the proxy") == proxy_codes() | {"supervisor_unavailable"}
+
+
+def test_every_error_code_of_an_agent_has_advice() -> None:
+    assert advised("From an agent") == agent_codes()
+
+
+def nav(entries: list[dict[str, Any]]) -> set[str]:
+    """Return the pages of a navigation, with those of its sections."""
+    pages: set[str] = set()
+    for entry in entries:
+        for value in entry.values():
+            pages |= {value} if isinstance(value, str) else nav(value)
+    return pages
+
+
+def test_every_page_can_be_found() -> None:
+    """By the navigation and by llms.txt, or by a link of another page."""
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert listed <= pages
+    assert set(re.findall(r"\]\(([^)]+\.md)\)", (DOCS / "llms.txt").read_text())) == listed
+    linked = {
+        (page.parent / target).resolve()
+        for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]
+        for target in re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+    }
+    assert {page for page in pages - listed if DOCS / page not in linked} == set()
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
