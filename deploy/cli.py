@@ -51,7 +51,7 @@ def names_vllm(words: list[str]) -> bool:
 
 
 def missing_of(extra: str) -> list[str]:
-    """Return the distributions of an extra of ours that are not installed."""
+    """Return the distributions of one of kvferry's extras that are not installed."""
     names = []
     for requirement in requires("kvferry") or []:
         needed = re.fullmatch(rf"([\w.-]+).*;.*\bextra == ['\"]{extra}['\"].*", requirement)
