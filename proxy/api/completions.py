@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two completion endpoints, which `ClientConnection` calls directly: the overhead of Quart and ASGI for a
+"""The completion endpoints, which `ClientConnection` calls directly: the overhead of Quart and ASGI for a
 request would exceed all the rest of what the proxy does for it.
 """
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kvferry.proxy.api import messages
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.rate_limit import RateLimit
 from kvferry.proxy.api.response_writer import ResponseWriter, send_error
@@ -40,11 +41,12 @@ NewExchange = Callable[[ClientRequest, Identity, RequestLog], Exchange]
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
+    messages.PATH: "chat/completions",
 }
 
 
 class Completions:
-    """Serves the requests to both endpoints (`Handler`)."""
+    """Serves the requests to these endpoints (`Handler`)."""
 
     def __init__(
         self,
@@ -71,11 +73,15 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, response: ClientResponse) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
+        rewritten = messages.MessagesFormat() if scope["path"] == messages.PATH else None
+        if rewritten is not None and b"x-api-key" in headers:
+            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
         rate_limit = self._authorize(scope, headers)
         if isinstance(rate_limit, ProxyError):
-            send_error(response, request_id, rate_limit)
+            send_error(response, request_id, rate_limit, rewritten)
         else:
-            await self._serve(ENDPOINTS[scope["path"]], request_id, headers, response, receive, rate_limit)
+            endpoint = ENDPOINTS[scope["path"]]
+            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, rewritten)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """The client's rate limit, or why the request is rejected."""
@@ -98,16 +104,17 @@ class Completions:
         response: ClientResponse,
         receive: Receive,
         rate_limit: RateLimit,
+        rewritten: messages.MessagesFormat | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         log = RequestLog(endpoint, request_id, self._metrics, self._failures)
-        writer = ResponseWriter(response, log)
+        writer = ResponseWriter(response, log, rewritten)
         try:
             rate_limit.admit(time.monotonic())
             if rate_limit.counts_tokens:
                 log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
-            request = await self._parse(endpoint, raw)
+            request = await self._parse(partial(_parse_body, endpoint, raw, rewritten is not None), len(raw))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -135,12 +142,12 @@ class Completions:
             else:
                 writer.fail(ProxyError("internal error of the proxy"))
 
-    async def _parse(self, endpoint: Endpoint, raw: bytes) -> ClientRequest:
+    async def _parse(self, parse: Callable[[], ClientRequest], nbytes: int) -> ClientRequest:
         """Validate a body, a large one beside the event loop. Raises `InvalidRequest` or `TooManyBodies`."""
-        if len(raw) <= INLINE_BODY_BYTES:
-            return parse_request(endpoint, raw)
+        if nbytes <= INLINE_BODY_BYTES:
+            return parse()
         try:
-            return await self._parsers.run(len(raw), partial(parse_request, endpoint, raw))
+            return await self._parsers.run(nbytes, parse)
         except PoolBusy as busy:
             raise TooManyBodies(f"large bodies wait to be read: {busy}") from None
 
@@ -156,6 +163,10 @@ class Completions:
         if body is None or len(body) > limit:
             raise BodyTooLarge(f"the body exceeds {limit} bytes")
         return body
+
+
+def _parse_body(endpoint: Endpoint, raw: bytes, is_messages: bool) -> ClientRequest:
+    return parse_request(endpoint, messages.chat_request(raw) if is_messages else raw)
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:

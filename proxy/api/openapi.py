@@ -227,6 +227,7 @@ def document(version: str) -> dict[str, Any]:
         "paths": {
             "/v1/completions": {"post": _completion("Complete a prompt", "CompletionRequest")},
             "/v1/chat/completions": {"post": _completion("Answer a chat", "ChatRequest")},
+            "/v1/messages": {"post": _messages()},
             "/v1/models": {"get": _page("List the models that ready agents serve", "ModelList")},
             "/v1/models/{model}": {"get": _one_model()},
             "/tokenize": {
@@ -296,6 +297,26 @@ def _completion(summary: str, body: str) -> dict[str, Any]:
     failures = {status: _error(why) for status, why in _FAILURES.items()}
     operation = _operation(summary, {"200": response, **failures})
     operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(body)}}}
+    return operation
+
+
+def _messages() -> dict[str, Any]:
+    """Anthropic's own documents describe bodies and answers; here only what every request must have."""
+    count = {"type": "integer", "minimum": 1}
+    schema = {
+        "type": "object",
+        "required": ["model", "max_tokens", "messages"],
+        "properties": {"model": _TEXT, "max_tokens": count, "messages": _MESSAGES},
+    }
+    response = _json({"type": "object"})
+    response["content"][CONTENT_TYPE] = {"schema": _EVENT}
+    failures = {
+        status: {**_json({"type": "object"}), "description": why} for status, why in _FAILURES.items()
+    }
+    operation = _operation(
+        "Answer a chat in the format of Anthropic's Messages", {"200": response, **failures}
+    )
+    operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     return operation
 
 

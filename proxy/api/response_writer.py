@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
@@ -24,6 +25,19 @@ STREAM_HEADERS: tuple[Header, ...] = (
 )
 
 
+class ResponseFormat(Protocol):
+    """How the answer to one request is written where it is not OpenAI's."""
+
+    def whole(self, body: bytes) -> bytes:
+        """Rewrite an answer that is not streamed. Raises `BadResponse`."""
+
+    def events(self, events: bytes) -> bytes:
+        """Rewrite whole events of a stream; the result may be empty. Raises `BadResponse`."""
+
+    def error(self, error: ProxyError) -> bytes:
+        """The body of an error."""
+
+
 class ResponseWriter:
     """The client's end of one exchange (`ResponseSink`).
 
@@ -31,9 +45,12 @@ class ResponseWriter:
     (`throttling`), so that the buffer stays bounded.
     """
 
-    def __init__(self, response: ClientResponse, log: RequestLog) -> None:
+    def __init__(
+        self, response: ClientResponse, log: RequestLog, rewritten: ResponseFormat | None = None
+    ) -> None:
         self._response = response
         self._log = log
+        self._format = rewritten
         self._sources: list[PausableSource] = []
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
@@ -53,7 +70,7 @@ class ResponseWriter:
 
     def write_event(self, event: bytes) -> None:
         """Write one event of a token, by the shortest path."""
-        if self.is_started and not self.include_timing:
+        if self.is_started and not self.include_timing and self._format is None:
             self._log.event(event)
             self._response.write(event)
         else:
@@ -70,7 +87,10 @@ class ResponseWriter:
         if sse.has_error(events):
             self._status, self._code = AGENT_ERROR, "agent_error"
         self._is_done = events.endswith(sse.DONE)
-        self._response.write(events)
+        if self._format is not None:
+            events = self._format.events(events)
+        if events:
+            self._response.write(events)
 
     @contextmanager
     def throttling(self, source: PausableSource) -> Iterator[None]:
@@ -90,16 +110,17 @@ class ResponseWriter:
             self._log.end(self._status, self._code)
             return
         content_type, body = self._whole
+        rewritten = body if self._format is None else self._format.whole(body)
         self._log.count_response(body)
         self._log.end(200)
         content = (b"content-type", content_type.encode("latin-1"))
-        self._response.send(200, (content, *self._headers()), body)
+        self._response.send(200, (content, *self._headers()), rewritten)
 
     def fail(self, error: ProxyError) -> None:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
             self._log.end(error.status, error.code)
-            send_error(self._response, self._log.request_id, error)
+            send_error(self._response, self._log.request_id, error, self._format)
             return
         self.write(sse.event(error.body()) + sse.DONE)
         self._status, self._code = error.status, error.code
@@ -124,11 +145,17 @@ class ResponseWriter:
             (source.pause if paused else source.resume)()
 
 
-def send_error(response: ClientResponse, request_id: RequestId, error: ProxyError) -> None:
+def send_error(
+    response: ClientResponse,
+    request_id: RequestId,
+    error: ProxyError,
+    rewritten: ResponseFormat | None = None,
+) -> None:
     """Send an error that is the whole response."""
+    body = error.body() if rewritten is None else rewritten.error(error)
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
-    response.send(error.status, (content, _request_id_header(request_id), *headers), error.body())
+    response.send(error.status, (content, _request_id_header(request_id), *headers), body)
 
 
 def _request_id_header(request_id: RequestId) -> Header:

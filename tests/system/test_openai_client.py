@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The official `openai` client against the proxy: completions and chat, streamed and not; and bad input."""
+"""The official `openai` and `anthropic` clients against the proxy, streamed and not; and bad input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -81,6 +82,48 @@ async def test_streamed_chat_with_usage(client: openai.AsyncOpenAI) -> None:
         assert deltas[-1].finish_reason == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2 * (len(prompt.answer) + 1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def claude(cluster: Cluster) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_message(claude: anthropic.AsyncAnthropic) -> None:
+    prompt = heldout(task="recall")[2]
+    answer = await claude.messages.create(
+        model="ferry-tiny",
+        max_tokens=32,
+        temperature=0,
+        messages=[{"role": "user", "content": prompt.prompt}],
+    )
+    (block,) = answer.content
+    assert block.type == "text" and block.text == prompt.answer
+    assert answer.stop_reason == "end_turn"
+    assert answer.usage.output_tokens == len(prompt.answer) + 1
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > len(prompt.prompt)
+
+
+async def test_streamed_message(claude: anthropic.AsyncAnthropic) -> None:
+    """The helper checks the order of events and puts the message together."""
+    prompt = heldout(task="recall")[2]
+    async with claude.messages.stream(
+        model="ferry-tiny", max_tokens=4, temperature=0, messages=[{"role": "user", "content": prompt.prompt}]
+    ) as stream:
+        texts = [text async for text in stream.text_stream]
+        message = await stream.get_final_message()
+    assert "".join(texts) == prompt.answer[:4]
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": prompt.answer[:4]}]
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 4)
+
+
+async def test_a_message_that_cannot_be_answered(claude: anthropic.AsyncAnthropic) -> None:
+    asked: Any = {"max_tokens": 4, "messages": [{"role": "user", "content": "1+1="}]}
+    with pytest.raises(anthropic.NotFoundError, match="claude-9"):
+        await claude.messages.create(model="claude-9", **asked)
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        await claude.messages.create(model="ferry-tiny", **(asked | {"max_tokens": 100_000}))
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
