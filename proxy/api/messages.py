@@ -138,7 +138,7 @@ def chat_request(raw: bytes) -> bytes:
         "stream": request.stream,
     }
     if request.stream:
-        # The stream begins with the prompt's tokens, where an agent tells them so early.
+        # The stream begins with the prompt's tokens, where an agent reports them so early.
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if request.messages[-1].role == "assistant":
         body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -239,7 +239,7 @@ class _Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     index: int = 0
     id: str | None = None
     function: _Function | None = None
@@ -250,10 +250,10 @@ class _Content(msgspec.Struct):
 
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct):
     message: _Content | None = None
     delta: _Content | None = None
     finish_reason: str | None = None
@@ -264,7 +264,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ChatUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
@@ -275,8 +275,8 @@ class _Chat(msgspec.Struct):
 
     id: str = ""
     model: str = ""
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[_ChatChoice] = []
+    usage: _ChatUsage | None = None
     error: Raw = field(default_factory=Raw)
 
 
@@ -284,11 +284,11 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 class MessagesFormat:
-    """Rewrites the chat's answer to one request (`ResponseFormat`): whole, or a stream event by event."""
+    """Rewrites the chat's answer to one request (`ResponseRewriter`): whole, or a stream event by event."""
 
     def __init__(self) -> None:
         self._begun = self._failed = False
-        self._usage = _Usage()
+        self._usage = _ChatUsage()
         self._block: str | int | None = None
         """What the open content block is: text, thinking, or a tool call by its index."""
         self._num_blocks = 0
@@ -318,7 +318,9 @@ class MessagesFormat:
                 }
             )
         reason, sequence = _stop(choice)
-        return msgspec.json.encode(_message(chat, blocks, reason, sequence, _usage(chat.usage or _Usage())))
+        return msgspec.json.encode(
+            _message(chat, blocks, reason, sequence, _counts(chat.usage or _ChatUsage()))
+        )
 
     def events(self, events: bytes) -> bytes:
         """Rewrite whole events of the chat's stream; the result may be empty. Raises `BadResponse`."""
@@ -349,7 +351,7 @@ class MessagesFormat:
                 self._usage = chat.usage
             if not self._begun:
                 self._begun = True
-                message = _message(chat, [], None, None, _usage(self._usage) | {"output_tokens": 0})
+                message = _message(chat, [], None, None, _counts(self._usage) | {"output_tokens": 0})
                 yield _event("message_start", {"type": "message_start", "message": message})
             for choice in chat.choices:
                 yield from self._delta(choice.delta or _Content())
@@ -394,7 +396,7 @@ class MessagesFormat:
         yield from self._close()
         reason, sequence = self._stop
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage = _usage(self._usage)
+        usage = _counts(self._usage)
         yield _event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
         yield _event("message_stop", {"type": "message_stop"})
 
@@ -418,14 +420,14 @@ def _message(
     }
 
 
-def _stop(choice: _Choice) -> tuple[str, str | None]:
+def _stop(choice: _ChatChoice) -> tuple[str, str | None]:
     """The reason that an answer ended, and the stop sequence that did it."""
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
     return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
 
-def _usage(usage: _Usage) -> dict[str, int]:
+def _counts(usage: _ChatUsage) -> dict[str, int]:
     """Anthropic counts cached tokens apart."""
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens if details is not None else None) or 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.proxy.request import MAX_CHOICES, ChatRequest, CompletionRequest, Message
+from kvferry.proxy.request import MAX_CHOICES, MAX_MODEL_CHARS, ChatRequest, CompletionRequest, Message
 from kvferry.proxy.sse import CONTENT_TYPE
 
 JSON = "application/json"
@@ -210,6 +210,7 @@ _UNDECODED = {
     "logit_bias": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, _NULL]},
 }
 """What the structs hold as JSON; of the rest of that (`tools`, `documents`) the proxy checks nothing."""
+_CLOSED = {"additionalProperties": False}
 _MESSAGES = {"type": "array", "items": _REF_MESSAGE, "minItems": 1}
 
 
@@ -301,13 +302,23 @@ def _completion(summary: str, body: str) -> dict[str, Any]:
 
 
 def _messages() -> dict[str, Any]:
-    """Anthropic's own documents describe bodies and answers; here only what every request must have."""
-    count = {"type": "integer", "minimum": 1}
-    schema = {
+    """Anthropic's own documents describe bodies and answers whole; here is what a plain request has."""
+    message = {
         "type": "object",
-        "required": ["model", "max_tokens", "messages"],
-        "properties": {"model": _TEXT, "max_tokens": count, "messages": _MESSAGES},
+        "required": ["role", "content"],
+        "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
     }
+    properties = {
+        "model": {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS},
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "messages": {"type": "array", "items": message | _CLOSED, "minItems": 1},
+        "system": {"type": "string"},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "stop_sequences": {"type": "array", "items": {"type": "string"}},
+        "stream": {"type": "boolean"},
+    }
+    required = ["model", "max_tokens", "messages"]
+    schema = {"type": "object", "required": required, "properties": properties} | _CLOSED
     response = _json({"type": "object"})
     response["content"][CONTENT_TYPE] = {"schema": _EVENT}
     failures = {

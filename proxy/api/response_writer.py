@@ -25,7 +25,7 @@ STREAM_HEADERS: tuple[Header, ...] = (
 )
 
 
-class ResponseFormat(Protocol):
+class ResponseRewriter(Protocol):
     """How the answer to one request is written where it is not OpenAI's."""
 
     def whole(self, body: bytes) -> bytes:
@@ -46,7 +46,7 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, response: ClientResponse, log: RequestLog, rewritten: ResponseFormat | None = None
+        self, response: ClientResponse, log: RequestLog, rewritten: ResponseRewriter | None = None
     ) -> None:
         self._response = response
         self._log = log
@@ -149,7 +149,7 @@ def send_error(
     response: ClientResponse,
     request_id: RequestId,
     error: ProxyError,
-    rewritten: ResponseFormat | None = None,
+    rewritten: ResponseRewriter | None = None,
 ) -> None:
     """Send an error that is the whole response."""
     body = error.body() if rewritten is None else rewritten.error(error)
