@@ -328,7 +328,7 @@ class MessagesFormat:
 
     def error(self, error: ProxyError) -> bytes:
         """The body of an error."""
-        return msgspec.json.encode(_error(_ERROR_TYPES.get(error.status, "api_error"), error.message))
+        return msgspec.json.encode(_error(_ERROR_TYPES.get(error.status, "api_error"), _words(error.body())))
 
     def _rewritten(self, events: bytes) -> Iterator[bytes]:
         for event in sse.split(events):
@@ -345,7 +345,7 @@ class MessagesFormat:
                 raise BadResponse(f"an agent's event is no chat's: {error}") from error
             if bytes(chat.error) not in _NOT_GIVEN:
                 self._failed = True
-                yield _event("error", _error("api_error", _words(chat.error)))
+                yield _event("error", _error("api_error", _words(data)))
                 continue
             if chat.usage is not None:
                 self._usage = chat.usage
@@ -443,9 +443,10 @@ def _error(kind: str, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _words(error: Raw) -> str:
+def _words(body: bytes) -> str:
+    """The message of an error in OpenAI's format."""
     try:
-        return str(msgspec.json.decode(error)["message"])
+        return str(msgspec.json.decode(body)["error"]["message"])
     except (*NOT_JSON, KeyError, TypeError):
         return "the agent failed"
 
