@@ -16,7 +16,7 @@ from typing import Any, cast
 import uvicorn
 from quart import Quart
 
-from kvferry.proxy.api.app import create_app
+from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.completions import ENDPOINTS, Completions
 from kvferry.proxy.api.dashboard import DashboardFeed
@@ -282,7 +282,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
             Any,
             partial(
                 ClientConnection,
-                handlers=dict.fromkeys(ENDPOINTS, completions),
+                handlers=dict.fromkeys(ENDPOINTS, completions) | {"/health": serve_health},
                 head_s=services.config.body_timeout_s,
                 bounds=ServerBounds(),
                 stall_s=services.config.client_stall_s,
