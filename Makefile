@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-atom test-rdma test-versions chaos soak model-check fuzz-api \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer \
 	dialect-table model-table field-table lifecycles reference site train clean
 
@@ -79,6 +79,10 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
 	$(BIN)/python -m tests.system.vllm.install .venv-vllm
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
+test-deploy: $(STAMP) ## the Helm chart, against Helm and the schemas of Kubernetes; gets both first
+	$(BIN)/python -m tests.deploy.install build/deploy
+	$(BIN)/pytest -rs tests/deploy
 
 # What ATOM's server imports beside what is in .venv.
 ATOM_NEEDS := fastapi==0.128.0 starlette==0.50.0 annotated-doc==0.0.4 xxhash==3.6.0
