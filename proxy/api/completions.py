@@ -73,15 +73,15 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, response: ClientResponse) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
-        rewritten = messages.MessagesFormat() if scope["path"] == messages.PATH else None
-        if rewritten is not None and b"x-api-key" in headers:
+        rewriter = messages.MessagesRewriter() if scope["path"] == messages.PATH else None
+        if rewriter is not None and b"x-api-key" in headers:
             headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
         rate_limit = self._authorize(scope, headers)
         if isinstance(rate_limit, ProxyError):
-            send_error(response, request_id, rate_limit, rewritten)
+            send_error(response, request_id, rate_limit, rewriter)
         else:
             endpoint = ENDPOINTS[scope["path"]]
-            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, rewritten)
+            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, rewriter)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """The client's rate limit, or why the request is rejected."""
@@ -104,17 +104,17 @@ class Completions:
         response: ClientResponse,
         receive: Receive,
         rate_limit: RateLimit,
-        rewritten: messages.MessagesFormat | None,
+        rewriter: messages.MessagesRewriter | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         log = RequestLog(endpoint, request_id, self._metrics, self._failures)
-        writer = ResponseWriter(response, log, rewritten)
+        writer = ResponseWriter(response, log, rewriter)
         try:
             rate_limit.admit(time.monotonic())
             if rate_limit.counts_tokens:
                 log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
-            request = await self._parse(partial(_parse_body, endpoint, raw, rewritten is not None), len(raw))
+            request = await self._parse(partial(_parse_body, endpoint, raw, rewriter is not None), len(raw))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,

@@ -283,7 +283,7 @@ class _Chat(msgspec.Struct):
 _CHAT = msgspec.json.Decoder(_Chat)
 
 
-class MessagesFormat:
+class MessagesRewriter:
     """Rewrites the chat's answer to one request (`ResponseRewriter`): whole, or a stream event by event."""
 
     def __init__(self) -> None:

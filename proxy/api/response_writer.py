@@ -46,11 +46,11 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, response: ClientResponse, log: RequestLog, rewritten: ResponseRewriter | None = None
+        self, response: ClientResponse, log: RequestLog, rewriter: ResponseRewriter | None = None
     ) -> None:
         self._response = response
         self._log = log
-        self._format = rewritten
+        self._rewriter = rewriter
         self._sources: list[PausableSource] = []
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
@@ -70,7 +70,7 @@ class ResponseWriter:
 
     def write_event(self, event: bytes) -> None:
         """Write one event of a token, by the shortest path."""
-        if self.is_started and not self.include_timing and self._format is None:
+        if self.is_started and not self.include_timing and self._rewriter is None:
             self._log.event(event)
             self._response.write(event)
         else:
@@ -87,8 +87,8 @@ class ResponseWriter:
         if sse.has_error(events):
             self._status, self._code = AGENT_ERROR, "agent_error"
         self._is_done = events.endswith(sse.DONE)
-        if self._format is not None:
-            events = self._format.events(events)
+        if self._rewriter is not None:
+            events = self._rewriter.events(events)
         if events:
             self._response.write(events)
 
@@ -110,7 +110,7 @@ class ResponseWriter:
             self._log.end(self._status, self._code)
             return
         content_type, body = self._whole
-        rewritten = body if self._format is None else self._format.whole(body)
+        rewritten = body if self._rewriter is None else self._rewriter.whole(body)
         self._log.count_response(body)
         self._log.end(200)
         content = (b"content-type", content_type.encode("latin-1"))
@@ -120,7 +120,7 @@ class ResponseWriter:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
             self._log.end(error.status, error.code)
-            send_error(self._response, self._log.request_id, error, self._format)
+            send_error(self._response, self._log.request_id, error, self._rewriter)
             return
         self.write(sse.event(error.body()) + sse.DONE)
         self._status, self._code = error.status, error.code
@@ -149,10 +149,10 @@ def send_error(
     response: ClientResponse,
     request_id: RequestId,
     error: ProxyError,
-    rewritten: ResponseRewriter | None = None,
+    rewriter: ResponseRewriter | None = None,
 ) -> None:
     """Send an error that is the whole response."""
-    body = error.body() if rewritten is None else rewritten.error(error)
+    body = error.body() if rewriter is None else rewriter.error(error)
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
     response.send(error.status, (content, _request_id_header(request_id), *headers), body)

@@ -140,7 +140,7 @@ class ClientConnection(GuardedConnection):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._response = response = ClientResponse(self, cycle)
-        if self._cors is not None and self._answers_preflight(self._cors, cycle, response):
+        if self._cors is not None and self._apply_cors(self._cors, cycle, response):
             return
         handler = self._handlers.get(cycle.scope["path"])
         if handler is None:
@@ -151,10 +151,8 @@ class ClientConnection(GuardedConnection):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def _answers_preflight(
-        self, cors: CorsPolicy, cycle: RequestResponseCycle, response: ClientResponse
-    ) -> bool:
-        """Allow another origin what it may, in the response to come or, for a preflight, in one right now."""
+    def _apply_cors(self, cors: CorsPolicy, cycle: RequestResponseCycle, response: ClientResponse) -> bool:
+        """Add to the response what another origin may. Returns whether a preflight was answered here."""
         path, headers = cycle.scope["path"], dict(cycle.scope["headers"])
         cycle.default_headers = [*cycle.default_headers, *cors.headers(path, headers)]
         allowed = cors.preflight(path, headers) if cycle.scope["method"] == "OPTIONS" else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.messages import MAX_BLOCKS, MessagesFormat, chat_request
+from kvferry.proxy.api.messages import MAX_BLOCKS, MessagesRewriter, chat_request
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], name
 
 def answer(choice: dict[str, Any], **fields: Any) -> dict[str, Any]:
     body = {"id": "chatcmpl-1", "model": "m", "choices": [choice], **fields}
-    rewritten: dict[str, Any] = json.loads(MessagesFormat().whole(json.dumps(body).encode()))
+    rewritten: dict[str, Any] = json.loads(MessagesRewriter().whole(json.dumps(body).encode()))
     return rewritten
 
 
@@ -122,12 +122,12 @@ def test_an_answer() -> None:
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     ]
     with pytest.raises(BadResponse):
-        MessagesFormat().whole(b'{"choices": []}')
+        MessagesRewriter().whole(b'{"choices": []}')
 
 
 def streamed(*chunks: dict[str, Any]) -> list[dict[str, Any]]:
     """What events these become, one by one."""
-    rewriting = MessagesFormat()
+    rewriting = MessagesRewriter()
     events = [sse.event(json.dumps({"id": "chatcmpl-1", "model": "m", **chunk}).encode()) for chunk in chunks]
     rewritten = b"".join(rewriting.events(event) for event in [*events, sse.DONE]).decode()
     parsed = []
