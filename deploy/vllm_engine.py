@@ -92,7 +92,7 @@ class VllmEngineConfig:
     control_port: int = 6301
     proxy: tuple[str, ...] = ()
     tp: int = 1
-    transfer: Literal["tcp", "nixl"] = "tcp"
+    transfer: Literal["tcp", "nixl", "cuda_ipc"] = "tcp"
     transfer_options: str = ""
     lease_s: float = 10.0
     pull_timeout_s: float = 30.0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.transfer.layout import OFFSET_MASK, REGION_SHIFT
 from kvferry.transfer.memory import KVPool
 
 if TYPE_CHECKING:
@@ -31,21 +32,25 @@ class PoolSums:
     def __init__(self, pool: KVPool) -> None:
         import torch
 
-        memory, placement = pool.memory, pool.placement
+        regions, placement = pool.regions, pool.placement
         # The elements are of 2 bytes at least; a run that is not made of whole 32-bit words is rare.
         word = torch.int32 if placement.unit_bytes % 4 == 0 else torch.int16
-        words = memory.view(-1).view(torch.uint8).view(word)
+        words = [region.view(-1).view(torch.uint8).view(word) for region in regions]
         strides = (placement.block_stride // word.itemsize, placement.head_stride // word.itemsize, 1)
-        pieces = [(offset // word.itemsize, length // word.itemsize) for offset, length in placement.pieces]
-        lengths = [length for _, length in pieces]
+        lengths = [length // word.itemsize for _, length in placement.pieces]
         keys = np.split(word_keys(sum(lengths)), np.cumsum(lengths)[:-1])
         shape = (placement.num_blocks, placement.num_heads)
         self._parts = [
-            (words.as_strided((*shape, length), strides, offset), torch.from_numpy(part).to(memory.device))
-            for (offset, length), part in zip(pieces, keys, strict=True)
+            (
+                words[offset >> REGION_SHIFT].as_strided(
+                    (*shape, length), strides, (offset & OFFSET_MASK) // word.itemsize
+                ),
+                torch.from_numpy(part).to(regions[0].device),
+            )
+            for (offset, _), length, part in zip(placement.pieces, lengths, keys, strict=True)
         ]
         """Words [block, head, n] and their keys, piece by piece of what one head has in a block."""
-        self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(regions[0].device) if regions[0].is_cuda else None  # type: ignore[no-untyped-call]
         self.block_bytes = placement.num_heads * sum(lengths) * word.itemsize
 
     def sums(self, blocks: Sequence[int]) -> SumTable:

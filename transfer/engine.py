@@ -58,10 +58,10 @@ class Status(enum.Enum):
 
 
 class Region(Protocol):
-    """A pool that peers may read."""
+    """A region of a pool that peers may read."""
 
     def describe(self) -> bytes:
-        """What a peer needs in order to address this pool."""
+        """What a peer needs in order to address this region."""
 
 
 class Peer(Protocol):
@@ -103,8 +103,9 @@ class TransferEngine(Protocol):
     def admit(self, secret: bytes) -> None:
         """Serve peers that hold a token minted under this secret. Backends that cannot check ignore it."""
 
-    def register(self, pool: torch.Tensor) -> Region:
-        """Make one contiguous pool readable. Once per engine, before `describe`.
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        """Make a pool readable: its regions, each contiguous, in order of address and all on one device.
+        Spans name their bytes by virtual offsets (`layout`). Once per engine, before `describe`.
 
         Raises `BackendUnavailable` if it cannot be used with a pool of this kind.
         """
@@ -113,8 +114,10 @@ class TransferEngine(Protocol):
         """What a peer needs in order to connect."""
 
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
-        """Begin to connect. Raises `PeerUnreachable` for an invalid description, `PeerBroken` for a peer that
-        only a new engine can reach.
+        """Begin to connect to an engine and its regions.
+
+        Raises `PeerUnreachable` for an invalid description, `PeerBroken` for a peer that only a new
+        engine can reach.
         """
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:

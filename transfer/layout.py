@@ -36,7 +36,16 @@ _Text = Annotated[str, Meta(max_length=4096)]
 """Peers send it."""
 
 SpanTable = npt.NDArray[np.int64]
-"""Shape [n, 3]; columns are local offset, remote offset and length, in bytes from the start of each pool."""
+"""Shape [n, 3]; columns are local offset, remote offset and length: virtual offsets into each pool, in bytes.
+No span leads from one region into another."""
+
+Offsets = npt.NDArray[np.int64]
+"""Shape [n]."""
+
+REGION_SHIFT = 44
+"""Regions of up to 16 TiB, and 2¹⁹ of them in 63 bits."""
+OFFSET_MASK = (1 << REGION_SHIFT) - 1
+MAX_REGIONS = 512
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,18 +131,39 @@ def merge_spans(table: SpanTable) -> SpanTable:
     return merged
 
 
-def check_bounds(spans: SpanTable, local_bytes: int, remote_bytes: int) -> None:
+def check_bounds(spans: SpanTable, local: Sequence[int], remote: Sequence[int]) -> None:
     """Raise ValueError for a span outside either pool, where a backend might read or write anything.
 
     It runs once per read, hence column by column: reducing along the rows takes three times as long.
+
+    Args:
+        local, remote: The sizes of each pool's regions, in bytes.
     """
     if not len(spans):
         return
     length = spans[:, 2]
-    if spans.min() < 0 or (spans[:, 1] + length).max() > remote_bytes:
+    if spans.min() < 0 or not _within(spans[:, 1], length, remote):
         raise ValueError("a span lies outside the peer's pool")
-    if (spans[:, 0] + length).max() > local_bytes:
+    if not _within(spans[:, 0], length, local):
         raise ValueError("a span lies outside the pool")
+
+
+def _within(offsets: Offsets, lengths: Offsets, sizes: Sequence[int]) -> bool:
+    if len(sizes) == 1:
+        return bool((offsets + lengths).max() <= sizes[0])
+    regions = offsets >> REGION_SHIFT
+    if regions.max() >= len(sizes):
+        return False
+    ends = (offsets & OFFSET_MASK) + lengths
+    return bool((ends <= np.asarray(sizes, dtype=np.int64)[regions]).all())
+
+
+def addresses(offsets: Offsets, bases: Sequence[int]) -> Offsets:
+    """Addresses of virtual offsets into a pool whose regions begin at `bases`."""
+    if len(bases) == 1:
+        return offsets + bases[0]
+    begins: Offsets = np.asarray(bases, dtype=np.int64)[offsets >> REGION_SHIFT]
+    return begins + (offsets & OFFSET_MASK)
 
 
 def num_columns(geometry: KVGeometry, tp_size: int) -> int:
@@ -180,9 +210,6 @@ def sources(
     return tuple((ranks[rank % len(ranks)], heads) for heads, ranks in holders.items())
 
 
-REGION_SHIFT = 44
-"""Regions of up to 16 TiB, and 2¹⁹ of them in 63 bits."""
-MAX_REGIONS = 512
 MAX_LAYERS = 4096
 MAX_TEMPLATE_ROWS = 1 << 16
 
@@ -222,7 +249,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             + self.unit_bytes
         )
         for layer in self.layers:
-            region, offset = layer >> REGION_SHIFT, layer & ((1 << REGION_SHIFT) - 1)
+            region, offset = layer >> REGION_SHIFT, layer & OFFSET_MASK
             if region >= len(self.regions) or offset + reach > self.regions[region]:
                 raise ValueError(f"a layer at {offset} of region {region} leads outside of it")
         if len(self.layers) * self.planes * self.num_heads > MAX_TEMPLATE_ROWS:

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.transfer.layout import KVGeometry, Placement, SpanTable, placement_of
+from kvferry.transfer.layout import (
+    OFFSET_MASK,
+    REGION_SHIFT,
+    KVGeometry,
+    Placement,
+    SpanTable,
+    placement_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +52,12 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """One rank's KV: memory that backends register, contiguous, and where in it each run of KV lies."""
+    """One rank's KV: the memory that backends register, and where in it each run of KV lies.
 
-    memory: torch.Tensor
+    `regions` are contiguous, in order of address.
+    """
+
+    regions: tuple[torch.Tensor, ...]
     placement: Placement
 
 
@@ -59,28 +69,31 @@ def own_pool(pool: torch.Tensor, geometry: KVGeometry, tp_size: int, rank: int) 
     # Per layer: block, K|V, head, token, dim.
     layers = [pool[:, :, layer].transpose(1, 2) for layer in range(geometry.num_layers)]
     if geometry.mla:
-        return KVPool(pool, placement_of([layer[:, 0] for layer in layers], planes=1, heads=heads))
-    return KVPool(pool, placement_of(layers, planes=2, heads=heads))
+        return KVPool((pool,), placement_of([layer[:, 0] for layer in layers], planes=1, heads=heads))
+    return KVPool((pool,), placement_of(layers, planes=2, heads=heads))
 
 
 def pool_of_layers(layers: Sequence[torch.Tensor], *, planes: int, heads: range) -> KVPool:
     """Another engine's pool, by its views of each layer (`layout.placement_of`).
 
-    Raises ValueError if a run of KV is not contiguous, layers differ, or they are not in one allocation.
+    Each allocation that holds some of it is a region. Raises ValueError if a run of KV is not contiguous, or
+    layers differ.
     """
     import torch
 
     placement = placement_of(layers, planes=planes, heads=heads)
-    if len(placement.regions) != 1:
-        raise ValueError(f"the KV lies in {len(placement.regions)} allocations, not in one")
-    memory = torch.empty(0, dtype=torch.uint8, device=layers[0].device)
-    return KVPool(memory.set_(layers[0].untyped_storage()), placement)
+    storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in layers}
+    regions = (
+        torch.empty(0, dtype=torch.uint8, device=layers[0].device).set_(storages[base])
+        for base in sorted(storages)
+    )
+    return KVPool(tuple(regions), placement)
 
 
 class PoolMemory(Protocol):
-    """Scatter and gather access to one pool."""
+    """Scatter and gather access to one pool, by virtual offsets. `sizes` are those of its regions."""
 
-    nbytes: int
+    sizes: tuple[int, ...]
 
     def readable(self, offsets: list[tuple[int, int]]) -> list[memoryview]:
         """The bytes of these (offset, length) pieces, in order; valid until the pool changes."""
@@ -92,25 +105,50 @@ class PoolMemory(Protocol):
         """The buffers of `writable` are full: the pool holds the bytes when this returns."""
 
 
-def pool_memory(pool: torch.Tensor) -> PoolMemory:
-    """Access to a contiguous pool. Raises ValueError for one that is not."""
-    if not pool.is_contiguous():
-        raise ValueError("a KV pool must be contiguous")
-    return HostMemory(pool) if pool.device.type == "cpu" else DeviceMemory(pool)
+def pool_memory(regions: Sequence[torch.Tensor]) -> PoolMemory:
+    """Access to a pool. Raises ValueError for a region that is not contiguous."""
+    if not all(region.is_contiguous() for region in regions):
+        raise ValueError("a KV pool's regions must be contiguous")
+    return HostMemory(regions) if regions[0].device.type == "cpu" else DeviceMemory(regions)
+
+
+def region_sizes(regions: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Their sizes in bytes."""
+    return tuple(region.numel() * region.element_size() for region in regions)
+
+
+def are_inside(pieces: Sequence[tuple[int, int]], sizes: Sequence[int]) -> bool:
+    """Whether (virtual offset, length) pieces that a peer asks for lie in regions of these sizes, and are no
+    more than the regions hold.
+    """
+    total = 0
+    for offset, length in pieces:
+        region = offset >> REGION_SHIFT
+        if region >= len(sizes) or (offset & OFFSET_MASK) + length > sizes[region]:
+            return False
+        total += length
+    return total <= sum(sizes)
 
 
 class HostMemory:
-    """A pool in host memory. The caller keeps the tensor alive."""
+    """A pool in host memory. The caller keeps the tensors alive."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        self.nbytes = pool.numel() * pool.element_size()
-        self._bytes = memoryview((ctypes.c_char * self.nbytes).from_address(pool.data_ptr())).cast("B")
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
+        self.sizes = region_sizes(regions)
+        self._regions = [
+            memoryview((ctypes.c_char * size).from_address(region.data_ptr())).cast("B")
+            for region, size in zip(regions, self.sizes, strict=True)
+        ]
 
     def readable(self, offsets: list[tuple[int, int]]) -> list[memoryview]:
-        return [self._bytes[offset : offset + length] for offset, length in offsets]
+        return [self._bytes(offset, length) for offset, length in offsets]
 
     def writable(self, spans: SpanTable) -> list[memoryview]:
-        return [self._bytes[local : local + length] for local, _, length in spans.tolist()]
+        return [self._bytes(local, length) for local, _, length in spans.tolist()]
+
+    def _bytes(self, offset: int, length: int) -> memoryview:
+        start = offset & OFFSET_MASK
+        return self._regions[offset >> REGION_SHIFT][start : start + length]
 
     def commit(self, spans: SpanTable, buffers: list[memoryview]) -> None:
         """Nothing to do: the buffers are the pool."""
@@ -119,12 +157,12 @@ class HostMemory:
 class DeviceMemory:
     """A pool on a GPU."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
         import torch
 
-        self.nbytes = pool.numel() * pool.element_size()
-        self._pool = pool.view(-1).view(torch.uint8)
-        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self.sizes = region_sizes(regions)
+        self._regions = [region.view(-1).view(torch.uint8) for region in regions]
+        self._stream = torch.cuda.Stream(regions[0].device)  # type: ignore[no-untyped-call]
 
     def readable(self, offsets: list[tuple[int, int]]) -> list[memoryview]:
         import torch
@@ -133,7 +171,7 @@ class DeviceMemory:
         with torch.cuda.stream(self._stream):
             at = 0
             for offset, length in offsets:
-                host[at : at + length].copy_(self._pool[offset : offset + length], non_blocking=True)
+                host[at : at + length].copy_(self._bytes(offset, length), non_blocking=True)
                 at += length
         self._stream.synchronize()
         return [_view(host)]
@@ -148,9 +186,13 @@ class DeviceMemory:
         with torch.cuda.stream(self._stream):
             at = 0
             for local, _, length in spans.tolist():
-                self._pool[local : local + length].copy_(host[at : at + length], non_blocking=True)
+                self._bytes(local, length).copy_(host[at : at + length], non_blocking=True)
                 at += length
         self._stream.synchronize()
+
+    def _bytes(self, offset: int, length: int) -> torch.Tensor:
+        start = offset & OFFSET_MASK
+        return self._regions[offset >> REGION_SHIFT][start : start + length]
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
         import torch

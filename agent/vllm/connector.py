@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.agent.vllm.plane_thread import PlaneThread
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
-from kvferry.agent.vllm.settings import check_served, read_settings, role_of
+from kvferry.agent.vllm.settings import check_served, read_settings, release_of, role_of
 from kvferry.agent.vllm.startup import start_scheduler_half
 from kvferry.agent.vllm.stats import TransferMetrics, TransferStats
 from kvferry.agent.vllm.worker_half import RankFacts, WorkerHalf, local_heads
@@ -193,8 +193,13 @@ class KvferryConnector(base.KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """One that keeps a block in one piece, where kernels can take it; CPUs have only their own."""
-        return None if vllm_config.device_config.device_type == "cpu" else "BHLNC"
+        """One that keeps a block in one piece, where kernels can take it; CPUs have only their own.
+
+        Before 0.29 each layer has its own allocation, and a block's heads lie apart in it or do not.
+        """
+        if vllm_config.device_config.device_type == "cpu":
+            return None
+        return "BHLNC" if release_of(vllm.__version__) >= (0, 29) else "HND"
 
     def shutdown(self) -> None:
         for part in (self._plane, self._worker):

@@ -14,7 +14,7 @@ from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.messages import Role
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-_OLDEST, _NEWEST = (0, 29), (0, 33)
+_OLDEST, _NEWEST = (0, 24), (0, 33)
 MAX_PROXIES = 64
 
 
@@ -45,7 +45,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bind_host: str = ""
     control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
     proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
-    transfer: Literal["tcp", "nixl"] = "tcp"
+    transfer: Literal["tcp", "nixl", "cuda_ipc"] = "tcp"
     transfer_options: str = ""
     lease_s: _Seconds = 10.0
     pull_timeout_s: _Seconds = 30.0
@@ -96,9 +96,14 @@ def role_of(kv_role: str) -> Role:
     return roles[kv_role]
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version of vLLM."""
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+
+
 def check_version(version: str) -> None:
     """Raise `NotServed` for a version of vLLM that is not served."""
-    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    release = release_of(version)
     if not _OLDEST <= release <= _NEWEST:
         served = "–".join(".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
         raise NotServed(f"vLLM {version} is outside of the served range {served}")

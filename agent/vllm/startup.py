@@ -51,7 +51,7 @@ def start_scheduler_half(
         num_layers=first.num_layers,
         head_dim=first.head_dim,
         # A server has one backend, so that two with different ones have nothing in common.
-        content=f"vllm {version} {_kernels()}: {first.layer_names}, token,kv,dim, {settings.transfer}",
+        content=f"vllm {version} {_kernels()}: {first.layer_names}, {first.order}, {settings.transfer}",
     )
     server = Server(
         role=role,

@@ -8,6 +8,7 @@ part in a transfer.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What the scheduler's half learns of a rank. `head_dim` is that of K and of V; `layer_names` a hash."""
+    """What the scheduler's half learns of a rank.
+
+    Attributes:
+        layer_names: A hash.
+        head_dim: Of K, and of V.
+        order: How a run of KV is ordered: `token,kv,dim`, or `kv,token,dim`.
+    """
 
     rank: int
     address: str
@@ -32,6 +39,7 @@ class RankFacts:
     layer_names: str
     num_blocks: int
     head_dim: int
+    order: str
     dtype: str
 
 
@@ -48,8 +56,7 @@ class WorkerHalf:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        pool = _pool(caches, heads, num_blocks, block_size)
-        first = next(iter(caches.values()))
+        pool, head_dim = _pool(caches, heads, num_blocks, block_size)
         self._resources = ExitStack()
         address = self._resources.enter_context(private_run_dir()) / "transfer"
         self.facts = RankFacts(
@@ -58,8 +65,9 @@ class WorkerHalf:
             num_layers=len(pool.placement.layers),
             layer_names=hashlib.blake2b("\0".join(caches).encode(), digest_size=8).hexdigest(),
             num_blocks=num_blocks,
-            head_dim=first.shape[3] // 2,
-            dtype=str(first.dtype).removeprefix("torch."),
+            head_dim=head_dim,
+            order="token,kv,dim" if pool.placement.planes == 1 else "kv,token,dim",
+            dtype=str(next(iter(caches.values())).dtype).removeprefix("torch."),
         )
         self._connector = WorkerConnector(
             address=address,
@@ -69,6 +77,7 @@ class WorkerHalf:
             bind_host=settings.bound_host,
             advertise_host=settings.advertised_host,
             transfer_options=settings.transfer_options,
+            computing=_always(),
         )
         try:
             self._connector.start()
@@ -80,6 +89,13 @@ class WorkerHalf:
     def close(self) -> None:
         """End the transfer thread: nothing writes into the KV afterwards. Idempotent."""
         self._resources.close()
+
+
+def _always() -> threading.Event:
+    """vLLM launches steps ahead, so no hook says when the GPU rests: a pull always takes little of it."""
+    event = threading.Event()
+    event.set()
+    return event
 
 
 def local_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
@@ -96,20 +112,32 @@ def local_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
     raise NotServed(f"tensor_parallel_size {tp_size} does not divide {num_kv_heads} KV heads evenly")
 
 
-def _pool(caches: Mapping[str, torch.Tensor], heads: range, num_blocks: int, block_size: int) -> KVPool:
-    """The caches as vLLM 0.29 and later register them: per layer `[block, head, token, K then V]`."""
+def _pool(
+    caches: Mapping[str, torch.Tensor], heads: range, num_blocks: int, block_size: int
+) -> tuple[KVPool, int]:
+    """The caches as vLLM registers them, layer by layer, and the size of one head's K.
+
+    They are `[block, head, token, K then V]` from 0.29 on and on CPUs. Before, GPUs have
+    `[block, K|V, token, head, dim]`, in memory `[block, K|V, head, token, dim]` if the layout is
+    HND, in an allocation for each layer (docs/sources.md#vllm).
+    """
+    layers = []
     for name, cache in caches.items():
-        if cache.dim() != 4 or cache.shape[0] != num_blocks or cache.shape[2] != block_size:
+        layer = cache.permute(0, 1, 3, 2, 4) if cache.dim() == 5 else cache
+        if layer.dim() not in (4, 5) or layer.shape[0] != num_blocks or layer.shape[-2] != block_size:
             raise NotServed(
                 f"the KV cache of {name} has shape {tuple(cache.shape)}: neither one block per KV block "
                 f"({num_blocks} of {block_size} tokens) nor [block, head, token, K and V]"
             )
-        if cache.shape[1] != len(heads):
-            raise NotServed(f"the KV cache of {name} has {cache.shape[1]} heads, {len(heads)} expected")
+        if layer.shape[-3] != len(heads):
+            raise NotServed(f"the KV cache of {name} has {layer.shape[-3]} heads, {len(heads)} expected")
+        layers.append(layer)
+    planes = 2 if layers[0].dim() == 5 else 1
     try:
-        return pool_of_layers(list(caches.values()), planes=1, heads=heads)
+        pool = pool_of_layers(layers, planes=planes, heads=heads)
     except ValueError as error:
         raise NotServed(
             f"the KV cache's layout is not served: {error}; set VLLM_KV_CACHE_LAYOUT to one that keeps a "
-            "block's heads apart (LBHNC, LHBNC, BLHNC or BHLNC)"
+            "block's heads apart (HND before vLLM 0.29, then LBHNC, LHBNC, BLHNC or BHLNC)"
         ) from error
+    return pool, layers[0].shape[-1] * planes // 2

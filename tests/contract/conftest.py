@@ -26,7 +26,7 @@ from kvferry.transfer.engine import (
     parse_backend_options,
     usable,
 )
-from tests.contract.pools import pattern
+from tests.contract.pools import allocations, pattern
 from tests.contract.serving_peer import serve
 from tests.forked import Forked
 from tests.gpu import count_gpus, needs_gpus
@@ -53,34 +53,42 @@ class ServingPeer(Forked):
     """The other process."""
 
     def __init__(
-        self, backend: str, fault: str | None = None, device: str = "cpu", pool_bytes: int = POOL_BYTES
+        self,
+        backend: str,
+        fault: str | None = None,
+        device: str = "cpu",
+        pool_bytes: int = POOL_BYTES,
+        num_regions: int = 1,
     ) -> None:
         self.secret = new_secret()
         options = OPTIONS.get(backend, {})
-        super().__init__(serve, backend, options, pool_bytes, self.secret, device, fault)
-        self.engine, self.region = self.said
+        super().__init__(serve, backend, options, pool_bytes, self.secret, device, fault, num_regions)
+        self.engine, self.regions = self.said
 
 
 class Reader:
     """An engine in this process with a pool of its own."""
 
-    def __init__(self, backend: str, device: str = "cpu", *, computing: bool = False) -> None:
+    def __init__(
+        self, backend: str, device: str = "cpu", *, computing: bool = False, num_regions: int = 1
+    ) -> None:
         """`computing`: as if a model ran on the device all the time."""
-        self._tensor = torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device)
+        self._regions = allocations(torch.zeros(POOL_BYTES, dtype=torch.uint8, device=device), num_regions)
         options = engine_options(f"reader-{backend}", backend)
         if computing:
             options.computing.set()
         self.engine: TransferEngine = open_engine(backend, options)
-        self.region = self.engine.register(self._tensor)
+        self.engine.register(self._regions)
         self._settle()
 
     @property
     def pool(self) -> np.ndarray:
         """The bytes of the pool as they are now."""
-        return self._tensor.cpu().numpy()
+        return torch.cat([region.cpu() for region in self._regions]).numpy()
 
     def clear(self) -> None:
-        self._tensor.zero_()
+        for region in self._regions:
+            region.zero_()
         self._settle()
 
     def connect(
@@ -88,7 +96,7 @@ class Reader:
     ) -> Peer:
         """Connect and wait for it. Raises what the backend raises."""
         connection = self.engine.connect(
-            peer.engine, [peer.region], mint(peer.secret) if token is None else token, timeout_s
+            peer.engine, peer.regions, mint(peer.secret) if token is None else token, timeout_s
         )
         self.wait(connection.poll)
         return connection
@@ -107,8 +115,8 @@ class Reader:
         """What we wrote to the pool is in it: backends do not wait for our stream. Nor do we for theirs: an
         NCCL kernel runs until the peer has sent what this very thread may yet have to ask it for.
         """
-        if self._tensor.is_cuda:
-            torch.cuda.current_stream(self._tensor.device).synchronize()
+        if self._regions[0].is_cuda:
+            torch.cuda.current_stream(self._regions[0].device).synchronize()
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -175,8 +183,8 @@ def start_peer(backend: str, cell: tuple[str, str]) -> Iterator[Callable[..., Se
     device = "cpu" if cell[1] == "cpu" else PEER_GPU
     started: list[ServingPeer] = []
 
-    def start(fault: str | None = None) -> ServingPeer:
-        started.append(ServingPeer(backend, fault, device))
+    def start(fault: str | None = None, num_regions: int = 1) -> ServingPeer:
+        started.append(ServingPeer(backend, fault, device, num_regions=num_regions))
         return started[-1]
 
     yield start

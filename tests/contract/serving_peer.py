@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from kvferry.transfer.engine import EngineOptions, open_engine
-from tests.contract.pools import pattern
+from tests.contract.pools import allocations, pattern
 from tests.standins.faults import tcp
 
 MAX_KNOWN_BYTES = 64 << 20
@@ -25,6 +25,7 @@ def serve(
     secret: bytes,
     device: str,
     fault: str | None,
+    num_regions: int,
 ) -> None:
     """Say how the engine and the pool are described, then serve until the connection ends."""
     options = EngineOptions(
@@ -41,8 +42,9 @@ def serve(
     pool[: len(known)].copy_(known)
     if pool.is_cuda:
         torch.cuda.synchronize(pool.device)
-    region = engine.register(pool)
-    connection.send((engine.describe(), region.describe()))
+    kept = allocations(pool, num_regions)
+    regions = engine.register(kept)
+    connection.send((engine.describe(), [region.describe() for region in regions]))
     descriptor = engine.fileno()
     waits = [connection] if descriptor is None else [connection, descriptor]
     while connection not in wait(waits, 0.001 if descriptor is None else 0.05):

@@ -16,7 +16,9 @@ import pytest
 
 from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import PeerUnreachable, Status, open_engine
-from tests.contract.conftest import ON_GPUS, POOL_BYTES, Reader, ServingPeer, engine_options
+from kvferry.transfer.layout import REGION_SHIFT
+from tests.contract.conftest import ON_GPUS, POOL_BYTES, READER_GPU, Reader, ServingPeer, engine_options
+from tests.contract.pools import virtual
 from tests.patience import patient
 
 StartPeer = Callable[..., ServingPeer]
@@ -59,6 +61,34 @@ def test_scattered_spans_arrive_byte_for_byte_and_nothing_else_is_touched(
     assert transfer.quiescent
     assert (transfer.nbytes, transfer.descriptors) == (block_bytes * count, count)
     assert np.array_equal(reader.pool, expected(spans, served_bytes))
+
+
+@pytest.mark.parametrize(("num_local", "num_remote"), [(4, 1), (1, 4), (4, 8)])
+def test_pools_may_lie_in_several_allocations(
+    backend: str,
+    cell: tuple[str, str],
+    start_peer: StartPeer,
+    served_bytes: np.ndarray,
+    num_local: int,
+    num_remote: int,
+) -> None:
+    """As vLLM's do before 0.29: one for each layer. A span outside of its own is refused."""
+    reader = Reader(backend, "cpu" if cell[1] == "cpu" else READER_GPU, num_regions=num_local)
+    with contextlib.closing(reader.engine):
+        peer = reader.connect(start_peer(num_regions=num_remote))
+        spans = np.array(scattered(4096, 700), dtype=np.int64)
+        rows = spans.copy()
+        rows[:, 0] = virtual(spans[:, 0], POOL_BYTES // num_local)
+        rows[:, 1] = virtual(spans[:, 1], POOL_BYTES // num_remote)
+        transfer = reader.read(peer, [tuple(row) for row in rows.tolist()])
+        assert reader.finish(transfer) is Status.DONE
+        assert np.array_equal(reader.pool, expected([tuple(row) for row in spans.tolist()], served_bytes))
+        for column, count in ((0, num_local), (1, num_remote)):
+            for place in (POOL_BYTES // count - 100, count << REGION_SHIFT):
+                wrong = [0, 0, 4096]
+                wrong[column] = place
+                with pytest.raises(ValueError, match="outside"):
+                    reader.read(peer, [(wrong[0], wrong[1], wrong[2])])
 
 
 def test_many_reads_over_one_connection_do_not_mix(
@@ -171,7 +201,7 @@ def test_a_stopped_peer_does_not_delay_reads_from_another(
     """X13, L11: one dead peer does not block the others."""
     stopped, healthy = start_peer(), start_peer()
     stopped.stop()
-    pending = reader.engine.connect(stopped.engine, [stopped.region], mint(stopped.secret), patient(40.0))
+    pending = reader.engine.connect(stopped.engine, stopped.regions, mint(stopped.secret), patient(40.0))
     peer = reader.connect(healthy)
     spans = scattered(65536, 64)
     begun = time.monotonic()

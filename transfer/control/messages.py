@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import KVGeometry, Placement
+from kvferry.transfer.layout import MAX_REGIONS, KVGeometry, Placement
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 PROTOCOL = 2
@@ -51,10 +51,10 @@ class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's engine and its pools, as its backend describes them."""
+    """One rank's engine and the regions of its pool, as its backend describes them."""
 
     engine: _Blob
-    regions: Annotated[tuple[_Blob, ...], Meta(max_length=64)]
+    regions: Annotated[tuple[_Blob, ...], Meta(min_length=1, max_length=MAX_REGIONS)]
 
 
 _Engines = Annotated[dict[_Word, EngineDescription], Meta(max_length=64)]

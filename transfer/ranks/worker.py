@@ -152,11 +152,12 @@ class WorkerConnector:
     def _open_engine(self, name: str) -> tuple[TransferEngine, EngineDescription]:
         engine = open_engine(name, self._options_of(name))
         try:
-            region = engine.register(self._pool.memory)
+            regions = engine.register(self._pool.regions)
         except BackendUnavailable:
             engine.close()
             raise
-        return engine, EngineDescription(engine=engine.describe(), regions=(region.describe(),))
+        described = tuple(region.describe() for region in regions)
+        return engine, EngineDescription(engine=engine.describe(), regions=described)
 
     def _serve(self, opened: dict[str, tuple[TransferEngine, EngineDescription]]) -> None:
         engines = {name: engine for name, (engine, _) in opened.items()}

@@ -23,7 +23,7 @@ def main(backend: str, device: str, pool_bytes: str, seed: str, secret: str) -> 
     engine = open_engine(backend, options)
     engine.admit(bytes.fromhex(secret))
     pool = random_pool(int(pool_bytes), int(seed), device)
-    region = engine.register(pool)
+    [region] = engine.register([pool])
     print(json.dumps({"engine": engine.describe().hex(), "region": region.describe().hex()}), flush=True)
     descriptor = engine.fileno()
     waits: list[object] = [sys.stdin] if descriptor is None else [sys.stdin, descriptor]

@@ -90,7 +90,7 @@ class Reader:
         if computing:
             options.computing.set()
         self.engine = open_engine(peer.backend, options)
-        self.engine.register(pool)
+        self.engine.register([pool])
         self._peer = self._connect()
 
     def __enter__(self) -> Self:

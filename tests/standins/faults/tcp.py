@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -145,8 +145,8 @@ class FaultyTcpEngine(engine.TcpEngine):
         self._faults = FaultInjector(fault)
         self._item_bytes = 1
 
-    def register(self, pool: torch.Tensor) -> Region:
-        self._item_bytes = pool.element_size()
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        self._item_bytes = pool[0].element_size()
         return super().register(pool)
 
     def _new_session(self, connection: socket.socket, server: HandshakeServer) -> TcpSession:

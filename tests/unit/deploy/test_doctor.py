@@ -41,7 +41,7 @@ def test_a_device_is_named_with_its_state_and_who_can_use_it(tmp_path: Path) -> 
     [
         (None, "vLLM: not in this environment"),
         ("0.32.0+cpu", "vLLM: 0.32.0+cpu, served"),
-        ("0.20.1", "vLLM: vLLM 0.20.1 is outside of the served range 0.29–0.33"),
+        ("0.20.1", "vLLM: vLLM 0.20.1 is outside of the served range 0.24–0.33"),
     ],
 )
 def test_vllm_is_named_with_whether_it_is_served(version: str | None, line: str) -> None:

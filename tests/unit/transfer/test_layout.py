@@ -130,8 +130,8 @@ def test_merging_needs_both_sides_adjacent() -> None:
 
 
 def test_spans_may_touch_the_ends_of_the_pools_and_there_may_be_none() -> None:
-    check_bounds(np.array([[0, 192, 8], [56, 0, 8]], dtype=np.int64), 64, 200)
-    check_bounds(np.empty((0, 3), dtype=np.int64), 0, 0)
+    check_bounds(np.array([[0, 192, 8], [56, 0, 8]], dtype=np.int64), [64], [200])
+    check_bounds(np.empty((0, 3), dtype=np.int64), [0], [0])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_spans_may_touch_the_ends_of_the_pools_and_there_may_be_none() -> None:
 def test_a_span_outside_either_pool_is_refused(span: tuple[int, int, int]) -> None:
     table = np.array([[0, 0, 8], span, [8, 8, 8]], dtype=np.int64)
     with pytest.raises(ValueError, match="outside"):
-        check_bounds(table, 64, 200)
+        check_bounds(table, [64], [200])
 
 
 def test_the_fingerprint_depends_on_every_field() -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How backends describe a pool to peers."""
+"""How backends describe the regions of a pool to peers."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -14,7 +15,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class SizedRegion:
-    """A pool that peers may ask for; its description is its size in bytes."""
+    """A region that peers may ask for; its description is its size in bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -23,6 +24,6 @@ class SizedRegion:
         return _SIZE.pack(self._nbytes)
 
 
-def region_size(description: bytes) -> int:
-    """The size of a peer's `SizedRegion`. Raises `struct.error`."""
-    return int(_SIZE.unpack(description)[0])
+def unpack_sizes(descriptions: Sequence[bytes]) -> tuple[int, ...]:
+    """The sizes of a peer's `SizedRegion`s. Raises `struct.error`."""
+    return tuple(int(_SIZE.unpack(description)[0]) for description in descriptions)

@@ -167,8 +167,8 @@ class CudaDevice:
                         num_warps=settings.num_warps,
                         grid=(1,),
                     )
-                spans = np.array([(WIDE_BYTES, 0, length)], dtype=np.int64)
-                self.launch(Work([(spans, scratch.data_ptr(), scratch.data_ptr())])).wait()
+                row = (scratch.data_ptr() + WIDE_BYTES, scratch.data_ptr(), length)
+                self.launch(Work([np.array([row], dtype=np.int64)])).wait()
         except (TritonError, CudaError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             self.close()
             raise BackendUnavailable(f"cuda_ipc: its kernel does not work here: {error}") from error

@@ -45,12 +45,12 @@ OpenDevice = Callable[["torch.Tensor", CudaIpcSettings, threading.Event], Device
 
 
 class CudaIpcRegion:
-    """A pool that peers may map."""
+    """A region that peers may map."""
 
-    def __init__(self, device: Device, pool: torch.Tensor) -> None:
-        """Raises `CudaError` if the pool's memory cannot be exported."""
-        self.address = pool.data_ptr()
-        self.nbytes = pool.numel() * pool.element_size()
+    def __init__(self, device: Device, memory: torch.Tensor) -> None:
+        """Raises `CudaError` if the memory cannot be exported."""
+        self.address = memory.data_ptr()
+        self.nbytes = memory.numel() * memory.element_size()
         self._exported = device.export_memory(self.address, self.nbytes)
 
     def describe(self) -> bytes:
@@ -69,7 +69,7 @@ class CudaIpcEngine:
         self._canary = secrets.token_bytes(_CANARY_BYTES)
         self._canary_tensor: torch.Tensor | None = None
         self._device: Device | None = None
-        self._region: CudaIpcRegion | None = None
+        self._regions: list[CudaIpcRegion] = []
         self._launches: Launches | None = None
         self._peers: list[CudaIpcPeer] = []
         self._selector = selectors.EpollSelector()
@@ -80,18 +80,18 @@ class CudaIpcEngine:
     def admit(self, secret: bytes) -> None:
         self._server.admit(secret)
 
-    def register(self, pool: torch.Tensor) -> Region:
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
         import torch
 
-        self._device = device = self._open_device(pool, self._settings, self._options.computing)
+        self._device = device = self._open_device(pool[0], self._settings, self._options.computing)
         canary = torch.frombuffer(bytearray(self._canary), dtype=torch.uint8)
-        self._canary_tensor = canary.to(pool.device, copy=True)
+        self._canary_tensor = canary.to(pool[0].device, copy=True)
         try:
-            self._region = CudaIpcRegion(device, pool)
+            self._regions = [CudaIpcRegion(device, memory) for memory in pool]
         except CudaError as error:
             raise BackendUnavailable(f"cuda_ipc: this memory cannot be exported: {error}") from error
-        self._launches = Launches(device, self._region.address)
-        return self._region
+        self._launches = Launches(device)
+        return self._regions
 
     def describe(self) -> bytes:
         canary = self._canary_tensor
@@ -107,14 +107,14 @@ class CudaIpcEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=CudaIpcAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=ExportedMemory)
-        except (msgspec.MsgspecError, IndexError) as error:
+            pool = [msgspec.msgpack.decode(each, type=ExportedMemory) for each in regions]
+        except msgspec.MsgspecError as error:
             raise PeerUnreachable(f"not a cuda_ipc engine's description: {error}") from error
-        if self._device is None or self._launches is None or self._region is None:
+        if self._device is None or self._launches is None:
             raise AssertionError("no pool is registered")
         deadline = time.monotonic() + timeout_s
         client = CudaIpcPeer(
-            self._device, self._launches, address, pool, self._region.nbytes, token, self._selector, deadline
+            self._device, self._launches, address, pool, self._regions, token, self._selector, deadline
         )
         self._peers.append(client)
         return client

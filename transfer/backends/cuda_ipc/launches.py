@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.backends.cuda_ipc.device import MAX_LAUNCHES, Device, Launch
-from kvferry.transfer.backends.cuda_ipc.work import Work
+from kvferry.transfer.backends.cuda_ipc.work import Words, Work
 from kvferry.transfer.engine import Status
-from kvferry.transfer.layout import SpanTable
 
 LAUNCH_BYTES = 1 << 30
 """A launch of this size takes no further read: about 3 ms of an NVLink's time."""
@@ -31,12 +30,11 @@ _DECAY = 0.995
 
 
 class CudaIpcTransfer(BaseTransfer):
-    """One read; see `transfer.engine.Transfer`. `source` is the address of the peer's pool for our device."""
+    """One read; see `transfer.engine.Transfer`. `spans` are by address: destination, source and length."""
 
-    def __init__(self, spans: SpanTable, source: int, deadline: float) -> None:
+    def __init__(self, spans: Words, deadline: float) -> None:
         super().__init__(int(spans[:, 2].sum()), len(spans), deadline)
         self.spans = spans
-        self.source = source
         self._in_flight = False
         if not self.nbytes:
             self.succeed()
@@ -85,11 +83,10 @@ class _Batch:
 
 
 class Launches:
-    """Waiting reads, and those in flight, into one pool at `destination`."""
+    """Waiting reads, and those in flight, into one pool."""
 
-    def __init__(self, device: Device, destination: int) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._destination = destination
         self._waiting: deque[CudaIpcTransfer] = deque()
         self._in_flight: deque[_Batch] = deque()
         self._begun = 0.0
@@ -131,7 +128,7 @@ class Launches:
             self._end_first()
 
     def _launch(self, reads: list[CudaIpcTransfer]) -> None:
-        work = Work([(each.spans, self._destination, each.source) for each in reads])
+        work = Work([each.spans for each in reads])
         launch = self._device.launch(work)
         if not self._in_flight:
             self._begun = launch.begun

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +15,14 @@ from kvferry.transfer.backends.cuda_ipc.device import Device
 from kvferry.transfer.backends.cuda_ipc.driver import CudaError, ExportedMemory, MappedMemory
 from kvferry.transfer.backends.cuda_ipc.launches import CudaIpcTransfer, Launches
 from kvferry.transfer.engine import PeerUnreachable
-from kvferry.transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.layout import SpanTable, addresses, check_bounds
+
+
+class OwnRegion(Protocol):
+    """A region of our pool, by address."""
+
+    address: int
+    nbytes: int
 
 
 class CudaIpcAddress(
@@ -27,15 +36,15 @@ class CudaIpcAddress(
 
 
 class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. `pool` is its memory, `pool_bytes` our pool's size."""
+    """One producer rank; see `transfer.engine.Peer`. `pool` is its memory, `ours` our pool's regions."""
 
     def __init__(
         self,
         device: Device,
         launches: Launches,
         address: CudaIpcAddress,
-        pool: ExportedMemory,
-        pool_bytes: int,
+        pool: Sequence[ExportedMemory],
+        ours: Sequence[OwnRegion],
         token: bytes,
         selector: selectors.BaseSelector,
         deadline: float,
@@ -45,19 +54,25 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
         self._launches = launches
         self._address = address
         self._pool = pool
-        self._pool_bytes = pool_bytes
-        self._mapped: MappedMemory | None = None
+        self._ours = ours
+        self._mapped: list[MappedMemory] = []
+        """One for each allocation of the peer's."""
+        self._sources: list[int] = []
+        """Addresses of its regions for our device."""
 
     @property
     def finished(self) -> bool:
         """Lost, and its memory unmapped."""
-        return self.state is PeerState.LOST and self._mapped is None
+        return self.state is PeerState.LOST and not self._mapped
 
     def read(self, spans: SpanTable, timeout_s: float) -> CudaIpcTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
-        check_bounds(spans, self._pool_bytes, self._pool.nbytes)
-        source = self._mapped.address if self._mapped is not None else 0
-        transfer = CudaIpcTransfer(spans, source, time.monotonic() + timeout_s)
+        check_bounds(spans, [each.nbytes for each in self._ours], [each.nbytes for each in self._pool])
+        rows = spans.copy()
+        if self.state is PeerState.READY:
+            rows[:, 0] = addresses(spans[:, 0], [each.address for each in self._ours])
+            rows[:, 1] = addresses(spans[:, 1], self._sources)
+        transfer = CudaIpcTransfer(rows, time.monotonic() + timeout_s)
         if self.state is not PeerState.READY:
             transfer.fail("peer_lost")
         self.transfers.append(transfer)
@@ -69,9 +84,9 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
         then.
         """
         self.transfers = [each for each in self.transfers if not each.quiescent]
-        if self.state is PeerState.LOST and self._mapped is not None and not self.transfers:
-            self._device.unmap_memory(self._mapped)
-            self._mapped = None
+        if self.state is PeerState.LOST and not self.transfers:
+            while self._mapped:
+                self._device.unmap_memory(self._mapped.pop())
 
     def _accepted(self, welcome: bytes) -> None:
         """Map the canary and compare it: on another host the handle might be valid for other memory."""
@@ -86,6 +101,15 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
                 self._device.unmap_memory(canary)
             if seen != theirs.canary:
                 raise PeerUnreachable("its handles are of other memory")
-            self._mapped = self._device.map_memory(self._pool)
+            self._map_pool()
         except CudaError as error:
             raise PeerUnreachable(str(error)) from error
+
+    def _map_pool(self) -> None:
+        """Map each allocation once, however many regions lie in it: CUDA does not map one twice."""
+        mappings: dict[bytes, MappedMemory] = {}
+        for region in self._pool:
+            if region.handle not in mappings:
+                mappings[region.handle] = self._device.map_memory(region)
+                self._mapped.append(mappings[region.handle])
+            self._sources.append(mappings[region.handle].mapping + region.offset)

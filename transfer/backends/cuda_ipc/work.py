@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.transfer.layout import SpanTable
-
 WIDE_BYTES = 16
 """Bytes that a GPU thread moves at once where everything is aligned to it."""
 ALIGNED_WORD_BYTES = 8
@@ -35,12 +33,12 @@ class Work:
     """The copies of one launch.
 
     Args:
-        parts: Span tables, each with the addresses of the pool it is written to and the one it is read from.
+        parts: Spans by address: destination, source and length, [n, 3] each.
     """
 
-    def __init__(self, parts: Sequence[tuple[SpanTable, int, int]]) -> None:
-        self.num_spans = sum(len(spans) for spans, _, _ in parts)
-        self.nbytes = sum(int(spans[:, 2].sum()) for spans, _, _ in parts)
+    def __init__(self, parts: Sequence[Words]) -> None:
+        self.num_spans = sum(len(spans) for spans in parts)
+        self.nbytes = sum(int(spans[:, 2].sum()) for spans in parts)
         self._parts = parts
 
     def table_size(self, num_gathered: int) -> int:
@@ -64,10 +62,7 @@ class Work:
         """
         n = num_gathered
         starts, spans = table[1 : n + 2], self.spans(table, n)
-        first = 0
-        for part, destination, source in self._parts:
-            np.add(part, (destination, source, 0), out=spans[first : first + len(part)])
-            first += len(part)
+        np.concatenate(self._parts, out=spans)
         starts[0] = 0
         np.cumsum(spans[:n, 2], out=starts[1:])
         aligned = not int(np.bitwise_or.reduce(table[1 : 2 + 4 * n])) & (WIDE_BYTES - 1)

@@ -32,7 +32,7 @@ from kvferry.transfer.backends.mooncake.library import (
     CANARY_BYTES,
     MooncakeAddress,
     MooncakeLibrary,
-    MooncakePoolAddress,
+    MooncakeRegionAddress,
     probe,
 )
 from kvferry.transfer.backends.mooncake.peer import MooncakePeer, MooncakeTransfer, cut
@@ -48,10 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class MooncakeRegion:
-    """A pool that peers may read."""
+    """A region that peers may read."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        self.address = MooncakePoolAddress(address=pool.data_ptr(), nbytes=pool.numel() * pool.element_size())
+    def __init__(self, memory: torch.Tensor) -> None:
+        nbytes = memory.numel() * memory.element_size()
+        self.address = MooncakeRegionAddress(address=memory.data_ptr(), nbytes=nbytes)
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self.address)
@@ -66,7 +67,7 @@ class MooncakeEngine:
         self._host = options.advertise_host
         self._serving = MooncakeLibrary(self._host)
         self._waker = Waker()
-        self._region: MooncakeRegion | None = None
+        self._pool: list[MooncakeRegionAddress] = []
         self._peers: list[MooncakePeer] = []
         self._spare: list[MooncakeLibrary] = []
         self._canary = np.frombuffer(secrets.token_bytes(CANARY_BYTES), dtype=np.uint8).copy()
@@ -75,13 +76,14 @@ class MooncakeEngine:
     def admit(self, secret: bytes) -> None:
         """Do nothing: Mooncake checks no token."""
 
-    def register(self, pool: torch.Tensor) -> Region:
-        if pool.is_cuda and not self._serving.moves_cuda:
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        if pool[0].is_cuda and not self._serving.moves_cuda:
             raise BackendUnavailable("mooncake: this build moves host memory only, and the pool is on a GPU")
-        region = MooncakeRegion(pool)
-        self._serving.pin(region.address.address, region.address.nbytes)
-        self._region = region
-        return region
+        regions = [MooncakeRegion(memory) for memory in pool]
+        self._pool = [region.address for region in regions]
+        for address in self._pool:
+            self._serving.pin(address.address, address.nbytes)
+        return regions
 
     def describe(self) -> bytes:
         address = MooncakeAddress(
@@ -94,8 +96,8 @@ class MooncakeEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=MooncakeAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=MooncakePoolAddress)
-        except (msgspec.MsgspecError, IndexError) as error:
+            pool = [msgspec.msgpack.decode(each, type=MooncakeRegionAddress) for each in regions]
+        except msgspec.MsgspecError as error:
             raise PeerUnreachable(f"not a mooncake engine's description: {error}") from error
         if any(each.opening and each.segment == address.segment for each in self._peers):
             raise PeerUnreachable(f"mooncake: {address.segment} has not answered an earlier attempt yet")
@@ -106,9 +108,9 @@ class MooncakeEngine:
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> MooncakeTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
         client = cast(MooncakePeer, peer)
-        ours = self._pool()
-        check_bounds(spans, ours.nbytes, client.pool.nbytes)
-        pieces = cut(spans, ours.address, client.pool.address)
+        sizes = ([each.nbytes for each in pool] for pool in (self._pool, client.pool))
+        check_bounds(spans, *sizes)
+        pieces = cut(spans, self._pool, client.pool)
         transfer = MooncakeTransfer(pieces, len(spans), time.monotonic() + timeout_s)
         client.read(transfer)
         return transfer
@@ -167,13 +169,8 @@ class MooncakeEngine:
             library = MooncakeLibrary(self._host)
         except BackendUnavailable as error:
             raise PeerUnreachable(str(error)) from error
-        library.pin_pool(self._pool())
+        library.pin_pool(self._pool)
         return library
-
-    def _pool(self) -> MooncakePoolAddress:
-        if self._region is None:
-            raise AssertionError("no pool is registered")
-        return self._region.address
 
 
 def open_backend(options: EngineOptions) -> MooncakeEngine:

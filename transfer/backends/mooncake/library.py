@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ class MooncakeAddress(
     canary_address: MemoryAddress
 
 
-class MooncakePoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool in its owner's address space."""
+class MooncakeRegionAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool's region in its owner's address space."""
 
     address: MemoryAddress
     nbytes: NumBytes
@@ -59,7 +59,7 @@ class MooncakeLibrary:
         self.known_peers: dict[str, bytes] = {}
         self.bounce_buffer = np.zeros(CANARY_BYTES, dtype=np.uint8)
         self._host = host
-        self._pool: MooncakePoolAddress | None = None
+        self._pool: Sequence[MooncakeRegionAddress] = ()
         self._engine: Any = module.TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", _protocol(), "") != 0:
             raise BackendUnavailable(f"mooncake: its engine does not start as {host}")
@@ -75,19 +75,20 @@ class MooncakeLibrary:
         if self._engine.register_memory(address, nbytes) != 0:
             raise BackendUnavailable(f"mooncake: {nbytes} bytes of memory cannot be registered")
 
-    def pin_pool(self, pool: MooncakePoolAddress) -> None:
+    def pin_pool(self, pool: Sequence[MooncakeRegionAddress]) -> None:
         """Register the pool that reads are written to. Raises `PeerUnreachable` if the engine refuses."""
         try:
-            self.pin(pool.address, pool.nbytes)
+            for region in pool:
+                self.pin(region.address, region.nbytes)
         except BackendUnavailable as error:
             raise PeerUnreachable(str(error)) from error
         self._pool = pool
 
     def unpin_pool(self) -> None:
         """Make the pool unreachable through this engine."""
-        if self._pool is not None:
-            self._engine.unregister_memory(self._pool.address)
-            self._pool = None
+        for region in self._pool:
+            self._engine.unregister_memory(region.address)
+        self._pool = ()
 
     def start_read(self, segment: str, piece: Piece) -> int:
         """Post one read; 0 if Mooncake refuses it. Blocks on the peer if the segment is new."""

@@ -7,17 +7,18 @@ import enum
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mooncake.library import (
     CANARY_BYTES,
     MooncakeAddress,
     MooncakeLibrary,
-    MooncakePoolAddress,
+    MooncakeRegionAddress,
     Piece,
 )
 from kvferry.transfer.engine import PeerUnreachable, Status
-from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.layout import SpanTable, addresses
 from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 PIECE_BYTES = 64 << 20
@@ -114,7 +115,7 @@ class MooncakePeer:
         self,
         library: MooncakeLibrary,
         address: MooncakeAddress,
-        pool: MooncakePoolAddress,
+        pool: Sequence[MooncakeRegionAddress],
         waker: Waker,
         timeout_s: float,
     ) -> None:
@@ -241,10 +242,14 @@ class MooncakePeer:
         self.state = transition(self, MOONCAKE_TRANSITIONS, self.state, to)
 
 
-def cut(spans: SpanTable, local_base: int, remote_base: int) -> list[Piece]:
+def cut(
+    spans: SpanTable, ours: Sequence[MooncakeRegionAddress], theirs: Sequence[MooncakeRegionAddress]
+) -> list[Piece]:
     """Split spans into reads of at most `PIECE_BYTES`, by address."""
+    locals_ = addresses(spans[:, 0], [region.address for region in ours]).tolist()
+    remotes = addresses(spans[:, 1], [region.address for region in theirs]).tolist()
     return [
-        Piece(local_base + local + done, remote_base + remote + done, min(PIECE_BYTES, length - done))
-        for local, remote, length in spans.tolist()
+        Piece(local + done, remote + done, min(PIECE_BYTES, length - done))
+        for local, remote, length in zip(locals_, remotes, spans[:, 2].tolist(), strict=True)
         for done in range(0, length, PIECE_BYTES)
     ]

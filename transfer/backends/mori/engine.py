@@ -34,7 +34,7 @@ from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.peer import MoriPeer
 from kvferry.transfer.backends.mori.probe import find_reason
 from kvferry.transfer.backends.mori.queue_pairs import QueuePairMaker
-from kvferry.transfer.backends.mori.regions import MoriPoolAddress, MoriRegion, RemotePool
+from kvferry.transfer.backends.mori.regions import MoriPool, MoriRegionAddress, RemotePool
 from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import (
@@ -68,7 +68,7 @@ class MoriEngine:
     def __init__(self, options: EngineOptions, library: MoriLibrary) -> None:
         self._options = options
         self._library = library
-        self._region: MoriRegion | None = None
+        self.pool: MoriPool | None = None
         self._peers: list[MoriPeer] = []
         self._selector = selectors.EpollSelector()
         self._server = HandshakeServer(options.bind_host, self._selector)
@@ -79,9 +79,9 @@ class MoriEngine:
     def admit(self, secret: bytes) -> None:
         self._server.admit(secret)
 
-    def register(self, pool: torch.Tensor) -> Region:
-        self._region = MoriRegion(pool, self._library)
-        return self._region
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        self.pool = MoriPool(pool, self._library)
+        return self.pool.regions
 
     def describe(self) -> bytes:
         address = MoriAddress(
@@ -93,8 +93,8 @@ class MoriEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=MoriAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=MoriPoolAddress)
-        except (msgspec.MsgspecError, IndexError) as error:
+            pool = [msgspec.msgpack.decode(each, type=MoriRegionAddress) for each in regions]
+        except msgspec.MsgspecError as error:
             raise PeerUnreachable(f"not a mori engine's description: {error}") from error
         remote = RemotePool(self._library.module, address.engine, pool)
         if remote.key in self._library.broken:
@@ -103,7 +103,7 @@ class MoriEngine:
         client = MoriPeer(
             self._library,
             self._maker,
-            self._pool(),
+            self._registered_pool(),
             remote,
             address.greeting,
             token,
@@ -171,10 +171,10 @@ class MoriEngine:
             if remote.key not in in_use:
                 self._library.engine.deregister_remote_engine(remote.engine)
 
-    def _pool(self) -> MoriRegion:
-        if self._region is None:
+    def _registered_pool(self) -> MoriPool:
+        if self.pool is None:
             raise AssertionError("no pool is registered")
-        return self._region
+        return self.pool
 
 
 def open_backend(options: EngineOptions) -> MoriEngine:

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
 from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.queue_pairs import QueuePairMaker
-from kvferry.transfer.backends.mori.regions import MoriRegion, RemotePool, by_regions
+from kvferry.transfer.backends.mori.regions import MoriPool, RemotePool, by_pieces
 from kvferry.transfer.backends.mori.transfer import BatchState, MoriBatch, MoriTransfer
 from kvferry.transfer.engine import PeerBroken, PeerUnreachable
 from kvferry.transfer.layout import SpanTable, check_bounds
@@ -27,7 +27,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
         self,
         library: MoriLibrary,
         maker: QueuePairMaker,
-        local: MoriRegion,
+        local: MoriPool,
         remote: RemotePool,
         address: HandshakeAddress,
         token: bytes,
@@ -60,7 +60,7 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
 
     def read(self, spans: SpanTable, deadline: float) -> MoriTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
-        check_bounds(spans, self._local.nbytes, self.remote.pool.nbytes)
+        check_bounds(spans, self._local.map.sizes, self.remote.map.sizes)
         transfer = MoriTransfer(self._batches(spans), int(spans[:, 2].sum()), deadline)
         if self.state is not PeerState.READY:
             transfer.fail("peer_lost")
@@ -125,10 +125,9 @@ class MoriPeer(HandshakePeer[MoriTransfer]):
 
     def _batches(self, spans: SpanTable) -> list[MoriBatch]:
         depth = self._library.settings.max_send_wr
-        theirs = self.remote.pool.region_bytes
         return [
             self._batch(local, remote, rows[first : first + depth])
-            for local, remote, rows in by_regions(spans, self._local.region_bytes, theirs)
+            for local, remote, rows in by_pieces(spans, self._local.map, self.remote.map)
             for first in range(0, len(rows), depth)
         ]
 

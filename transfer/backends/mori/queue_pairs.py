@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvferry.transfer.backends.mori.library import MoriLibrary
-from kvferry.transfer.backends.mori.regions import SCRATCH_BYTES, MoriRegion, RemotePool
+from kvferry.transfer.backends.mori.regions import SCRATCH_BYTES, MoriPool, RemotePool
 from kvferry.transfer.engine import PeerBroken, PeerUnreachable
 
 _MAX_AT_ONCE = 8
@@ -34,7 +34,7 @@ class QueuePairMaker:
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="mori-connect")
 
-    def make(self, local: MoriRegion, remote: RemotePool, deadline: float) -> Future[None]:
+    def make(self, local: MoriPool, remote: RemotePool, deadline: float) -> Future[None]:
         """Begin. The future raises `PeerUnreachable` with the reason, or `PeerBroken`."""
         future = self._threads.submit(self._make, local, remote, deadline)
         future.add_done_callback(lambda _: self._wake())
@@ -47,7 +47,7 @@ class QueuePairMaker:
         self._closing.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self, local: MoriRegion, remote: RemotePool, deadline: float) -> None:
+    def _make(self, local: MoriPool, remote: RemotePool, deadline: float) -> None:
         engine = self._library.engine
         try:
             for index, memory in enumerate(remote.memory):
@@ -60,7 +60,7 @@ class QueuePairMaker:
         except (RuntimeError, OSError) as error:
             raise PeerUnreachable(str(error)) from error
 
-    def _read(self, engine: Any, local: MoriRegion, memory: Any, deadline: float) -> None:
+    def _read(self, engine: Any, local: MoriPool, memory: Any, deadline: float) -> None:
         nbytes = min(SCRATCH_BYTES, memory.size)
         uid = engine.allocate_transfer_uid()
         status = engine.read(local.scratch, 0, memory, 0, nbytes, uid)

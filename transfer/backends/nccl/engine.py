@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvferry.transfer.backends.common.handshake import HandshakeServer
-from kvferry.transfer.backends.common.regions import SizedRegion, region_size
+from kvferry.transfer.backends.common.regions import SizedRegion, unpack_sizes
 from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.nccl.peer import NcclPeer, NcclTransfer
 from kvferry.transfer.backends.nccl.session import NcclSession
 from kvferry.transfer.backends.nccl.wire import PROTOCOL, NcclAddress
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
 from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.memory import region_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ class NcclEngine:
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._fabric = "gloo"
-        self._registered: torch.Tensor | None = None
+        self._registered: Sequence[torch.Tensor] | None = None
         self._peers: list[NcclPeer] = []
         everywhere = options.bind_host in ("0.0.0.0", "::")
         self._own_host = options.advertise_host if everywhere else options.bind_host
@@ -59,10 +60,10 @@ class NcclEngine:
     def admit(self, secret: bytes) -> None:
         self._server.admit(secret)
 
-    def register(self, pool: torch.Tensor) -> Region:
-        self._fabric = _fabric(pool, self._options.explicit)
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        self._fabric = _fabric(pool[0], self._options.explicit)
         self._registered = pool
-        return SizedRegion(pool.numel() * pool.element_size())
+        return [SizedRegion(size) for size in region_sizes(pool)]
 
     def describe(self) -> bytes:
         address = self._server.address(self._options.advertise_host)
@@ -71,13 +72,13 @@ class NcclEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=NcclAddress)
-            pool_bytes = region_size(regions[0])
-        except (msgspec.MsgspecError, struct.error, IndexError) as error:
+            sizes = unpack_sizes(regions)
+        except (msgspec.MsgspecError, struct.error) as error:
             raise PeerUnreachable(f"not an nccl engine's description: {error}") from error
         if address.fabric != self._fabric:
             raise PeerUnreachable(f"nccl: their pool moves by {address.fabric}, ours by {self._fabric}")
         client = NcclPeer(
-            address, pool_bytes, token, self._pool(), self._own_host, self._selector, self._waker, timeout_s
+            address, sizes, token, self._pool(), self._own_host, self._selector, self._waker, timeout_s
         )
         self._peers.append(client)
         return client
@@ -120,7 +121,7 @@ class NcclEngine:
         hosts = (self._options.bind_host, self._own_host)
         return NcclSession(connection, server, self._pool(), hosts, self._fabric, self._waker)
 
-    def _pool(self) -> torch.Tensor:
+    def _pool(self) -> Sequence[torch.Tensor]:
         if self._registered is None:
             raise AssertionError("no pool is registered")
         return self._registered

@@ -12,6 +12,7 @@ import secrets
 import selectors
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from kvferry.transfer.backends.nccl.wire import (
 )
 from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.memory import region_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -84,14 +86,17 @@ class Arrival:
 
 
 class NcclPeer(HandshakePeer[NcclTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. Ready once both ends have built their communicator."""
+    """One producer rank; see `transfer.engine.Peer`. Ready once both ends have built their communicator.
+
+    `sizes` are those of its pool's regions, in bytes.
+    """
 
     def __init__(
         self,
         address: NcclAddress,
-        pool_bytes: int,
+        sizes: Sequence[int],
         token: bytes,
-        pool: torch.Tensor,
+        pool: Sequence[torch.Tensor],
         own_host: str,
         selector: selectors.BaseSelector,
         waker: Waker,
@@ -102,8 +107,8 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
         deadline = time.monotonic() + timeout_s
         super().__init__(address.fabric, address, token, selector, deadline, PROTOCOL, own)
         self._address = address
-        self._pool_bytes = pool_bytes
-        self._own_bytes = pool.numel() * pool.element_size()
+        self._sizes = sizes
+        self._own_sizes = region_sizes(pool)
         self._own_host = own_host
         self._waker = waker
         self._staging = staging(pool)
@@ -137,7 +142,7 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
 
     def read(self, spans: SpanTable, timeout_s: float) -> NcclTransfer:
         """Queue a read. Raises ValueError for a span outside either pool, or for too many of them."""
-        check_bounds(spans, self._own_bytes, self._pool_bytes)
+        check_bounds(spans, self._own_sizes, self._sizes)
         if len(spans) > MAX_PIECES:
             raise ValueError(f"{len(spans)} spans in one read; at most {MAX_PIECES}")
         transfer = NcclTransfer(spans, time.monotonic() + timeout_s)

@@ -7,6 +7,7 @@ import functools
 import queue
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.transfer.backends.common.connection import ProtocolError
@@ -25,6 +26,7 @@ from kvferry.transfer.backends.nccl.wire import (
     pack_head,
     split,
 )
+from kvferry.transfer.memory import are_inside, region_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +42,13 @@ class NcclSession(ServerSession):
         self,
         connection: socket.socket,
         server: HandshakeServer,
-        pool: torch.Tensor,
+        pool: Sequence[torch.Tensor],
         hosts: tuple[str, str],
         fabric: str,
         waker: Waker,
     ) -> None:
         super().__init__(connection, server)
-        self._pool_bytes = pool.numel() * pool.element_size()
+        self._sizes = region_sizes(pool)
         self._staging = staging(pool)
         self._bind_host, self._own_host = hosts
         self._fabric = fabric
@@ -100,7 +102,7 @@ class NcclSession(ServerSession):
             return False
         pieces: Pieces = list(PIECE.iter_unpack(bytes(inbox[REQUEST.size : size])))
         del inbox[:size]
-        if any(offset + length > self._pool_bytes for offset, length in pieces):
+        if not are_inside(pieces, self._sizes):
             raise ProtocolError("a piece lies outside the pool")
         deadline = time.monotonic() + min(ms / 1000, _LONGEST_S) + GRACE_S
         try:

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.transfer.backends.nccl.wire import HEAD_BYTES, PART_BYTES, Pieces
+from kvferry.transfer.layout import OFFSET_MASK, REGION_SHIFT
 
 if TYPE_CHECKING:
     import torch
+
+_Region = TypeVar("_Region", "torch.Tensor", npt.NDArray[np.uint8])
 
 
 class Copy(Protocol):
@@ -43,18 +48,18 @@ class Staging(Protocol):
         """Begin to copy a received message into the pool. It must not be reused before that ends."""
 
 
-def staging(pool: torch.Tensor) -> Staging:
-    """Access to a contiguous pool."""
-    return GpuStaging(pool) if pool.is_cuda else HostStaging(pool)
+def staging(pool: Sequence[torch.Tensor]) -> Staging:
+    """Access to a pool of contiguous regions."""
+    return GpuStaging(pool) if pool[0].is_cuda else HostStaging(pool)
 
 
 class HostStaging:
     """A pool in host memory. numpy copies: torch would start a thread pool for every copying thread."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, pool: Sequence[torch.Tensor]) -> None:
         import torch
 
-        self._pool = pool.view(-1).view(torch.uint8).numpy()
+        self._regions = [region.view(-1).view(torch.uint8).numpy() for region in pool]
 
     def on_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -69,7 +74,7 @@ class HostStaging:
         view[:HEAD_BYTES] = np.frombuffer(head, dtype=np.uint8)
         at = HEAD_BYTES
         for offset, length in pieces:
-            view[at : at + length] = self._pool[offset : offset + length]
+            view[at : at + length] = _piece(self._regions, offset, length)
             at += length
         return message[:at]
 
@@ -80,7 +85,7 @@ class HostStaging:
         view = message.numpy()
         at = HEAD_BYTES
         for offset, length in pieces:
-            self._pool[offset : offset + length] = view[at : at + length]
+            _piece(self._regions, offset, length)[:] = view[at : at + length]
             at += length
         return FinishedCopy()
 
@@ -98,12 +103,13 @@ class FinishedCopy:
 class GpuStaging:
     """A pool on a GPU. Copies out of messages use a second stream, on the transfer thread."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, pool: Sequence[torch.Tensor]) -> None:
         import torch
 
-        self._pool = pool.view(-1).view(torch.uint8)
-        self._pair_stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._copy_stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._regions = [region.view(-1).view(torch.uint8) for region in pool]
+        self._device = pool[0].device
+        self._pair_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def on_stream(self) -> AbstractContextManager[None]:
         import torch
@@ -113,7 +119,7 @@ class GpuStaging:
     def new_message(self) -> torch.Tensor:
         import torch
 
-        return torch.empty(HEAD_BYTES + PART_BYTES, dtype=torch.uint8, device=self._pool.device)
+        return torch.empty(HEAD_BYTES + PART_BYTES, dtype=torch.uint8, device=self._device)
 
     def fill(self, message: torch.Tensor, head: bytes, pieces: Pieces) -> torch.Tensor:
         import torch
@@ -121,7 +127,7 @@ class GpuStaging:
         message[:HEAD_BYTES].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         at = HEAD_BYTES
         for offset, length in pieces:
-            message[at : at + length].copy_(self._pool[offset : offset + length])
+            message[at : at + length].copy_(_piece(self._regions, offset, length))
             at += length
         return message[:at]
 
@@ -135,8 +141,14 @@ class GpuStaging:
         with torch.cuda.stream(self._copy_stream):
             at = HEAD_BYTES
             for offset, length in pieces:
-                self._pool[offset : offset + length].copy_(message[at : at + length])
+                _piece(self._regions, offset, length).copy_(message[at : at + length])
                 at += length
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._copy_stream)
         return done
+
+
+def _piece(regions: Sequence[_Region], offset: int, length: int) -> _Region:
+    """The bytes at a virtual offset."""
+    start = offset & OFFSET_MASK
+    return regions[offset >> REGION_SHIFT][start : start + length]

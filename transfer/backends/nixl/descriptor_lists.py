@@ -9,19 +9,21 @@ instead of 220 µs. A row of units is one strided descriptor, so its length cost
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from kvferry.transfer.backends.common.regions import MemoryAddress, NumBytes
-from kvferry.transfer.layout import SpanTable, check_bounds
+from kvferry.transfer.layout import OFFSET_MASK, Offsets, SpanTable, addresses, check_bounds
 
 _Indices = np.ndarray[Any, np.dtype[np.int32]]
 
 
-class NixlPoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool in its owner's address space. `kind` is NIXL's memory type."""
+class NixlRegionAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool's region in its owner's address space. `kind` is NIXL's memory type."""
 
     address: MemoryAddress
     nbytes: NumBytes
@@ -36,20 +38,23 @@ class DescriptorLists:
     the first read or, if that was a run of adjacent blocks, by a later one.
     """
 
-    def __init__(self, agent: Any, name: str, ours: NixlPoolAddress, theirs: NixlPoolAddress) -> None:
+    def __init__(
+        self, agent: Any, name: str, ours: Sequence[NixlRegionAddress], theirs: Sequence[NixlRegionAddress]
+    ) -> None:
         self._agent = agent
         self._name = name
         self._ours = ours
         self._theirs = theirs
+        self._sizes = [region.nbytes for region in ours], [region.nbytes for region in theirs]
         self._unit = 0
-        self._prepared: list[tuple[Any, Any]] = []
+        self._prepared: list[tuple[_Prepared, _Prepared]] = []
 
     def make_read(self, spans: SpanTable) -> Any:
         """Prepare a read of at least one span. Raises ValueError for a span outside the peer's pool or ours,
         and NIXL's errors.
         """
-        check_bounds(spans, self._ours.nbytes, self._theirs.nbytes)
-        unit = int(np.gcd(self._unit, np.gcd.reduce(spans, axis=None)))
+        check_bounds(spans, *self._sizes)
+        unit = int(np.gcd(self._unit, np.gcd.reduce(spans & OFFSET_MASK, axis=None)))
         if unit != self._unit:
             self._prepared.append(
                 (self._prepare("", self._ours, unit), self._prepare(self._name, self._theirs, unit))
@@ -58,10 +63,10 @@ class DescriptorLists:
         local, remote = self._prepared[-1]
         return self._agent.make_prepped_xfer(
             "READ",
-            local,
-            _units(spans[:, 0], spans[:, 2], unit),
-            remote,
-            _units(spans[:, 1], spans[:, 2], unit),
+            local.handle,
+            local.units(spans[:, 0], spans[:, 2]),
+            remote.handle,
+            remote.units(spans[:, 1], spans[:, 2]),
         )
 
     def release(self) -> None:
@@ -69,16 +74,27 @@ class DescriptorLists:
         agent, self._agent = self._agent, None
         prepared, self._prepared = self._prepared, []
         for pair in prepared:
-            for handle in pair:
-                agent.release_dlist_handle(handle)
+            for each in pair:
+                agent.release_dlist_handle(each.handle)
 
-    def _prepare(self, name: str, pool: NixlPoolAddress, unit: int) -> Any:
-        rows = np.array([[pool.address, unit, pool.device, unit, pool.nbytes // unit]], dtype=np.int64)
-        return self._agent.prep_xfer_dlist(name, rows, pool.kind)
+    def _prepare(self, name: str, pool: Sequence[NixlRegionAddress], unit: int) -> _Prepared:
+        rows = [(region.address, unit, region.device, unit, region.nbytes // unit) for region in pool]
+        handle = self._agent.prep_xfer_dlist(name, np.array(rows, dtype=np.int64), pool[0].kind)
+        counts = [region.nbytes // unit for region in pool]
+        return _Prepared(handle, unit, [sum(counts[:index]) * unit for index in range(len(counts))])
 
 
-def _units(starts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], unit: int) -> _Indices:
-    """The numbers of the units that spans cover, in order."""
-    counts = lengths // unit
-    offsets = np.cumsum(counts) - counts
-    return (np.repeat(starts // unit - offsets, counts) + np.arange(counts.sum())).astype(np.int32)
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A pool's units. `starts`: where each region's would begin if they lay end to end, in bytes."""
+
+    handle: Any
+    unit: int
+    starts: list[int]
+
+    def units(self, offsets: Offsets, lengths: Offsets) -> _Indices:
+        """The numbers of the units that spans cover, in order."""
+        counts = lengths // self.unit
+        before = np.cumsum(counts) - counts
+        first = addresses(offsets, self.starts) // self.unit
+        return (np.repeat(first - before, counts) + np.arange(counts.sum())).astype(np.int32)

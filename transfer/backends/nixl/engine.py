@@ -25,7 +25,7 @@ import numpy as np
 
 from kvferry.transfer.backends.common.regions import MemoryAddress
 from kvferry.transfer.backends.common.transfer import BaseTransfer
-from kvferry.transfer.backends.nixl.descriptor_lists import DescriptorLists, NixlPoolAddress
+from kvferry.transfer.backends.nixl.descriptor_lists import DescriptorLists, NixlRegionAddress
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region, Status
 from kvferry.transfer.layout import SpanTable
 
@@ -51,14 +51,14 @@ class NixlAddress(
 
 
 class NixlRegion:
-    """A pool that peers may read."""
+    """A region that peers may read."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        on_host = pool.device.type == "cpu"
-        self.address = NixlPoolAddress(
-            address=pool.data_ptr(),
-            nbytes=pool.numel() * pool.element_size(),
-            device=0 if on_host else pool.get_device(),
+    def __init__(self, memory: torch.Tensor) -> None:
+        on_host = memory.device.type == "cpu"
+        self.address = NixlRegionAddress(
+            address=memory.data_ptr(),
+            nbytes=memory.numel() * memory.element_size(),
+            device=0 if on_host else memory.get_device(),
             kind="DRAM" if on_host else "VRAM",
         )
 
@@ -176,20 +176,19 @@ class NixlEngine:
     def __init__(self, api: _Api) -> None:
         self._api = api
         self._peers: list[NixlPeer] = []
-        self._region: NixlRegion | None = None
+        self._pool: list[NixlRegionAddress] = []
         self._canary = np.frombuffer(secrets.token_bytes(_CANARY_BYTES), dtype=np.uint8).copy()
         self._registrations = [self.register_host(self._canary)]
 
     def admit(self, secret: bytes) -> None:
         """Do nothing: NIXL checks no token."""
 
-    def register(self, pool: torch.Tensor) -> Region:
-        region = NixlRegion(pool)
-        address = region.address
-        row = (address.address, address.nbytes, address.device, "")
-        self._registrations.append(self._api.agent.register_memory([row], address.kind))
-        self._region = region
-        return region
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
+        regions = [NixlRegion(memory) for memory in pool]
+        self._pool = [region.address for region in regions]
+        rows = [(each.address, each.nbytes, each.device, "") for each in self._pool]
+        self._registrations.append(self._api.agent.register_memory(rows, self._pool[0].kind))
+        return regions
 
     def describe(self) -> bytes:
         address = NixlAddress(
@@ -202,11 +201,13 @@ class NixlEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=NixlAddress)
-            pool = msgspec.msgpack.decode(regions[0], type=NixlPoolAddress)
+            pool = [msgspec.msgpack.decode(each, type=NixlRegionAddress) for each in regions]
+            if len({(each.kind, each.device) for each in pool}) != 1:
+                raise PeerUnreachable("nixl: the peer's pool is not in memory of one kind")
             name = self._api.agent.add_remote_agent(address.metadata)
+            lists = DescriptorLists(self._api.agent, name, self._pool, pool)
         except self._api.connect_errors as error:
             raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
-        lists = DescriptorLists(self._api.agent, name, self._pool(), pool)
         client = NixlPeer(self, name, lists, address, timeout_s)
         self._peers.append(client)
         return client
@@ -293,11 +294,6 @@ class NixlEngine:
         for name in {peer.name for peer in gone} - in_use:
             self._api.remove(name)
 
-    def _pool(self) -> NixlPoolAddress:
-        if self._region is None:
-            raise AssertionError("no pool is registered")
-        return self._region.address
-
 
 class _Api:
     """NIXL's agent object and the exceptions that it raises."""
@@ -321,7 +317,7 @@ class _Api:
         errors = [getattr(bindings, each) for each in dir(bindings) if each.endswith("Error")]
         self.errors: tuple[type[Exception], ...] = tuple(errors)
         self.open_errors: tuple[type[Exception], ...] = (RuntimeError, *self.errors)
-        self.connect_errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, IndexError, *self.errors)
+        self.connect_errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, *self.errors)
         try:
             self.agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         except self.open_errors as error:

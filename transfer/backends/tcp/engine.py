@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakeServer
-from kvferry.transfer.backends.common.regions import SizedRegion, region_size
+from kvferry.transfer.backends.common.regions import SizedRegion, unpack_sizes
 from kvferry.transfer.backends.tcp.peer import TcpPeer, TcpTransfer
 from kvferry.transfer.backends.tcp.session import TcpSession
 from kvferry.transfer.backends.tcp.wire import PROTOCOL
@@ -45,9 +45,9 @@ class TcpEngine:
     def admit(self, secret: bytes) -> None:
         self._server.admit(secret)
 
-    def register(self, pool: torch.Tensor) -> Region:
+    def register(self, pool: Sequence[torch.Tensor]) -> Sequence[Region]:
         self._memory = pool_memory(pool)
-        return SizedRegion(self._memory.nbytes)
+        return [SizedRegion(size) for size in self._memory.sizes]
 
     def describe(self) -> bytes:
         return msgspec.msgpack.encode(self._server.address(self._options.advertise_host))
@@ -55,11 +55,11 @@ class TcpEngine:
     def connect(self, peer: bytes, regions: Sequence[bytes], token: bytes, timeout_s: float) -> Peer:
         try:
             address = msgspec.msgpack.decode(peer, type=HandshakeAddress)
-            pool_bytes = region_size(regions[0])
-        except (msgspec.MsgspecError, struct.error, IndexError) as error:
+            sizes = unpack_sizes(regions)
+        except (msgspec.MsgspecError, struct.error) as error:
             raise PeerUnreachable(f"not a tcp engine's description: {error}") from error
         deadline = time.monotonic() + timeout_s
-        client = TcpPeer(address, pool_bytes, token, self._pool(), self._selector, deadline)
+        client = TcpPeer(address, sizes, token, self._pool(), self._selector, deadline)
         self._peers.append(client)
         return client
 

@@ -11,6 +11,7 @@ import itertools
 import selectors
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from kvferry.transfer.backends.common.connection import TURN_BYTES, ProtocolError
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
@@ -60,19 +61,22 @@ class TcpTransfer(BaseTransfer):
 
 
 class TcpPeer(HandshakePeer[TcpTransfer]):
-    """One producer rank; see `transfer.engine.Peer`. `transfers` is a queue: reads are answered in order."""
+    """One producer rank; see `transfer.engine.Peer`. `transfers` is a queue: reads are answered in order.
+
+    `sizes` are those of its pool's regions, in bytes.
+    """
 
     def __init__(
         self,
         address: HandshakeAddress,
-        pool_bytes: int,
+        sizes: Sequence[int],
         token: bytes,
         memory: PoolMemory,
         selector: selectors.BaseSelector,
         deadline: float,
     ) -> None:
         super().__init__("tcp", address, token, selector, deadline, PROTOCOL)
-        self._pool_bytes = pool_bytes
+        self._sizes = sizes
         self._memory = memory
         self._numbers = itertools.count()
         self._body_left = 0
@@ -80,7 +84,7 @@ class TcpPeer(HandshakePeer[TcpTransfer]):
 
     def read(self, spans: SpanTable, timeout_s: float) -> TcpTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
-        check_bounds(spans, self._memory.nbytes, self._pool_bytes)
+        check_bounds(spans, self._memory.sizes, self._sizes)
         transfer = TcpTransfer(next(self._numbers), spans, self._memory, time.monotonic() + timeout_s)
         if self.closed:
             transfer.fail("peer_lost")

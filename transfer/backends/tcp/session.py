@@ -9,7 +9,7 @@ import socket
 from kvferry.transfer.backends.common.connection import TURN_BYTES, ProtocolError
 from kvferry.transfer.backends.common.handshake import HandshakeServer, ServerSession
 from kvferry.transfer.backends.tcp.wire import MAX_PIECES, PIECE, REQUEST, RESPONSE
-from kvferry.transfer.memory import PoolMemory
+from kvferry.transfer.memory import PoolMemory, are_inside
 
 
 class TcpSession(ServerSession):
@@ -43,11 +43,11 @@ class TcpSession(ServerSession):
             return False
         pieces = list(PIECE.iter_unpack(bytes(inbox[REQUEST.size : size])))
         del inbox[:size]
-        limit, nbytes = self._memory.nbytes, sum(length for _, length in pieces)
-        if any(offset + length > limit for offset, length in pieces) or nbytes > limit:
-            self._queue(RESPONSE.pack(number, 0, 0))
-        else:
+        if are_inside(pieces, self._memory.sizes):
+            nbytes = sum(length for _, length in pieces)
             self._respond(number, self._memory.readable(pieces), nbytes)
+        else:
+            self._queue(RESPONSE.pack(number, 0, 0))
         return True
 
     def _respond(self, number: int, body: list[memoryview], nbytes: int) -> None:

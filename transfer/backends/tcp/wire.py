@@ -18,7 +18,7 @@ REQUEST = struct.Struct("<QQ")
 """Number of the transfer, count of pieces."""
 
 PIECE = struct.Struct("<QQ")
-"""Offset into the pool and length, in bytes."""
+"""Virtual offset into the pool and length, in bytes."""
 
 RESPONSE = struct.Struct("<QQQ")
 """Number of the transfer, 1 if granted, count of bytes that follow."""

@@ -34,7 +34,7 @@ def vllm_config(**changes: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("version", ["0.29.0", "0.32.0+cpu", "0.33.1"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.29.0", "0.32.0+cpu", "0.33.1"])
 def test_what_is_served_passes(version: str) -> None:
     check_served(version, vllm_config(), 1)
 
@@ -60,9 +60,9 @@ def test_what_is_not_served_is_named(changes: dict[str, Any], named: str) -> Non
         check_served("0.32.0", vllm_config(**changes), 1)
 
 
-@pytest.mark.parametrize("version", ["0.28.1", "0.34.0", "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.23.1", "0.34.0", "1.0", "unknown"])
 def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str) -> None:
-    with pytest.raises(NotServed, match=rf"{version} is outside of the served range 0\.29–0\.33"):
+    with pytest.raises(NotServed, match=rf"{version} is outside of the served range 0\.24–0\.33"):
         check_served(version, vllm_config(), 1)
 
 

@@ -24,13 +24,24 @@ from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, pr
 
 BLOCK, BLOCKS, LAYERS, HEADS, DIM = 4, 16, 3, 4, 8
 LENGTH = 18
+EARLIER: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "HND": lambda heads: (BLOCKS, 2, heads, BLOCK, DIM),
+    "CPU": lambda heads: (BLOCKS, heads, BLOCK, 2 * DIM),
+}
+"""Shapes in memory; vLLM's views have tokens before heads where K and V lie apart."""
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def caches(order: str, heads: int, seed: int) -> dict[str, torch.Tensor]:
-    """KV caches as vLLM 0.29 and later registers them, in the layout of that name."""
+    """KV caches as vLLM 0.29 and later registers them, in the layout of that name; HND and CPU are those of
+    versions before, an allocation for each layer (docs/sources.md#vllm).
+    """
     size = {"L": LAYERS, "B": BLOCKS, "H": heads, "N": BLOCK, "C": 2 * DIM}
     generator = torch.Generator().manual_seed(seed)
+    if order in EARLIER:
+        pools = [torch.rand(EARLIER[order](heads), generator=generator) for _ in range(LAYERS)]
+        views = [pool.permute(0, 1, 3, 2, 4) if pool.dim() == 5 else pool for pool in pools]
+        return {f"model.layers.{layer}.attn": view for layer, view in enumerate(views)}
     pool = torch.rand([size[each] for each in order], generator=generator)
     left = order.replace("L", "")
     return {
@@ -95,7 +106,7 @@ class Server:
     def kv(self, blocks: list[int]) -> torch.Tensor:
         """The KV of some blocks over all ranks, [block, layer, head, token, content]."""
         parts = [torch.stack([cache[blocks] for cache in each.values()], dim=1) for each in self.caches]
-        return torch.cat(parts, dim=2)
+        return torch.cat(parts, dim=-2 if parts[0].dim() == 6 else 2)
 
 
 @contextmanager
@@ -122,8 +133,10 @@ def lend(producer: Server, transfer_id: str = "t") -> tuple[VllmRequest, list[in
         (("LBHNC", "BHLNC"), (1, 2)),
         (("BLHNC", "LHBNC"), (2, 1)),
         (("BHLNC", "LBHNC"), (2, 2)),
+        (("HND", "HND"), (1, 2)),
+        (("CPU", "CPU"), (2, 1)),
     ],
-    ids=["one rank each", "1 to 2", "2 to 1", "2 to 2"],
+    ids=["one rank each", "1 to 2", "2 to 1", "2 to 2", "HND, 1 to 2", "CPU, 2 to 1"],
 )
 def test_a_prompts_kv_arrives_and_the_lease_ends(orders: tuple[str, str], tp_sizes: tuple[int, int]) -> None:
     with pair(orders, tp_sizes) as (producer, consumer):

@@ -35,7 +35,7 @@ class Rank:
             advertise_host="127.0.0.1",
         )
         self.engine: TransferEngine = open_engine(backend, options)
-        self.region = self.engine.register(self.pool)
+        [self.region] = self.engine.register([self.pool])
         self.reports: list[wire.Report] = []
         self.links = RankReader(0, {backend: self.engine}, self.reports.append)
         self.secret = new_secret()

@@ -31,6 +31,11 @@ def case(unit: int, seed: int) -> tuple[SpanTable, npt.NDArray[np.uint8]]:
     return spans, random.integers(0, 256, POOL_BYTES, dtype=np.uint8)
 
 
+def placed(spans: SpanTable, destination: int, source: int) -> SpanTable:
+    """Offsets into two pools as addresses."""
+    return np.add(spans, (destination, source, 0))
+
+
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """Zeros that begin at a multiple of 16."""
     room = np.zeros(nbytes + 16, dtype=np.uint8)
@@ -49,7 +54,7 @@ def main() -> None:
             source, destination = aligned(POOL_BYTES), aligned(POOL_BYTES)
             source[:] = theirs
             work = Work(
-                [(half, destination.ctypes.data, source.ctypes.data) for half in (spans[:7], spans[7:])]
+                [placed(half, destination.ctypes.data, source.ctypes.data) for half in (spans[:7], spans[7:])]
             )
             gathered = work.num_spans - 3
             table = torch.zeros(work.table_size(gathered), dtype=torch.int64)

@@ -31,7 +31,7 @@ class Side:
     def __init__(self, fill: int) -> None:
         self.engine = CudaIpcEngine(OPTIONS, lambda pool, settings, computing: HostDevice())
         self.pool = torch.full((POOL_BYTES,), fill, dtype=torch.uint8)
-        self.region = self.engine.register(self.pool)
+        [self.region] = self.engine.register([self.pool])
 
     @property
     def device(self) -> HostDevice:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.backends.cuda_ipc.work import ALIGNED_WORD_BYTES, Shape, Work
-from tests.unit.transfer.backends.cuda_ipc.gather_interpreted import ROOT, case
+from tests.unit.transfer.backends.cuda_ipc.gather_interpreted import ROOT, case, placed
 
 
 def copies(work: Work, most_programs: int, num_copied: int = 0) -> list[tuple[int, int, int]]:
@@ -45,7 +45,7 @@ def test_the_programs_share_every_byte_of_every_span_and_no_other(
     num_programs: int, unit: int, num_copied: int
 ) -> None:
     spans, _ = case(unit, seed=num_programs)
-    work = Work([(spans[:9], 1 << 20, 1 << 30), (spans[9:], 1 << 20, 1 << 40)])
+    work = Work([placed(spans[:9], 1 << 20, 1 << 30), placed(spans[9:], 1 << 20, 1 << 40)])
     bases = [1 << 30] * 9 + [1 << 40] * (len(spans) - 9)
     wanted = {
         (base + remote + byte, (1 << 20) + local + byte)
@@ -65,7 +65,7 @@ def laid_out(
     *parts: tuple[list[tuple[int, int, int]], int, int], most_programs: int = 33
 ) -> tuple[int, Shape]:
     """The share of each program in words, and the shape."""
-    work = Work([(np.array(spans, dtype=np.int64), *bases) for spans, *bases in parts])
+    work = Work([placed(np.array(spans, dtype=np.int64), *bases) for spans, *bases in parts])
     n = work.num_spans
     table = np.zeros(work.table_size(n), dtype=np.int64)
     shape = work.write_table(table, n, most_programs, words_each=8192)
@@ -89,7 +89,7 @@ def test_wide_accesses_are_for_what_is_aligned_throughout() -> None:
 
 
 def test_runs_begin_where_wide_accesses_stay_aligned() -> None:
-    work = Work([(np.array([(0, 0, 16 * 101)], dtype=np.int64), 0, 1 << 20)])
+    work = Work([np.array([(0, 1 << 20, 16 * 101)], dtype=np.int64)])
     assert all(source % 16 == destination % 16 == 0 for source, destination, _ in copies(work, 7))
 
 

@@ -14,7 +14,7 @@ import pytest
 from kvferry.transfer.backends.mooncake.library import (
     MooncakeAddress,
     MooncakeLibrary,
-    MooncakePoolAddress,
+    MooncakeRegionAddress,
     Piece,
     probe,
 )
@@ -43,10 +43,10 @@ class Reading:
 
     def __init__(self, peer: ServingPeer) -> None:
         self.segment = msgspec.msgpack.decode(peer.engine, type=MooncakeAddress).segment
-        self.remote = msgspec.msgpack.decode(peer.region, type=MooncakePoolAddress).address
+        self.remote = msgspec.msgpack.decode(peer.regions[0], type=MooncakeRegionAddress).address
         self.pool = np.zeros(POOL_BYTES, dtype=np.uint8)
         self.library = MooncakeLibrary("127.0.0.1")
-        self.library.pin_pool(MooncakePoolAddress(address=self.pool.ctypes.data, nbytes=POOL_BYTES))
+        self.library.pin_pool([MooncakeRegionAddress(address=self.pool.ctypes.data, nbytes=POOL_BYTES)])
 
     def post(self, at: int) -> int:
         """Begin to read one piece."""

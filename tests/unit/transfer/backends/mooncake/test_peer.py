@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from kvferry.transfer.backends.mooncake.engine import open_backend
 from kvferry.transfer.backends.mooncake.library import (
     CANARY_BYTES,
     MooncakeAddress,
-    MooncakePoolAddress,
+    MooncakeRegionAddress,
     Piece,
 )
 from kvferry.transfer.backends.mooncake.peer import PIECE_BYTES, WINDOW, cut
@@ -49,8 +49,9 @@ class ScriptedLibrary:
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned.append(address)
 
-    def pin_pool(self, pool: MooncakePoolAddress) -> None:
-        self.pin(pool.address, pool.nbytes)
+    def pin_pool(self, pool: Sequence[MooncakeRegionAddress]) -> None:
+        for region in pool:
+            self.pin(region.address, region.nbytes)
 
     def unpin_pool(self) -> None:
         self.pinned.clear()
@@ -86,7 +87,7 @@ class Rig:
         monkeypatch.setattr(backend, "MooncakeLibrary", self._make)
         self.engine = open_backend(OPTIONS)
         self.pool = torch.zeros(1 << 20, dtype=torch.uint8)
-        self.engine.register(self.pool)
+        self.engine.register([self.pool])
 
     def _make(self, host: str) -> ScriptedLibrary:
         library = ScriptedLibrary(host)
@@ -97,7 +98,7 @@ class Rig:
 
     def connect(self, segment: str = "127.0.0.1:2", canary: bytes = PROOF, timeout_s: float = 10.0) -> Peer:
         address = MooncakeAddress(segment=segment, canary=canary, canary_address=64)
-        pool = MooncakePoolAddress(address=1 << 30, nbytes=1 << 20)
+        pool = MooncakeRegionAddress(address=1 << 30, nbytes=1 << 20)
         encode = msgspec.msgpack.encode
         return self.engine.connect(encode(address), [encode(pool)], b"", timeout_s)
 
@@ -129,7 +130,8 @@ def spans(count: int, length: int = 64) -> np.ndarray:
 
 def test_a_long_span_is_cut_and_every_byte_of_it_is_read_once() -> None:
     length = 2 * PIECE_BYTES + 5
-    pieces = cut(np.array([[3, 7, length]], dtype=np.int64), 100, 200)
+    ours, theirs = ([MooncakeRegionAddress(address=base, nbytes=1 << 40)] for base in (100, 200))
+    pieces = cut(np.array([[3, 7, length]], dtype=np.int64), ours, theirs)
     assert [piece.length for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, 5]
     assert [piece.local for piece in pieces] == [103, 103 + PIECE_BYTES, 103 + 2 * PIECE_BYTES]
     assert [piece.remote for piece in pieces] == [207, 207 + PIECE_BYTES, 207 + 2 * PIECE_BYTES]

@@ -39,13 +39,15 @@ class Pair:
         self.reader = open_quickly("reader", options)
         self.engines = [self.reader, self.owner]
         self.owner.admit(self.secret)
-        self.owned = self.owner.register(torch.from_numpy(self.theirs))
-        self.reader.register(torch.from_numpy(self.ours))
+        self.described = [each.describe() for each in self.owner.register([torch.from_numpy(self.theirs)])]
+        assert self.owner.pool is not None
+        self.owned = self.owner.pool
+        self.reader.register([torch.from_numpy(self.ours)])
 
     def meet(self, token: bytes | None = None, timeout_s: float = 5.0) -> Peer:
         """Connect and wait until reads may be posted. Raises what the backend raises."""
         peer = self.reader.connect(
-            self.owner.describe(), [self.owned.describe()], token or mint(self.secret), timeout_s
+            self.owner.describe(), self.described, token or mint(self.secret), timeout_s
         )
         self.wait(peer.poll)
         return peer

@@ -152,7 +152,7 @@ def test_no_more_is_posted_than_one_send_queue_holds(pair: MakePair, monkeypatch
 def test_spans_across_regions_arrive_whole(pair: MakePair) -> None:
     """Pools over 2 GiB are registered in pieces; a merged span knows nothing of them."""
     two = pair(region_bytes=str(24 * BLOCK + 100))
-    assert two.owned.region_bytes == 24 * BLOCK, "a block is never cut"
+    assert two.owned.map.piece_bytes == 24 * BLOCK, "a block is never cut"
     assert len(two.owned.memory) == -(-BLOCKS // 24)
     spans = np.array([[3 * BLOCK, 20 * BLOCK, 200 * BLOCK]], dtype=np.int64)
     transfer = two.reader.read(two.meet(), spans, 5.0)
@@ -231,7 +231,7 @@ def test_a_peer_that_takes_long_to_connect_delays_nobody(pair: MakePair) -> None
     slow = pair("connect:seconds=4")
     fast = two.read(two.meet(), [])
     assert fast.poll() is Status.DONE
-    peer = slow.reader.connect(slow.owner.describe(), [slow.owned.describe()], mint(slow.secret), 5.0)
+    peer = slow.reader.connect(slow.owner.describe(), slow.described, mint(slow.secret), 5.0)
     longest = 0.0
     while not peer.poll():
         begun = time.monotonic()

@@ -36,7 +36,7 @@ class Side:
     def __init__(self, fill: int) -> None:
         self.pool = torch.full((POOL_BYTES,), fill, dtype=torch.uint8)
         self.engine: NcclEngine = open_backend(OPTIONS)
-        self.region = self.engine.register(self.pool)
+        [self.region] = self.engine.register([self.pool])
 
 
 class Rig:
@@ -149,9 +149,9 @@ def test_reads_longer_than_a_message_arrive_whole() -> None:
     size = 3 * PART_BYTES + 1000
     rig = Rig()
     source = torch.from_numpy(np.random.default_rng(5).integers(0, 256, size, dtype=np.uint8))
-    rig.server.region = rig.server.engine.register(source)
+    [rig.server.region] = rig.server.engine.register([source])
     target = torch.zeros(size, dtype=torch.uint8)
-    rig.reader.engine.register(target)
+    rig.reader.engine.register([target])
     half = size // 2
     transfer = rig.reader.engine.read(
         rig.connect(), spans((half, 0, size - half), (0, size - half, half)), 20.0
@@ -372,7 +372,7 @@ def test_pairs_that_come_and_go_leave_no_descriptor(rig: Rig) -> None:
 def test_a_request_beyond_the_pool_ends_the_pair(rig: Rig) -> None:
     """X22: a reader is admitted, not trusted."""
     peer = rig.connect()
-    peer._pool_bytes *= 2  # type: ignore[attr-defined]
+    peer._sizes = [2 * POOL_BYTES]  # type: ignore[attr-defined]
     transfer = rig.reader.engine.read(peer, spans((0, POOL_BYTES, 64)), 5.0)
     rig.until(lambda: transfer.poll() is Status.FAILED)
     assert transfer.reason == "peer_lost"
@@ -384,7 +384,7 @@ def test_auto_does_not_choose_gloo() -> None:
     options = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1", explicit=False)
     engine = open_backend(options)
     with pytest.raises(BackendUnavailable, match="gloo"):
-        engine.register(torch.zeros(16, dtype=torch.uint8))
+        engine.register([torch.zeros(16, dtype=torch.uint8)])
     engine.close()
 
 
