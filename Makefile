@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer \
+	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table model-table field-table lifecycles reference site train clean
 
 help: ## list the targets
@@ -147,6 +147,15 @@ bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled m
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(PIP_INSTALL) --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
+
+# What vLLM runs on: its Python (kvferry importable there), a model's directory, the two servers' GPUs.
+VLLM_PYTHON ?= .venv-vllm/bin/python
+MODEL ?=
+GPUS ?= 0,1
+bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own: make bench-pd VLLM_PYTHON=… MODEL=/path/to/model
+	@test -n "$(MODEL)" || { echo "make bench-pd: say which model: MODEL=/path/to/model" >&2; exit 2; }
+	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --steps same late load \
+		--json logs/bench-pd.json
 
 dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
