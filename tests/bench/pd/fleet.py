@@ -87,14 +87,13 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             _transfer(system, role, setup, _url(port), discovery)
             for role, port in zip(roles, ports, strict=True)
         ]
-        pids = await asyncio.gather(
-            *(
-                stack.enter_async_context(_vllm(f"{system}-{name}", setup, port, gpu, transfer))
-                for name, port, gpu, transfer in zip(
-                    ("prefill", "decode"), ports, setup.gpus, transfers, strict=True
-                )
-            )
-        )
+        pids = []
+        # One after the other: on one GPU the second would count on memory that the first is about to take.
+        for name, port, gpu, transfer in zip(
+            ("prefill", "decode"), ports, setup.gpus, transfers, strict=True
+        ):
+            server = _vllm(f"{system}-{name}", setup, port, gpu, transfer)
+            pids.append(await stack.enter_async_context(server))
         await _until_ready(proxy.url)
         yield Running(proxy.url, tuple(map(_url, ports)), tuple(pids), setup.log_dir / "proxy.log")
 
