@@ -27,10 +27,10 @@ class AgentMetrics:
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "kvferry_requests", "Finished requests by HTTP status.", ["status"], registry=self._registry
+            "kvferry_agent_requests", "Finished requests by HTTP status.", ["status"], registry=self._registry
         )
         self._phases = Histogram(
-            "kvferry_phase_seconds",
+            "kvferry_agent_phase_seconds",
             "Where the time of a request went, by phase.",
             ["phase"],
             buckets=_PHASE_BUCKETS_S,
@@ -61,9 +61,13 @@ class _EngineCollector(Collector):
         if stats is None:
             return
         plane = stats.plane
-        yield GaugeMetricFamily("kvferry_running", "Sequences in the running batch.", stats.running)
-        yield GaugeMetricFamily("kvferry_waiting", "Requests waiting for room.", stats.waiting)
-        blocks = GaugeMetricFamily("kvferry_kv_blocks", "KV blocks by state.", labels=["state"])
+        yield GaugeMetricFamily(
+            "kvferry_agent_num_requests_running", "Sequences in the running batch.", stats.running
+        )
+        yield GaugeMetricFamily(
+            "kvferry_agent_num_requests_waiting", "Requests waiting for room.", stats.waiting
+        )
+        blocks = GaugeMetricFamily("kvferry_agent_kv_blocks", "KV blocks by state.", labels=["state"])
         for state, count in (
             ("free", stats.blocks_free),
             ("used", stats.blocks_used),
@@ -73,28 +77,36 @@ class _EngineCollector(Collector):
             blocks.add_metric([state], count)
         yield blocks
         for name, text, value in (
-            ("steps", "Engine steps.", stats.steps),
-            ("preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
-            ("recomputes", "Prompts computed here because their KV could not be pulled.", stats.recomputes),
-            ("transfers", "KV pulls that were proven valid.", plane.pulls),
+            ("agent_steps", "Engine steps.", stats.steps),
+            ("agent_num_preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
             (
-                "streamed_transfers",
+                "agent_recomputes",
+                "Prompts computed here because their KV could not be pulled.",
+                stats.recomputes,
+            ),
+            ("transfer_pulls", "KV pulls that were proven valid.", plane.pulls),
+            (
+                "transfer_streamed_pulls",
                 "KV pulls that had blocks before the prefill had ended.",
                 plane.streamed_pulls,
             ),
             ("transfer_bytes", "Bytes of KV pulled.", plane.pull_bytes),
             ("transfer_descriptors", "Descriptors posted for pulls.", plane.pull_descriptors),
             ("transfer_seconds", "Seconds spent pulling.", plane.pull_seconds),
-            ("verify_seconds", "Seconds spent on checking pulled KV, part of pulling.", plane.verify_seconds),
-            ("rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
-            ("handshakes", "Handshakes with other agents.", plane.handshakes),
-            ("integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
+            (
+                "transfer_verify_seconds",
+                "Seconds spent on checking pulled KV, part of pulling.",
+                plane.verify_seconds,
+            ),
+            ("transfer_rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
+            ("transfer_handshakes", "Handshakes with other agents.", plane.handshakes),
+            ("agent_integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
         ):
             yield CounterMetricFamily(f"kvferry_{name}", text, value)
         for name, text, label, counts in (
             ("transfer_failures", "Failed KV pulls by reason.", "reason", plane.pull_failures),
             (
-                "leases_ended",
+                "transfer_leases_ended",
                 "Leases that ended, by cause.",
                 "cause",
                 dict.fromkeys(_LEASE_CAUSES, 0) | plane.leases_ended,

@@ -170,21 +170,25 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         view = self._view()
-        nodes = GaugeMetricFamily("kvferry_nodes", "Agents by role and state.", labels=["role", "state"])
+        nodes = GaugeMetricFamily(
+            "kvferry_proxy_nodes", "Agents by role and state.", labels=["role", "state"]
+        )
         by_state = Counter((node.info.role, node.state) for node in view.snapshot.nodes)
         for role in ("prefill", "decode", "both"):
             for state in NodeState:
                 nodes.add_metric([role, state], by_state[role, state])
         yield nodes
         refused = GaugeMetricFamily(
-            "kvferry_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
+            "kvferry_proxy_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
         )
         by_reason = count_incompatible(view.snapshot)
         for why in Mismatch:
             refused.add_metric([why], by_reason[why])
         yield refused
         yield GaugeMetricFamily(
-            "kvferry_named_servers_down", "Servers named by flags or a file that are down.", len(view.down)
+            "kvferry_proxy_named_servers_down",
+            "Servers named by flags or a file that are down.",
+            len(view.down),
         )
 
 

@@ -83,98 +83,104 @@ class Metrics:
         self._num_failed = 0
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "kvferry_requests",
+            "kvferry_proxy_requests",
             "Requests by how they ended; 499: the client left.",
             ["endpoint", "status"],
             registry=registry,
         )
         self._ended: dict[tuple[str, int], Counter] = {}
-        self.in_flight = LabelledGauge("kvferry_requests_in_flight", "Requests now in each phase.", "phase")
+        self.in_flight = LabelledGauge(
+            "kvferry_proxy_requests_in_flight", "Requests now in each phase.", "phase"
+        )
         registry.register(self.in_flight)
         self.ttft = Histogram(
-            "kvferry_ttft_seconds",
+            "kvferry_proxy_time_to_first_token_seconds",
             "From a streamed request's arrival to its first text.",
             TTFT_BUCKETS,
         )
         registry.register(self.ttft)
         self.tpot = Histogram(
-            "kvferry_tpot_seconds",
+            "kvferry_proxy_request_time_per_output_token_seconds",
             "Mean time per event of a choice after the first, per streamed request.",
             TOKEN_BUCKETS,
         )
         registry.register(self.tpot)
         self.itl = Histogram(
-            "kvferry_itl_seconds",
+            "kvferry_proxy_inter_token_latency_seconds",
             "Time between arrivals of events within a stream.",
             TOKEN_BUCKETS,
         )
         registry.register(self.itl)
         self.e2e = Histogram(
-            "kvferry_e2e_seconds",
+            "kvferry_proxy_e2e_request_latency_seconds",
             "From a request's arrival to the end of its answer.",
             _TOTAL_BUCKETS,
         )
         registry.register(self.e2e)
         self.phases = LabelledHistogram(
-            "kvferry_phase_seconds",
+            "kvferry_proxy_phase_seconds",
             "Where requests spend their time.",
             "phase",
             _PHASE_BUCKETS,
         )
         registry.register(self.phases)
         self.retries = Counter(
-            "kvferry_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
+            "kvferry_proxy_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
             registry=registry,
         )  # fmt: skip
         self.migrations = Counter(
-            "kvferry_migrations", "Streams that broke in mid-answer and went on elsewhere.", registry=registry
+            "kvferry_proxy_migrations",
+            "Streams that broke in mid-answer and went on elsewhere.",
+            registry=registry,
         )
         self.streamed_pulls = Counter(
-            "kvferry_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
+            "kvferry_proxy_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
             registry=registry,
         )  # fmt: skip
         self.retries_denied = Counter(
-            "kvferry_retries_denied", "Retries that the retry budget did not allow.", registry=registry
+            "kvferry_proxy_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )
         self.suspect_requests = Counter(
-            "kvferry_suspect_requests",
+            "kvferry_proxy_suspect_requests",
             "Requests that were given to no other agent, for agents were lost while they served them.",
             registry=registry,
         )
         self.queue_length = Gauge(
-            "kvferry_queue_length", "Requests that wait for an agent with room.", registry=registry
+            "kvferry_proxy_num_requests_waiting",
+            "Requests that wait for an agent with room.",
+            registry=registry,
         )
         self.queue_wait = Histogram(
-            "kvferry_queue_wait_seconds",
+            "kvferry_proxy_queue_wait_seconds",
             "How long requests waited for an agent with room, of those that had to.",
             _PHASE_BUCKETS,
         )
         registry.register(self.queue_wait)
         self.rejections = Counter(
-            "kvferry_rejections", "Requests rejected because all agents were busy.", ["reason"],
+            "kvferry_proxy_rejections", "Requests rejected because all agents were busy.", ["reason"],
             registry=registry,
         )  # fmt: skip
         self.drops = Counter(
-            "kvferry_drops", "Transfers dropped at the prefill agent, by outcome.", ["outcome"],
+            "kvferry_proxy_drops", "Transfers dropped at the prefill agent, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
         self.prompts_recomputed = Counter(
-            "kvferry_prompts_recomputed",
+            "kvferry_proxy_prompts_recomputed",
             "Prompts that another engine's decode server computed again, as its partner handed nothing over.",
             ["dialect"],
             registry=registry,
         )
         self.leases = LabelledCounter(
-            "kvferry_leases_judged",
+            "kvferry_proxy_leases_judged",
             "Decode legs of other engines by what is known of the KV that they read.",
             "verdict",
         )
         registry.register(self.leases)
         self.bad_pings = Counter(
-            "kvferry_bad_pings", "Discovery frames that were dropped.", registry=registry
+            "kvferry_proxy_bad_pings", "Discovery frames that were dropped.", registry=registry
         )
         self.rejected_pings = Counter(
-            "kvferry_refused_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
+            "kvferry_proxy_refused_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
         )
 
     def add_collector(self, collector: Collector) -> None:

@@ -236,7 +236,7 @@ async def check_chat(stage: Stage) -> None:
     """Where chat takes no `kv_transfer_params` the decode server computes the prompt, and that is counted."""
     messages = [{"role": "user", "content": "how are you"}]
     wanted = answer(chat_prompt(messages), 6)
-    before = await stage.metric("kvferry_prompts_recomputed_total")
+    before = await stage.metric("kvferry_proxy_prompts_recomputed_total")
     whole = await stage.ask({"messages": messages, "max_tokens": 6}, "chat/completions")
     [choice] = whole["choices"]
     # At 0c982ea92 ATOM's own parser strips an answer's first blank.
@@ -247,7 +247,7 @@ async def check_chat(stage: Stage) -> None:
     assert "".join(choice["delta"].get("content") or "" for choice in choices).strip() == wanted.strip()
     # ATOM's streamed chat says `stop` whatever it was.
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
-    recomputed = await stage.metric("kvferry_prompts_recomputed_total") - before
+    recomputed = await stage.metric("kvferry_proxy_prompts_recomputed_total") - before
     assert recomputed == (0 if stage.config.chat_moves else 2)
 
 

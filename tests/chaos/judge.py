@@ -16,9 +16,9 @@ MIN_ANSWERED = 0.5
 HARDSHIPS = (
     "kill",
     "stop",
-    "prefill kvferry_leases_ended_total expired",
+    "prefill kvferry_transfer_leases_ended_total expired",
     "decode kvferry_transfer_failures_total invalid",
-    "decode kvferry_recomputes_total",
+    "decode kvferry_agent_recomputes_total",
 )
 """What a long run must have seen: a lease that ended while its blocks were read shows as `invalid`."""
 

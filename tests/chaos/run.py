@@ -29,10 +29,10 @@ CONCURRENCY = 12
 DEADLINE_S = 90.0
 READY_S = 120.0
 _COUNTED = (
-    "kvferry_recomputes_total",
-    "kvferry_transfers_total",
+    "kvferry_agent_recomputes_total",
+    "kvferry_transfer_pulls_total",
     "kvferry_transfer_failures_total",
-    "kvferry_leases_ended_total",
+    "kvferry_transfer_leases_ended_total",
 )
 
 
@@ -191,7 +191,7 @@ class _Run:
             if blocks["used"] or blocks["leased"] or blocks["quarantined"]:
                 self.tally.wrongs.append(f"left over at {agent.name}: {blocks}")
             samples = await scrape(agent.url)
-            if total(samples, "kvferry_integrity_errors_total"):
+            if total(samples, "kvferry_agent_integrity_errors_total"):
                 self.tally.wrongs.append(f"block accounting of {agent.name} is wrong")
             self.counts[agent.pid] = Counter(
                 {

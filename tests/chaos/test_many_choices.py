@@ -52,10 +52,10 @@ async def test_eight_choices_over_a_shared_prefix(count: int, start_cluster: Sta
             states = await blocks(prefill)
             assert sum(states.values()) - states["free"] < MAX_KV_USE * sum(states.values()), states
         done = await settled(
-            prefill, "kvferry_leases_ended_total", count, timeout_s=SETTLE_S, cause="released"
+            prefill, "kvferry_transfer_leases_ended_total", count, timeout_s=SETTLE_S, cause="released"
         )
-        assert total(done, "kvferry_leases_ended_total", cause="released") == count
-        assert total(done, "kvferry_leases_ended_total") == count, "no lease expired or was dropped"
-        pulled = await settled(decode, "kvferry_transfers_total", count, timeout_s=SETTLE_S)
-        assert total(pulled, "kvferry_transfers_total") == count
+        assert total(done, "kvferry_transfer_leases_ended_total", cause="released") == count
+        assert total(done, "kvferry_transfer_leases_ended_total") == count, "no lease expired or was dropped"
+        pulled = await settled(decode, "kvferry_transfer_pulls_total", count, timeout_s=SETTLE_S)
+        assert total(pulled, "kvferry_transfer_pulls_total") == count
         assert total(pulled, "kvferry_transfer_failures_total") == 0

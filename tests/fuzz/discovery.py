@@ -79,7 +79,9 @@ async def fuzz(frames: int, seed: int) -> Report:
 def bad_pings(proxy: RunningProxy) -> float:
     """How many frames the proxy has dropped as no message at all."""
     lines = proxy.services.metrics.exposition().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("kvferry_bad_pings_total"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("kvferry_proxy_bad_pings_total")
+    )
 
 
 async def _throw(proxy: RunningProxy, frames: Iterable[bytes], number: int) -> None:

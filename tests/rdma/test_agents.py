@@ -187,7 +187,7 @@ async def test_a_hundred_prompts_are_right_and_their_kv_came_over_the_device(fle
     assert not wrong
     assert {result.timing["backend"] for result in moved} == {fleet.backend}
     assert all(result.timing["pull_bytes"] > 0 and not result.timing["recomputed"] for result in moved)
-    assert total(after, "kvferry_recomputes_total") == total(before, "kvferry_recomputes_total")
+    assert total(after, "kvferry_agent_recomputes_total") == total(before, "kvferry_agent_recomputes_total")
     assert packets() - sent >= nbytes // PACKET_BYTES
     for agent in (fleet.prefills[tp], fleet.decode):
         left = await wait_idle(agent.url, timeout_s=patient(3))
@@ -260,9 +260,9 @@ async def test_a_decode_agent_killed_in_mid_read(fleet: Fleet) -> None:
     os.kill(fleet.decode.pid, signal.SIGKILL)
     await fleet.decode.process.wait()
     gauges = await settled(
-        fleet.prefills[2].url, "kvferry_kv_blocks", 1, timeout_s=patient(1), state="leased"
+        fleet.prefills[2].url, "kvferry_agent_kv_blocks", 1, timeout_s=patient(1), state="leased"
     )  # a second old, and the leases last for longer
-    leased = total(gauges, "kvferry_kv_blocks", state="leased")
+    leased = total(gauges, "kvferry_agent_kv_blocks", state="leased")
     print(
         f"\n{fleet.backend}: killed after {packets() - sent} packets, {leased:.0f} of {blocks} blocks leased"
     )

@@ -45,7 +45,7 @@ async def blocks(url: str) -> dict[str, int]:
     """KV blocks of one agent by state."""
     samples = await scrape(url)
     states = ("free", "used", "leased", "quarantined")
-    return {state: int(total(samples, "kvferry_kv_blocks", state=state)) for state in states}
+    return {state: int(total(samples, "kvferry_agent_kv_blocks", state=state)) for state in states}
 
 
 async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:

@@ -235,12 +235,12 @@ async def test_streams_go_on_elsewhere_and_stay_valid(
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=CONCURRENCY))
         async with asyncio.timeout(60):
-            while total(await scrape(doomed.url), "kvferry_running") < RUNNING_BEFORE:
+            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
                 await asyncio.sleep(0.02)
         kill(doomed)
         await doomed.process.wait()
         results = await running
-        migrations = total(await scrape(cluster.url), "kvferry_migrations_total")
+        migrations = total(await scrape(cluster.url), "kvferry_proxy_migrations_total")
     assert migrations >= 1
     check_valid(asked, results)
     for body, ours, theirs in zip(bodies, results, undisturbed, strict=True):

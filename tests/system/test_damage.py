@@ -50,5 +50,5 @@ async def test_a_failed_pull_is_recomputed_and_counted(start_cluster: StartClust
             assert answer.choices[0].text == prompt.answer
             legs += len(answer.choices[0].token_ids) > 1
             assert answer.timing["recomputed"] == (len(answer.choices[0].token_ids) > 1)
-        samples = await settled(cluster.agents["decode-0"].url, "kvferry_recomputes_total", legs)
-    assert total(samples, "kvferry_recomputes_total") == legs > 0
+        samples = await settled(cluster.agents["decode-0"].url, "kvferry_agent_recomputes_total", legs)
+    assert total(samples, "kvferry_agent_recomputes_total") == legs > 0

@@ -45,7 +45,7 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=STREAMS))
         async with asyncio.timeout(30):
-            while total(await scrape(doomed.url), "kvferry_running") < 8:
+            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < 8:
                 await asyncio.sleep(0.05)
         os.kill(doomed.pid, signal.SIGKILL)
         await doomed.process.wait()
@@ -56,7 +56,7 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         assert len(answered) == STREAMS, [result for result in results if result not in answered]
         assert all(answer.completion_tokens == 400 for answer in answered)
         assert all(len(answer.choices[0].token_ids) == 400 for answer in answered)
-        assert total(await scrape(cluster.url), "kvferry_migrations_total") >= 1
+        assert total(await scrape(cluster.url), "kvferry_proxy_migrations_total") >= 1
         again = await complete_all(cluster.url, bodies[:4], concurrency=4)
         assert all(isinstance(result, Answer) for result in again)
         assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=5))["used"] == 0
@@ -113,7 +113,9 @@ async def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
             for index, prompt in enumerate(heldout(16))
         ]
         async with asyncio.timeout(30):
-            while total(await scrape(cluster.agents["decode-0"].url), "kvferry_running") < 4:
+            while (
+                total(await scrape(cluster.agents["decode-0"].url), "kvferry_agent_num_requests_running") < 4
+            ):
                 await asyncio.sleep(0.02)
         for task in tasks:
             task.cancel()

@@ -110,9 +110,9 @@ async def test_agents_are_replaced_under_load_and_nobody_notices(
             assert not answer.timing.get("recomputed")
         assert len(answers) > 3 * CONCURRENCY
         proxy = await scrape(cluster.url)
-        for name in ("kvferry_retries_total", "kvferry_migrations_total"):
+        for name in ("kvferry_proxy_retries_total", "kvferry_proxy_migrations_total"):
             assert total(proxy, name) == 0
         pages += [await scrape(agent.url) for agent in cluster.agents.values()]
         for page in pages:
-            assert total(page, "kvferry_recomputes_total") == 0
-            assert total(page, "kvferry_leases_ended_total", cause="expired") == 0
+            assert total(page, "kvferry_agent_recomputes_total") == 0
+            assert total(page, "kvferry_transfer_leases_ended_total", cause="expired") == 0

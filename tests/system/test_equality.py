@@ -302,9 +302,9 @@ async def counters(pair: Pair) -> dict[str, float]:
     prefill = await scrape(pair.prefill.url)
     return {
         "bytes": total(samples, "kvferry_transfer_bytes_total"),
-        "recomputes": total(samples, "kvferry_recomputes_total"),
-        "integrity_errors": total(samples, "kvferry_integrity_errors_total")
-        + total(prefill, "kvferry_integrity_errors_total"),
+        "recomputes": total(samples, "kvferry_agent_recomputes_total"),
+        "integrity_errors": total(samples, "kvferry_agent_integrity_errors_total")
+        + total(prefill, "kvferry_agent_integrity_errors_total"),
     }
 
 

@@ -86,12 +86,12 @@ async def test_streams_survive_the_death_of_their_decode_agent(
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies(), concurrency=STREAMS))
         async with asyncio.timeout(30):
-            while total(await scrape(doomed.url), "kvferry_running") < RUNNING_BEFORE:
+            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
                 await asyncio.sleep(0.02)
         kill(doomed)
         await doomed.process.wait()
         results = await running
-        migrations = total(await scrape(cluster.url), "kvferry_migrations_total")
+        migrations = total(await scrape(cluster.url), "kvferry_proxy_migrations_total")
         for name, agent in cluster.agents.items():
             if name != "decode-0":
                 left = await wait_idle(agent.url, timeout_s=LEASE_S + 1)

@@ -30,19 +30,19 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_c
 
 # Names that dashboards rely on (docs/architecture.md#metrics), by the process that exposes them.
 PROXY_METRICS = [
-    "kvferry_requests_total",
-    "kvferry_ttft_seconds_bucket",
-    "kvferry_tpot_seconds_bucket",
-    "kvferry_itl_seconds_bucket",
-    "kvferry_e2e_seconds_bucket",
-    "kvferry_nodes",
+    "kvferry_proxy_requests_total",
+    "kvferry_proxy_time_to_first_token_seconds_bucket",
+    "kvferry_proxy_request_time_per_output_token_seconds_bucket",
+    "kvferry_proxy_inter_token_latency_seconds_bucket",
+    "kvferry_proxy_e2e_request_latency_seconds_bucket",
+    "kvferry_proxy_nodes",
 ]
 AGENT_METRICS = [
-    "kvferry_running",
-    "kvferry_waiting",
-    "kvferry_kv_blocks",
+    "kvferry_agent_num_requests_running",
+    "kvferry_agent_num_requests_waiting",
+    "kvferry_agent_kv_blocks",
     "kvferry_transfer_bytes_total",
-    "kvferry_recomputes_total",
+    "kvferry_agent_recomputes_total",
 ]
 
 Exposed = dict[str, list[dict[str, str]]]
@@ -136,7 +136,7 @@ async def test_prometheus_scrapes_every_process(cluster: Cluster, tmp_path: Path
         wanted |= {(name, job) for name in AGENT_METRICS for job in targets.keys() - {"proxy"}}
         for name, job in sorted(wanted):
             assert await ask("query", query=f'{name}{{job="{job}"}}'), (name, job)
-        [finished] = await ask("query", query='sum(kvferry_requests_total{job="proxy"})')
+        [finished] = await ask("query", query='sum(kvferry_proxy_requests_total{job="proxy"})')
         assert float(finished["value"][1]) == 6
 
 
@@ -159,7 +159,10 @@ async def test_it_fits_a_real_cluster(cluster: Cluster, tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while len(await ask("query", query="up == 1")) != 3:
                 await asyncio.sleep(0.2)
-        roles = {found["metric"].get("role") for found in await ask("query", query="kvferry_running")}
+        roles = {
+            found["metric"].get("role")
+            for found in await ask("query", query="kvferry_agent_num_requests_running")
+        }
         assert roles == {"prefill", "decode"}
         for query in queries():
             await ask("query", query=query)

@@ -171,7 +171,7 @@ async def test_bad_input(cluster: Cluster, body: Any, status: int, word: str) ->
     assert error.keys() >= {"message", "type", "param", "code"}
     assert word in error["message"]
     for agent in cluster.agents.values():
-        assert total(await scrape(agent.url), "kvferry_running") == 0
+        assert total(await scrape(agent.url), "kvferry_agent_num_requests_running") == 0
 
 
 async def test_without_a_prefill_agent_it_is_503_with_retry_after(cluster: Cluster) -> None:

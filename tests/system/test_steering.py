@@ -61,7 +61,7 @@ async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(cluster
         drained, other = (cluster.agents[name] for name in ("decode-0", "decode-1"))
         streams = asyncio.ensure_future(complete_all(cluster.url, long, concurrency=len(long)))
         async with asyncio.timeout(30):
-            while total(await scrape(drained.url), "kvferry_running") < len(long) // 2:
+            while total(await scrape(drained.url), "kvferry_agent_num_requests_running") < len(long) // 2:
                 await asyncio.sleep(0.02)
         await command(http, cluster, (await nodes(http, cluster))[drained.url], "drain")
         told = (await nodes(http, cluster))[drained.url]
@@ -75,13 +75,14 @@ async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(cluster
         assert (await wait_idle(drained.url, timeout_s=5))["used"] == 0
         assert (await nodes(http, cluster))[drained.url]["in_flight"] == 0
         served = {
-            agent.url: total(await scrape(agent.url), "kvferry_requests_total") for agent in (drained, other)
+            agent.url: total(await scrape(agent.url), "kvferry_agent_requests_total")
+            for agent in (drained, other)
         }
         assert served[drained.url] == len(long) // 2
         assert served[other.url] == len(long) // 2 + len(short)
         await command(http, cluster, (await nodes(http, cluster))[drained.url], "undrain")
         await complete_all(cluster.url, short, concurrency=1)
-        assert total(await scrape(drained.url), "kvferry_requests_total") > served[drained.url]
+        assert total(await scrape(drained.url), "kvferry_agent_requests_total") > served[drained.url]
 
 
 async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: Cluster) -> None:
@@ -103,6 +104,6 @@ async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: 
 async def requests(cluster: Cluster) -> dict[str, float]:
     """How many requests each agent has answered."""
     return {
-        name: total(await scrape(agent.url), "kvferry_requests_total")
+        name: total(await scrape(agent.url), "kvferry_agent_requests_total")
         for name, agent in cluster.agents.items()
     }

@@ -70,9 +70,9 @@ async def test_when_the_prefill_ends_its_last_chunk_is_left_to_pull_at_most(clus
             early.append(ours.timing["pull_early_blocks"])
     print(f"of {num_blocks} blocks {early} were here when the prefill ended")
     assert max(early) in (before_last, num_blocks)
-    name = "kvferry_streamed_transfers_total"
+    name = "kvferry_transfer_streamed_pulls_total"
     assert total(await settled(cluster.agents["decode-0"].url, name, 1), name) >= 1
-    assert total(await scrape(cluster.url), "kvferry_streamed_pulls_total") == len(early)
+    assert total(await scrape(cluster.url), "kvferry_proxy_streamed_pulls_total") == len(early)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_while_both_legs_run_frees_everything(cluster
     bodies = [body(LONGEST[5], stream=True)]
     asking = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=1))
     async with asyncio.timeout(20):
-        while not total(await scrape(decode.url), "kvferry_waiting"):  # it pulls
+        while not total(await scrape(decode.url), "kvferry_agent_num_requests_waiting"):  # it pulls
             await asyncio.sleep(0.005)
             assert not asking.done(), "too fast for this test"
     asking.cancel()
@@ -114,9 +114,9 @@ async def test_prefill_agents_that_die_in_the_midst_change_no_answer(cluster: Cl
     doomed = cluster.agents["prefill-0"]
     asking = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=8))
     async with asyncio.timeout(30):
-        while not total(await scrape(doomed.url), "kvferry_running"):
+        while not total(await scrape(doomed.url), "kvferry_agent_num_requests_running"):
             await asyncio.sleep(0.005)
     os.kill(doomed.pid, signal.SIGKILL)
     assert answers(await asking) == answers(theirs)
-    assert total(await scrape(cluster.url), "kvferry_retries_total", leg="prefill") >= 1
+    assert total(await scrape(cluster.url), "kvferry_proxy_retries_total", leg="prefill") >= 1
     await idle(cluster, ("prefill-1", "decode-0"))

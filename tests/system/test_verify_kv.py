@@ -38,7 +38,7 @@ async def test_damage_in_flight_is_found_counted_and_computed_anew(log_dir: Path
     assert failures(before, "refused") > 0, "both prefill agents take their turn at first"
     assert total(before, "kvferry_transfer_failures_total") == recomputed
     assert total(after, "kvferry_transfer_failures_total") == recomputed
-    assert total(after, "kvferry_verify_seconds_total") > 0
+    assert total(after, "kvferry_transfer_verify_seconds_total") > 0
 
 
 def cluster(log_dir: Path) -> ClusterSpec:

@@ -116,7 +116,7 @@ class Stage:
         assert fleet.slots.idle and not fleet.admission.waiting
         fleet.admission.check_integrity()
         for phase in Phase:
-            assert self.metric(f'kvferry_requests_in_flight{{phase="{phase}"}}') == 0, phase
+            assert self.metric(f'kvferry_proxy_requests_in_flight{{phase="{phase}"}}') == 0, phase
         fleet.registry.check_integrity()
 
 

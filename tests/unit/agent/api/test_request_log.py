@@ -44,4 +44,4 @@ def test_a_request_leaves_one_line_whatever_ended_it(
     (record,) = caplog.records
     line = json.loads(record.message)
     assert (line["request_id"], line["traceparent"], line["status"]) == ("r1", "00-trace", status)
-    assert samples(metrics)["kvferry_requests_total", str(status)] == 1
+    assert samples(metrics)["kvferry_agent_requests_total", str(status)] == 1

@@ -603,7 +603,7 @@ async def test_health_and_metrics(agent: Agent) -> None:
     assert await agent.get_status("/health") == 200
     async with agent.http.get(agent.url + "/metrics") as response:
         assert response.content_type == "text/plain"
-        assert 'kvferry_kv_blocks{state="free"} 60.0' in await response.text()
+        assert 'kvferry_agent_kv_blocks{state="free"} 60.0' in await response.text()
 
 
 # Start, end and fate.

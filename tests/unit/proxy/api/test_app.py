@@ -142,7 +142,7 @@ async def test_an_internal_error_is_a_500_and_is_logged(
     async with stage.post({**BODY, "stream": stream}, headers={"X-Request-Id": "mine"}) as response:
         assert (response.status, response.headers["X-Request-Id"]) == (500, "mine")
         assert (await response.json())["error"] == FAILED
-    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+    assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="500"}') == 1
     [defect] = [record for record in caplog.records if record.exc_info]
     assert "mine" in defect.getMessage() and defect.exc_info[0] is ZeroDivisionError
 
@@ -154,7 +154,7 @@ async def test_an_internal_error_in_mid_stream_is_an_error_event_and_done(
     monkeypatch.setattr(Relay, "feed", lambda *_: 1 // 0)
     streamed = await stage.stream(BODY)
     assert streamed.text() and streamed.events[-1] == {"error": FAILED}
-    assert stage.metric('kvferry_requests_total{endpoint="completions",status="500"}') == 1
+    assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="500"}') == 1
 
 
 async def test_an_internal_error_after_the_end_adds_nothing_to_the_response(
@@ -205,7 +205,7 @@ async def test_agents_that_cannot_be_paired_are_a_503_and_the_pages_say_why(stag
     async with stage.http.get(f"{stage.proxy.url}/ready") as response:
         waiting = (await response.json())["waiting"]
     assert waiting == {"stand-in": "no prefill agent fits a decode agent of this model"}
-    assert stage.metric('kvferry_refused_pairings{reason="different KV layouts"}') == 1
+    assert stage.metric('kvferry_proxy_refused_pairings{reason="different KV layouts"}') == 1
 
 
 async def test_a_draining_agent_gets_nothing_new(stage: Stage) -> None:
@@ -303,17 +303,17 @@ async def test_metrics_count_what_happened(stage: Stage) -> None:
     async with stage.http.get(f"{stage.proxy.url}/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     for line, value in {
-        'kvferry_requests_total{endpoint="completions",status="200"}': 2,
-        'kvferry_requests_total{endpoint="completions",status="404"}': 1,
-        "kvferry_ttft_seconds_count": 1,
-        "kvferry_tpot_seconds_count": 1,
-        "kvferry_e2e_seconds_count": 3,
-        'kvferry_phase_seconds_count{phase="prefill"}': 2,
-        'kvferry_nodes{role="prefill",state="ready"}': 1,
-        'kvferry_nodes{role="decode",state="stalled"}': 0,
+        'kvferry_proxy_requests_total{endpoint="completions",status="200"}': 2,
+        'kvferry_proxy_requests_total{endpoint="completions",status="404"}': 1,
+        "kvferry_proxy_time_to_first_token_seconds_count": 1,
+        "kvferry_proxy_request_time_per_output_token_seconds_count": 1,
+        "kvferry_proxy_e2e_request_latency_seconds_count": 3,
+        'kvferry_proxy_phase_seconds_count{phase="prefill"}': 2,
+        'kvferry_proxy_nodes{role="prefill",state="ready"}': 1,
+        'kvferry_proxy_nodes{role="decode",state="stalled"}': 0,
     }.items():
         assert stage.metric(line) == value, line
-    assert stage.metric("kvferry_itl_seconds_count") >= 1
+    assert stage.metric("kvferry_proxy_inter_token_latency_seconds_count") >= 1
 
 
 async def test_a_stream_may_outlast_what_quart_would_allow(stage: Stage) -> None:

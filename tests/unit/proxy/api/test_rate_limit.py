@@ -91,7 +91,7 @@ async def test_a_rate_limited_key_gets_a_retry_after(start_stage: StartStage, tm
     stage = await limited(start_stage, tmp_path, "requests=2/h")
     assert [await status(stage, KEY) for _ in range(3)] == [(200, None), (200, None), (429, "1800")]
     assert await status(stage, OTHER) == (200, None)
-    assert stage.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
+    assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="429"}') == 1
     [failure] = stage.proxy.services.failures.latest()
     assert failure.last.code == "rate_limit_exceeded"
     async with stage.http.get(

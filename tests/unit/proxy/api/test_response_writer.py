@@ -29,7 +29,7 @@ async def ask(stage: Stage, body: dict[str, object]) -> tuple[asyncio.StreamRead
 
 async def until_counted(stage: Stage, status: str) -> None:
     """Wait until a request has ended with `status`."""
-    line = f'kvferry_requests_total{{endpoint="completions",status="{status}"}}'
+    line = f'kvferry_proxy_requests_total{{endpoint="completions",status="{status}"}}'
     async with asyncio.timeout(10):
         while not stage.metric(line):
             await asyncio.sleep(0.01)

@@ -314,7 +314,7 @@ async def test_named_servers_join_leave_and_return_like_agents_that_ping(
         assert [(node["address"], node["role"]) for node in page["down"]] == [(decode.url, "decode")]
         assert "cannot connect" in page["down"][0]["reason"]
         async with stage.http.get(f"{stage.proxy.url}/metrics") as response:
-            assert "kvferry_named_servers_down 1.0" in (await response.text()).splitlines()
+            assert "kvferry_proxy_named_servers_down 1.0" in (await response.text()).splitlines()
         async with decode:
             back = await until_nodes(stage, 2)
         assert set(left) < set(back) and set(back) - set(left) != set(first) - set(left)

@@ -286,7 +286,7 @@ async def test_an_agent_lost_before_its_first_event_is_retried_unseen(
     assert len(asked) == pairs
     await stage.proxy.services.drops.settle()
     assert len([dropped for agent in prefills for dropped in agent.dropped]) == 1
-    assert stage.metric(f'kvferry_retries_total{{leg="{fault.leg}"}}') == 1
+    assert stage.metric(f'kvferry_proxy_retries_total{{leg="{fault.leg}"}}') == 1
 
 
 async def test_the_lost_agent_is_avoided_on_the_retry(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ async def test_a_retry_after_the_first_token_never_begins_again_alone(
     fail_once(agents, Fault("decode", "reset"))
     for _ in range(4):
         assert (await stage.stream(BODY)).text() == expected
-    assert stage.metric('kvferry_retries_total{leg="decode"}') == 1
+    assert stage.metric('kvferry_proxy_retries_total{leg="decode"}') == 1
 
 
 async def test_a_decode_stream_without_any_event_is_retried(stage: Stage, reference: Reference) -> None:
@@ -347,7 +347,7 @@ async def test_a_refused_connection_takes_the_agent_out_at_once(stage: Stage) ->
     async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
         nodes = {node["address"]: node["state"] for node in (await response.json())["nodes"]}
     assert nodes[lost.address] == "refusing"
-    assert stage.metric('kvferry_retries_total{leg="prefill"}') == 1
+    assert stage.metric('kvferry_proxy_retries_total{leg="prefill"}') == 1
 
 
 async def test_the_last_agent_gone_is_a_503_and_not_a_502(stage: Stage) -> None:
@@ -411,7 +411,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_done(
     assert streamed.error is not None and streamed.error["code"] == code
     assert streamed.events[-1] == {"error": streamed.error}
     assert len(streamed.events) == (2 if fault.kind == "status" else 4)
-    assert stage.metric('kvferry_requests_total{endpoint="completions",status="200"}') == 0
+    assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="200"}') == 0
 
 
 async def test_a_retried_prefill_that_draws_another_token_fails_typed(stage: Stage) -> None:
@@ -550,15 +550,15 @@ async def test_a_client_that_leaves_ends_the_leg_and_drops_the_kv(
     await busy.until(lambda: busy.running)
     if fault.kind == "stall":
         # The client is in the midst of the stream when it leaves.
-        await until(lambda: stage.metric('kvferry_requests_in_flight{phase="decode"}'))
+        await until(lambda: stage.metric('kvferry_proxy_requests_in_flight{phase="decode"}'))
     task.cancel()
     await asyncio.wait([task])
     await busy.until(lambda: busy.aborted == 1)
-    await until(lambda: stage.metric('kvferry_requests_total{endpoint="completions",status="499"}'))
+    await until(lambda: stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="499"}'))
     await stage.proxy.services.drops.settle()
     if leg != "alone":
         assert agents[0].dropped == transfer_ids(agents[0])
-        assert stage.metric('kvferry_drops_total{outcome="delivered"}') == 1
+        assert stage.metric('kvferry_proxy_drops_total{outcome="delivered"}') == 1
 
 
 async def test_a_slow_client_is_waited_for(start_stage: StartStage) -> None:
@@ -659,7 +659,7 @@ async def test_a_drop_that_fails_is_counted_and_forgotten(stage: Stage) -> None:
         await stage.proxy.services.drops.settle()
     finally:
         prefill.incarnation = real
-    assert stage.metric('kvferry_drops_total{outcome="failed"}') == 1
+    assert stage.metric('kvferry_proxy_drops_total{outcome="failed"}') == 1
     prefill.leases.clear()
 
 

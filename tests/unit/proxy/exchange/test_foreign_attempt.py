@@ -218,7 +218,7 @@ async def test_chat_that_takes_no_params_is_computed_where_it_is_decoded(fleet: 
     _, answer = await fleet.stage.ask(CHAT, "chat/completions")
     assert answer["choices"] == (await reference(CHAT, "chat/completions"))["choices"]
     assert not prefill.asked and [asked.leg for asked in decode.asked] == ["alone"]
-    assert fleet.stage.metric('kvferry_prompts_recomputed_total{dialect="atom"}') == 1
+    assert fleet.stage.metric('kvferry_proxy_prompts_recomputed_total{dialect="atom"}') == 1
 
 
 @every_kind
@@ -233,7 +233,7 @@ async def test_a_lost_leg_means_another_attempt_with_fresh_ids(fleet: Fleet, leg
     else:
         answered = (await fleet.stage.ask(BODY))[1]["choices"][0]["text"]
     assert answered == expected["choices"][0]["text"]
-    assert fleet.stage.metric(f'kvferry_retries_total{{leg="{leg}"}}') == 1
+    assert fleet.stage.metric(f'kvferry_proxy_retries_total{{leg="{leg}"}}') == 1
     for server in (prefill, decode):
         ids = transfers(server)
         assert len(ids) == len(set(ids))
@@ -248,7 +248,7 @@ async def test_a_verdict_on_the_request_ends_both_legs(fleet: Fleet) -> None:
     status, answer = await fleet.stage.ask(BODY)
     assert (status, answer["error"]["code"]) == (422, "as_told")
     await decode.until(lambda: not decode.running)
-    assert fleet.stage.metric('kvferry_retries_total{leg="prefill"}') == 0
+    assert fleet.stage.metric('kvferry_proxy_retries_total{leg="prefill"}') == 0
 
 
 @every_kind
@@ -263,7 +263,7 @@ async def test_an_error_under_http_200_is_no_answer(fleet: Fleet) -> None:
     decode.faults.append(Fault("decode", "error"))
     status, answer = await fleet.stage.ask(BODY)
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
-    assert fleet.stage.metric('kvferry_retries_total{leg="decode"}') == 3
+    assert fleet.stage.metric('kvferry_proxy_retries_total{leg="decode"}') == 3
 
 
 @every_kind
@@ -344,7 +344,7 @@ async def test_one_choice_may_stream_while_another_is_still_in_prefill(fleet: Fl
     async with fleet.stage.post({**BODY, "n": 3, "stream": True}) as response:
         assert response.status == 200, await response.text()
         first = await response.content.readuntil(b"\n\n")
-        assert fleet.stage.metric('kvferry_requests_in_flight{phase="decode"}') == 1
+        assert fleet.stage.metric('kvferry_proxy_requests_in_flight{phase="decode"}') == 1
         assert prefill.stagger is not None
         prefill.stagger.set()
         streamed = Streamed(200, response.headers, first + await response.read())
@@ -389,7 +389,7 @@ async def test_a_prefill_that_hands_nothing_over_is_counted(fleet: Fleet) -> Non
     _, answer = await fleet.stage.ask(BODY)
     assert answer["choices"] == (await reference(BODY))["choices"]
     assert [asked.leg for asked in decode.asked] == ["alone"]
-    assert fleet.stage.metric('kvferry_prompts_recomputed_total{dialect="vllm-nixl"}') == 1
+    assert fleet.stage.metric('kvferry_proxy_prompts_recomputed_total{dialect="vllm-nixl"}') == 1
 
 
 @only("vllm-kvferry")
@@ -426,7 +426,7 @@ async def test_kv_that_no_decode_server_will_read_is_dropped(fleet: Fleet) -> No
     ids = [each.body["kv_transfer_params"]["transfer_id"] for each in decode.asked]
     assert prefill.dropped == ids[1:]
     await fleet.stage.proxy.services.drops.settle()
-    assert fleet.stage.metric('kvferry_drops_total{outcome="delivered"}') == 2
+    assert fleet.stage.metric('kvferry_proxy_drops_total{outcome="delivered"}') == 2
 
 
 @only("vllm-nixl-push")
@@ -480,7 +480,7 @@ async def test_kv_that_was_read_too_late_is_never_answered_from(fleet: Fleet, st
     assert len(prefill.asked) == 2
     if not stream:
         assert fleet.fabric.expired == 1
-        assert fleet.stage.metric('kvferry_leases_judged_total{verdict="suspect"}') == 1
+        assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="suspect"}') == 1
 
 
 SHORTER_S = 1.2
@@ -552,7 +552,7 @@ async def test_a_setting_that_the_servers_contradict_is_noticed(
     decode.holds = [1.2 * SHORTER_S]
     _, answer = await fleet.stage.ask(BODY)
     assert answer["choices"] == (await reference(BODY))["choices"]
-    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="contradicted"}') == 1
+    assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="contradicted"}') == 1
     [said] = [each.message for each in caplog.records if "server's own lease is shorter" in each.message]
     assert prefill.address in said and "30 s" in said
 
@@ -565,7 +565,7 @@ async def test_late_tokens_cost_one_reading_if_no_lease_has_expired(fleet: Fleet
     async with asyncio.TaskGroup() as group:
         asking = [group.create_task(fleet.stage.ask(BODY)) for _ in range(8)]
     assert {task.result()[0] for task in asking} == {200}
-    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="proven"}') == 8
+    assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="proven"}') == 8
     assert len(prefill.asked) == 8 and prefill.counts_asked < 8
 
 
@@ -614,7 +614,7 @@ async def test_the_operators_number_vouches_but_proves_nothing(fleet: Fleet) -> 
     _, decode = await fleet.pair()
     decode.holds = [SURE_S + 0.1, 1.0]
     assert (await fleet.stage.ask(BODY))[0] == 200
-    assert fleet.stage.metric('kvferry_leases_judged_total{verdict="vouched"}') == 1
+    assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="vouched"}') == 1
     status, answer = await fleet.stage.ask(BODY)
     assert status == 503 and answer["error"]["code"] == "kv_unproven"
 

@@ -59,8 +59,8 @@ async def test_a_broken_stream_goes_on_unseen(
     undisturbed = await stage.stream(asked, path)
     break_once(stage.agents, Fault("decode", kind, after_events=3))
     assert_same(await stage.stream(asked, path), undisturbed)
-    assert stage.metric("kvferry_migrations_total") == 1
-    assert stage.metric(f'kvferry_requests_total{{endpoint="{path}",status="200"}}') == 2
+    assert stage.metric("kvferry_proxy_migrations_total") == 1
+    assert stage.metric(f'kvferry_proxy_requests_total{{endpoint="{path}",status="200"}}') == 2
 
 
 @pytest.mark.parametrize("after_events", [0, 1, 2, 4, 7, 11, 12, 13, 15, 16])
@@ -117,7 +117,7 @@ async def test_a_second_break_is_survived_too(stage: Stage) -> None:
     for agent in stage.agents:
         agent.faults.append(Fault("decode", "cut", after_events=1))
     assert_same(await stage.stream(BODY), undisturbed)
-    assert stage.metric("kvferry_migrations_total") == 2
+    assert stage.metric("kvferry_proxy_migrations_total") == 2
 
 
 async def test_a_stream_that_breaks_everywhere_ends_typed(stage: Stage) -> None:
@@ -153,7 +153,7 @@ async def test_a_stream_goes_on_only_where_the_same_tokens_are_drawn(stage: Stag
         undisturbed = undisturbed or streamed
         assert_same(streamed, undisturbed)
     assert all("resume" not in leg.body for agent in others for leg in agent.asked)
-    assert stage.metric("kvferry_migrations_total") == 1
+    assert stage.metric("kvferry_proxy_migrations_total") == 1
 
 
 async def test_an_error_of_the_request_itself_is_no_reason_to_go_on(start_stage: StartStage) -> None:

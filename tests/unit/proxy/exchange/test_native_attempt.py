@@ -105,7 +105,7 @@ async def test_a_decode_leg_takes_no_place_that_a_prefill_leg_needs(
     async with asyncio.timeout(FAST["first_byte_timeout_s"] / 2):
         answers = await asyncio.gather(*(stage.ask(BODY) for _ in range(6)))
     assert [status for status, _ in answers] == [200] * 6
-    assert stage.metric("kvferry_streamed_pulls_total") >= streamed
+    assert stage.metric("kvferry_proxy_streamed_pulls_total") >= streamed
 
 
 async def test_the_decode_leg_is_there_before_the_prefill_has_ended(stage: Stage) -> None:
@@ -130,7 +130,7 @@ async def test_the_decode_leg_is_there_before_the_prefill_has_ended(stage: Stage
     assert prefill.prefill_gate is not None
     prefill.prefill_gate.set()
     assert (await asking).text() == (await expected(BODY))["choices"][0]["text"]
-    assert stage.metric("kvferry_streamed_pulls_total") == 1
+    assert stage.metric("kvferry_proxy_streamed_pulls_total") == 1
 
 
 async def test_the_first_token_does_not_wait_for_the_decode_leg(stage: Stage) -> None:
@@ -189,7 +189,7 @@ async def test_a_prefill_that_fails_ends_both_legs_and_the_retry_takes_the_plain
     ]  # fmt: skip
     ids = {leg.body["kv_transfer_params"]["transfer_id"] for leg in prefill.asked + decode.asked}
     assert len(ids) == 2
-    assert stage.metric('kvferry_retries_total{leg="prefill"}') == 1
+    assert stage.metric('kvferry_proxy_retries_total{leg="prefill"}') == 1
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -207,7 +207,7 @@ async def test_a_decode_leg_that_fails_early_ends_the_prefill(stage: Stage, kind
     assert (answer.text() if stream else answer[1]["choices"][0]["text"]) == text
     await stage.proxy.services.drops.settle()
     assert prefill.dropped == [prefill.asked[0].body["kv_transfer_params"]["transfer_id"]]
-    assert stage.metric('kvferry_retries_total{leg="decode"}') == 1
+    assert stage.metric('kvferry_proxy_retries_total{leg="decode"}') == 1
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -248,7 +248,7 @@ async def test_a_decode_leg_with_other_first_tokens_is_not_believed(stage: Stage
     streamed = await stage.stream({**BODY, "n": 2})
     assert streamed.error is None
     assert [streamed.text(index) for index in range(2)] == [undisturbed.text(index) for index in range(2)]
-    assert stage.metric('kvferry_retries_total{leg="decode"}') == 1
+    assert stage.metric('kvferry_proxy_retries_total{leg="decode"}') == 1
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])

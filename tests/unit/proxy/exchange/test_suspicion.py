@@ -130,7 +130,7 @@ async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list
             assert (status, answer["error"]["code"]) == (500, "suspect_request")
     assert sum(agent.is_dead for agent in agents) == MAX_FELLED
     assert set(statuses) == {200}
-    assert stage.metric("kvferry_suspect_requests_total") == 1
+    assert stage.metric("kvferry_proxy_suspect_requests_total") == 1
     assert await open_breakers(stage) <= MAX_FELLED
 
 
@@ -192,8 +192,8 @@ async def test_a_broken_connection_is_no_death(stage: Stage) -> None:
         agent.faults = shared
     streamed = await stage.stream(BODY)
     assert streamed.error is None and streamed.text() == undisturbed.text()
-    assert stage.metric("kvferry_migrations_total") == 2
-    assert stage.metric("kvferry_suspect_requests_total") == 0
+    assert stage.metric("kvferry_proxy_migrations_total") == 2
+    assert stage.metric("kvferry_proxy_suspect_requests_total") == 0
 
 
 async def test_agents_that_have_announced_their_end_are_not_felled(stage: Stage) -> None:
@@ -216,7 +216,7 @@ async def test_agents_that_have_announced_their_end_are_not_felled(stage: Stage)
         await decodes[0].until(lambda: any(agent.running for agent in decodes))
         await restart()
     assert streaming.result().error is None
-    assert stage.metric("kvferry_migrations_total") == 2
+    assert stage.metric("kvferry_proxy_migrations_total") == 2
 
 
 @pytest.mark.parametrize(("waiting", "opened"), [(0, 1), (3, 0)])

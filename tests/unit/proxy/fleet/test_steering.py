@@ -67,9 +67,9 @@ async def test_slow_agents_mean_429_and_not_a_first_token_that_comes_ever_later(
         assert (await task).error is None
     watching.cancel()
     assert most == 2
-    assert stage.metric('kvferry_rejections_total{reason="queue_full"}') == 6
-    assert stage.metric("kvferry_queue_wait_seconds_count") == 2
-    assert stage.metric("kvferry_queue_length") == 0
+    assert stage.metric('kvferry_proxy_rejections_total{reason="queue_full"}') == 6
+    assert stage.metric("kvferry_proxy_queue_wait_seconds_count") == 2
+    assert stage.metric("kvferry_proxy_num_requests_waiting") == 0
 
 
 async def test_who_has_waited_for_the_whole_queue_timeout_gets_a_429(start_stage: StartStage) -> None:
@@ -80,7 +80,7 @@ async def test_who_has_waited_for_the_whole_queue_timeout_gets_a_429(start_stage
     await decode.until(lambda: decode.running)
     status, answer = await stage.ask(BODY)
     assert (status, answer["error"]["code"]) == (429, "overloaded")
-    assert stage.metric('kvferry_rejections_total{reason="queue_timeout"}') == 1
+    assert stage.metric('kvferry_proxy_rejections_total{reason="queue_timeout"}') == 1
     busy.cancel()
     await asyncio.wait([busy])
 
@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_the_queue_is_not_served(stage: Stage) -> Non
     await until_waiting(stage, 0)
     await busy
     assert len(decode.asked) == 1
-    assert stage.metric('kvferry_requests_total{endpoint="completions",status="499"}') == 1
+    assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="499"}') == 1
 
 
 async def test_an_agent_that_joins_takes_over_from_the_queue(stage: Stage) -> None:
@@ -219,7 +219,7 @@ async def test_retries_stop_when_their_budget_is_spent(stage: Stage, monkeypatch
     prefill.faults.append(Fault("prefill", "reset"))
     assert (await stage.ask(BODY))[0] == 502
     assert len(prefill.asked) == 1
-    assert stage.metric("kvferry_retries_denied_total") == 1
+    assert stage.metric("kvferry_proxy_retries_denied_total") == 1
 
 
 async def test_a_drained_agent_finishes_and_gets_nothing_new(stage: Stage) -> None:

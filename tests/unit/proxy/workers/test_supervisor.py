@@ -33,8 +33,8 @@ from tests.unit.proxy.builders import load, registration
 DEADLINE_S = 5.0
 PREFILL, DECODE = registration("prefill", 1), registration("decode", 2, load=load(max_running=1))
 DECODE_ID = Incarnation(DECODE.incarnation)
-REQUESTS = 'kvferry_requests_total{endpoint="completions",status="200"}'
-PREFILLING = 'kvferry_requests_in_flight{phase="prefill"}'
+REQUESTS = 'kvferry_proxy_requests_total{endpoint="completions",status="200"}'
+PREFILLING = 'kvferry_proxy_requests_in_flight{phase="prefill"}'
 
 
 @dataclass(slots=True)
@@ -192,8 +192,8 @@ async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office
         assert (shown[DECODE_ID]["breaker"], shown[DECODE_ID]["state"]) == ("open", "tripped")
         assert shown[PREFILL.incarnation]["state"] == "refusing"
         body = (await process.worker.page("metrics")).body
-        assert sample(body, 'kvferry_nodes{role="decode",state="tripped"}') == 1
-        assert sample(body, 'kvferry_nodes{role="decode",state="ready"}') == 0
+        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="tripped"}') == 1
+        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="ready"}') == 0
 
 
 async def test_a_drain_reaches_all_workers(office: Office) -> None:
@@ -224,12 +224,12 @@ async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office)
         body = (await process.worker.page("metrics")).body
         assert sample(body, REQUESTS) == 7
         assert sample(body, PREFILLING) == 2
-        assert sample(body, "kvferry_ttft_seconds_count") == 2
-        assert sample(body, 'kvferry_ttft_seconds_bucket{le="0.05"}') == 0
-        assert sample(body, 'kvferry_ttft_seconds_bucket{le="+Inf"}') == 2
-        assert sample(body, "kvferry_bad_pings_total") == 1
-        assert sample(body, 'kvferry_nodes{role="decode",state="ready"}') == 1, "one entry per agent"
-        assert body.count(b"# TYPE kvferry_requests_total counter") == 1
+        assert sample(body, "kvferry_proxy_time_to_first_token_seconds_count") == 2
+        assert sample(body, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="0.05"}') == 0
+        assert sample(body, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="+Inf"}') == 2
+        assert sample(body, "kvferry_proxy_bad_pings_total") == 1
+        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="ready"}') == 1, "one entry per agent"
+        assert body.count(b"# TYPE kvferry_proxy_requests_total counter") == 1
     one.die()
     await until(lambda: not one.session.is_listening)
     third = await office.process()
@@ -237,7 +237,7 @@ async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office)
     body = (await other.worker.page("metrics")).body
     assert sample(body, REQUESTS) == 9
     assert sample(body, PREFILLING) == 1
-    assert sample(body, "kvferry_ttft_seconds_count") == 2
+    assert sample(body, "kvferry_proxy_time_to_first_token_seconds_count") == 2
 
 
 async def test_the_dashboard_shows_what_all_have_seen(

@@ -27,7 +27,7 @@ BODY = {"model": "stand-in", "prompt": "p", "max_tokens": 8}
 DEADLINE_S = 20.0
 # Up to five processes to start, beside whatever else runs on two cores.
 pytestmark = pytest.mark.timeout(180)
-OK = 'kvferry_requests_total{endpoint="completions",status="200"}'
+OK = 'kvferry_proxy_requests_total{endpoint="completions",status="200"}'
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ async def test_limits_are_per_worker_and_operators_see_one_proxy(count: int) -> 
         assert prefill.peak <= 2 * count and decode.peak <= 2 * count
         for _ in range(3 * count):
             assert await proxy.sample(OK) == 24 * count
-            assert await proxy.sample('kvferry_nodes{role="decode",state="ready"}') == 1
+            assert await proxy.sample('kvferry_proxy_nodes{role="decode",state="ready"}') == 1
 
         other = await proxy.agent("decode")
         assert await proxy.post(f"/nodes/{decode.incarnation}/drain") == 200
