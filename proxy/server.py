@@ -33,7 +33,7 @@ from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
-from kvferry.proxy.fleet.views import FleetCollector, OperatorViews
+from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
@@ -154,6 +154,7 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
     views = OperatorViews(fleet, metrics, history, failures, discovery.down)
     metrics.add_collector(FleetCollector(views.view))
+    metrics.add_collector(AgentCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,

@@ -157,7 +157,7 @@ class SchedulerConnector:
             streamed_pulls=consumer.streamed_pulls,
             pull_bytes=consumer.nbytes,
             pull_descriptors=consumer.descriptors,
-            pull_seconds=consumer.seconds,
+            pull_times={backend: times.copy() for backend, times in consumer.times.items()},
             pull_failures=dict(consumer.failures),
             verify_seconds=consumer.verify_seconds,
             handshakes=producer.handshakes + consumer.handshakes,

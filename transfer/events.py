@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 import msgspec
@@ -10,6 +11,14 @@ import msgspec
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 LeaseEndCause = Literal["released", "expired", "dropped"]
+PULL_SECONDS_BOUNDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+"""Bounds of the buckets that pulls are counted in by how long they took; a last one has none."""
+PULL_FAILURE_REASONS = (
+    "unreachable", "refused", "incarnation", "read_failed", "deadline", "invalid", "checksum", "mismatch",
+    "cancelled", "lease_unknown", "lease_expired", "lease_dropped", "lease_finished", "lease_failed",
+)  # fmt: skip
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +50,9 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
     """Consumer: nothing that was read may be used.
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
-    `PullQuiescent`. `reason` is one stable word: unreachable, refused, incarnation, read_failed, deadline,
-    invalid, checksum, mismatch, cancelled, or lease_ and why the lease is gone. `detail` is for the log. The
-    prefill's `first_tokens` are valid even so, if they came before the failure.
+    `PullQuiescent`. `reason` is one of `PULL_FAILURE_REASONS`: lease_ and why the lease is gone, or another
+    word. `detail` is for the log. The prefill's `first_tokens` are valid even so, if they came before the
+    failure.
     """
 
     transfer_id: str
@@ -62,6 +71,22 @@ class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):
 PlaneEvent = LeaseEnded | PullDone | PullFailed | PullQuiescent
 
 
+class PullTimes(msgspec.Struct, kw_only=True):
+    """How long the pulls that ended well took: in seconds together, and how many fell into each bucket."""
+
+    seconds: float = 0.0
+    buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(PULL_SECONDS_BOUNDS) + 1))
+
+    def add(self, seconds: float) -> None:
+        """Count one pull."""
+        self.seconds += seconds
+        self.buckets[bisect_left(PULL_SECONDS_BOUNDS, seconds)] += 1
+
+    def copy(self) -> PullTimes:
+        """Return what was counted up to now."""
+        return PullTimes(seconds=self.seconds, buckets=self.buckets.copy())
+
+
 class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since start, except `leased` and `quarantined`, which are as of now (in transfers)."""
 
@@ -69,12 +94,14 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int
     leases_ended: dict[str, int]
     pulls: int
+    """Those that ended well."""
     pull_bytes: int
     pull_descriptors: int
-    pull_seconds: float
+    pull_times: dict[str, PullTimes]
+    """By backend."""
     pull_failures: dict[str, int]
     verify_seconds: float = 0.0
-    """Spent on checking what was pulled; part of `pull_seconds`."""
+    """Spent on checking what was pulled; part of `pull_times`."""
     handshakes: int
     bad_frames: int
     streamed_pulls: int = 0

@@ -115,7 +115,7 @@ class Frontend:
             wholes = {delta.index: delta for delta in generation.restore()}
             leased = False
             async for output in self._outputs(generation, stream):
-                for delta in self._push(generation, stream, output):
+                for delta in self._push(generation, stream, output, entry):
                     if delta.index in wholes:
                         wholes[delta.index].add(delta)
                     else:
@@ -141,7 +141,7 @@ class Frontend:
                     generation.restore()
                     hides_first = generation.request.streamed
                     async for output in self._outputs(generation, stream):
-                        deltas = self._push(generation, stream, output)
+                        deltas = self._push(generation, stream, output, entry)
                         if hides_first and deltas:
                             events, hides_first = responses.first_tokens_event(deltas), False
                         else:
@@ -239,7 +239,9 @@ class Frontend:
             if output.done:
                 return
 
-    def _push(self, generation: Generation, stream: EngineStream, output: Output) -> list[Delta]:
+    def _push(
+        self, generation: Generation, stream: EngineStream, output: Output, entry: RequestLogEntry
+    ) -> list[Delta]:
         """Advance the choices by one output, and stop those in the engine that a stop string ended."""
         ended_by_engine = {token.index for token in output.tokens if token.finish is not None}
         sampling = generation.request.sampling
@@ -252,6 +254,7 @@ class Frontend:
         if generation.request.remote is None or generation.request.streamed:
             generation.cached_tokens = max(generation.cached_tokens, output.cached_tokens)
         generation.timing = output.timing or generation.timing
+        entry.count(deltas)
         return deltas
 
     def _transfer_params(self, generation: Generation, choices: list[Delta]) -> dict[str, Any] | None:

@@ -1,47 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's /metrics page (docs/architecture.md#metrics). One registry per agent, none global."""
+"""The agent's /metrics page (docs/reference/metrics.md). One registry per agent, none global.
+
+Names are vLLM's where they mean the same. Everything that may be counted is shown from the start: Prometheus
+cannot see a series grow that begins to exist with its first count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvferry.agent.messages.requests import Stats, Timing
+from kvferry.transfer.events import PULL_FAILURE_REASONS, PULL_SECONDS_BOUNDS, PullTimes
 
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-# Shown from the start: Prometheus cannot see a counter grow that begins to exist with its first count.
+_STATUSES = (200, 400, 404, 413, 499, 500, 503)
+_PHASES = ("queue", "prefill", "pull_wait", "pull", "pull_tail", "decode_queue", "first_step")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 _LEASE_CAUSES = ("released", "expired", "dropped", "failed")
 
 
 class AgentMetrics:
-    """Counts finished requests, and shows the engine's last snapshot when scraped.
+    """Counts requests, prompts and tokens, and shows the engine's last snapshot when scraped.
 
     Args:
         stats: Returns that snapshot, or None before the first.
+        backends: Returns the transfer backends that work here, as far as they are known yet.
     """
 
-    def __init__(self, stats: Callable[[], Stats | None]) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(
+        self, stats: Callable[[], Stats | None], backends: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        self.generation_tokens = 0
+        """Tokens sampled here; counted with every one, so a plain number."""
+        self._registry = registry = CollectorRegistry()
+        info = Gauge(
+            "kvferry_agent_build_info", "1; what runs, in its labels.", ["version", "python"],
+            registry=registry,
+        )  # fmt: skip
+        info.labels(version("kvferry"), platform.python_version()).set(1)
         self._requests = Counter(
-            "kvferry_agent_requests", "Finished requests by HTTP status.", ["status"], registry=self._registry
+            "kvferry_agent_requests",
+            "Finished requests by HTTP status. A client's request is one at the prefill agent and one at the "
+            "decode agent; 499: whoever sent it left.",
+            ["status"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_agent_prompt_tokens",
+            "Tokens of prompts whose KV was made here: computed, or found in the prefix cache. A decode leg "
+            "counts none.",
+            registry=registry,
+        )
+        self._cached_tokens = Counter(
+            "kvferry_agent_prompt_tokens_cached",
+            "Those of kvferry_agent_prompt_tokens_total that were found in the prefix cache.",
+            registry=registry,
+        )
+        self._choices = Counter(
+            "kvferry_agent_request_success",
+            "Choices that ended at this agent. abort: whoever asked for them left; error: they failed.",
+            ["finished_reason"],
+            registry=registry,
+        )
+        self._prompt_length = Histogram(
+            "kvferry_agent_request_prompt_tokens",
+            "Tokens of a prompt, of the prompts of kvferry_agent_prompt_tokens_total.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.answer_tokens = Histogram(
+            "kvferry_agent_request_generation_tokens",
+            "Tokens of an answer, all choices together and all legs, where it ended.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._queue_time = Histogram(
+            "kvferry_agent_request_queue_time_seconds",
+            "How long a leg waited for its first step, or for room to pull into.",
+            buckets=_PHASE_BUCKETS_S,
+            registry=registry,
         )
         self._phases = Histogram(
             "kvferry_agent_phase_seconds",
-            "Where the time of a request went, by phase.",
+            "Where the time of a leg went, by phase; only phases that the leg had.",
             ["phase"],
             buckets=_PHASE_BUCKETS_S,
-            registry=self._registry,
+            registry=registry,
         )
-        self._registry.register(_EngineCollector(stats))
+        for status in _STATUSES:
+            self._requests.labels(status=str(status))
+        for phase in _PHASES:
+            self._phases.labels(phase=phase)
+        for reason in _FINISH_REASONS:
+            self._choices.labels(reason)
+        registry.register(_TokenCollector(self))
+        registry.register(_EngineCollector(stats, backends))
+        ProcessCollector(registry=registry)
+
+    def prompt_done(self, num_tokens: int, num_cached: int) -> None:
+        """Count a prompt whose KV was made here."""
+        self._prompt_tokens.inc(num_tokens)
+        self._cached_tokens.inc(num_cached)
+        self._prompt_length.observe(num_tokens)
+
+    def choices_ended(self, reason: str, count: int) -> None:
+        """Count choices that have ended, for one of `_FINISH_REASONS`."""
+        self._choices.labels(reason).inc(count)
 
     def finished(self, status: int, timing: Timing | None) -> None:
         """Count one finished request, and its phases where the engine reported them."""
         self._requests.labels(status=str(status)).inc()
         if timing is not None:
+            self._queue_time.observe(timing.queue_s)
             for phase, seconds in timing.phases().items():
                 self._phases.labels(phase=phase).observe(seconds)
 
@@ -50,11 +129,27 @@ class AgentMetrics:
         return generate_latest(self._registry)
 
 
+class _TokenCollector(Collector):
+    """Reads what is counted as a plain number."""
+
+    def __init__(self, metrics: AgentMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "kvferry_agent_generation_tokens",
+            "Tokens sampled here, token 1 of an answer by the prefill agent; the sum over agents is what "
+            "clients got, and what was lost with agents.",
+            self._metrics.generation_tokens,
+        )
+
+
 class _EngineCollector(Collector):
     """Reads the engine's counters at scrape time."""
 
-    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, stats: Callable[[], Stats | None], backends: Callable[[], Sequence[str]]) -> None:
         self._stats = stats
+        self._backends = backends
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -84,15 +179,15 @@ class _EngineCollector(Collector):
                 "Prompts computed here because their KV could not be pulled.",
                 stats.recomputes,
             ),
+            ("agent_integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
             ("transfer_pulls", "KV pulls that were proven valid.", plane.pulls),
             (
                 "transfer_streamed_pulls",
-                "KV pulls that had blocks before the prefill had ended.",
+                "Those that had blocks before the prefill had ended.",
                 plane.streamed_pulls,
             ),
             ("transfer_bytes", "Bytes of KV pulled.", plane.pull_bytes),
             ("transfer_descriptors", "Descriptors posted for pulls.", plane.pull_descriptors),
-            ("transfer_seconds", "Seconds spent pulling.", plane.pull_seconds),
             (
                 "transfer_verify_seconds",
                 "Seconds spent on checking pulled KV, part of pulling.",
@@ -100,19 +195,39 @@ class _EngineCollector(Collector):
             ),
             ("transfer_rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
             ("transfer_handshakes", "Handshakes with other agents.", plane.handshakes),
-            ("agent_integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
         ):
             yield CounterMetricFamily(f"kvferry_{name}", text, value)
-        for name, text, label, counts in (
-            ("transfer_failures", "Failed KV pulls by reason.", "reason", plane.pull_failures),
+        for name, text, label, values, counts in (
+            (
+                "transfer_failures",
+                "Failed KV pulls by reason; the log has a line for each.",
+                "reason",
+                PULL_FAILURE_REASONS,
+                plane.pull_failures,
+            ),
             (
                 "transfer_leases_ended",
                 "Leases that ended, by cause.",
                 "cause",
-                dict.fromkeys(_LEASE_CAUSES, 0) | plane.leases_ended,
+                _LEASE_CAUSES,
+                plane.leases_ended,
             ),
         ):
             family = CounterMetricFamily(f"kvferry_{name}", text, labels=[label])
-            for word, count in counts.items():
+            for word, count in (dict.fromkeys(values, 0) | counts).items():
                 family.add_metric([word], count)
             yield family
+        yield self._pull_times(plane.pull_times)
+
+    def _pull_times(self, times: dict[str, PullTimes]) -> Metric:
+        family = HistogramMetricFamily(
+            "kvferry_transfer_pull_seconds",
+            "From the first read of a pull to the proof that what was read is valid, by backend.",
+            labels=["backend"],
+        )
+        bounds = [*map(str, PULL_SECONDS_BOUNDS), "+Inf"]
+        for backend in dict.fromkeys((*self._backends(), *times)):
+            counted = times.get(backend) or PullTimes()
+            buckets = list(zip(bounds, accumulate(counted.buckets), strict=True))
+            family.add_metric([backend], buckets, counted.seconds)
+        return family

@@ -146,7 +146,10 @@ class _Agent:
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
         self._grammars = GrammarChecker(Path(config.model))
-        self._metrics = AgentMetrics(lambda: self._engine.stats)
+        self._metrics = AgentMetrics(
+            lambda: self._engine.stats,
+            lambda: self._engine.ready.transfers if self._engine.ready else (),
+        )
         self._announcer = Announcer(
             config.proxy,
             self._lifecycle.changed,

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from kvferry.agent.api.generation import Generation
+from kvferry.agent.api.generation import Delta, Generation
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.errors import ApiError
 
@@ -32,6 +32,7 @@ class RequestLogEntry:
         if traceparent is not None:
             self._facts["traceparent"] = traceparent
         self._generation: Generation | None = None
+        self._has_prompt_to_count = False
         self._closed = False
 
     def show_prompt(self, prompt: bytes) -> None:
@@ -41,7 +42,24 @@ class RequestLogEntry:
     def follow(self, generation: Generation, leg: str, transfer_id: str | None) -> None:
         """Put the figures of a generation on the line."""
         self._generation = generation
+        self._has_prompt_to_count = leg != "decode"  # there it was counted by the prefill leg
         self._facts |= {"leg": leg, "transfer_id": transfer_id}
+
+    def count(self, deltas: Sequence[Delta]) -> None:
+        """Count what the choices gained at this agent; the prompt with the first of it.
+
+        The first token of a streamed decode leg's choice was sampled, and counted, by the prefill leg.
+        """
+        generation, metrics = self._generation, self._metrics
+        assert generation is not None, "a request that is not followed gains nothing"
+        if self._has_prompt_to_count and deltas:
+            self._has_prompt_to_count = False
+            metrics.prompt_done(len(generation.request.prompt_ids), generation.cached_tokens)
+        for delta in deltas:
+            sampled = len(delta.token_ids) - (generation.request.streamed and delta.first)
+            metrics.generation_tokens += sampled
+            if delta.finish_reason is not None and (sampled or not delta.token_ids):
+                metrics.choices_ended(delta.finish_reason, 1)
 
     @contextmanager
     def closed_on_failure(self) -> Iterator[None]:
@@ -65,6 +83,7 @@ class RequestLogEntry:
         self._closed = True
         timing = self._generation.timing if self._generation else None
         self._metrics.finished(status, timing)
+        self._count_end(status)
         facts = self._facts | {"status": status, "seconds": round(time.monotonic() - self._start, 6)}
         if code is not None:
             facts["code"] = code
@@ -76,3 +95,14 @@ class RequestLogEntry:
             # By a clock that the agents of one host share: their lines together show what overlapped.
             facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
         log.info("%s", msgspec.json.encode(facts).decode())
+
+    def _count_end(self, status: int) -> None:
+        """Count the length of an answer where it ends; what a failure leaves unfinished is no answer."""
+        generation = self._generation
+        if generation is None:
+            return
+        if generation.finished and status == 200:
+            self._metrics.answer_tokens.observe(generation.token_usage.completion_tokens)
+        elif status != 200:
+            unfinished = sum(choice.finish_reason is None for choice in generation.choices)
+            self._metrics.choices_ended("abort" if status == CLIENT_GONE else "error", unfinished)

@@ -170,7 +170,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as metrics, logs and the `Server-Timing` header name them.
 
-        Those of a pull only where there was one; its tail only where blocks came before the prefill ended.
+        Only those that the leg had: a pull's where there was one, its tail where blocks came before the
+        prefill ended, the prefill's where the prompt was computed here, the rest where tokens were decoded.
         """
         seconds = {
             "queue": self.queue_s,
@@ -181,6 +182,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
             "decode_queue": self.decode_queue_s,
             "first_step": self.first_step_s,
         }
+        if not self.prefill_s:
+            del seconds["prefill"]
+        if self.first_step_at is None:
+            del seconds["decode_queue"]
+        if not self.first_step_s:
+            del seconds["first_step"]
         if self.backend is None:
             del seconds["pull_wait"], seconds["pull"]
         if not self.pull_early_blocks:

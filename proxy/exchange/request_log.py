@@ -85,6 +85,7 @@ class RequestLog:
         self._token_limit: TokenLimit | None = None
         self._choices = 1
         self._model = ""
+        self._model_metrics = metrics.of_model("")
         self._agent_timing: list[str] = []
         self._events = 0
         self._first_text_at: float | None = None
@@ -116,6 +117,7 @@ class RequestLog:
             self._token_limit.charge(routing_request(request, None).tokens, time.monotonic())
         self._choices = request.sequences
         self._model = request.model[:MAX_MODEL_CHARS]
+        self._model_metrics = self._metrics.of_model(request.model)
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if show_prompt:
             self._facts["prompt"] = _beginning(bytes(request.prompt))
@@ -143,14 +145,14 @@ class RequestLog:
         if self._last_event_at is None:
             self._first_event_at = now
         else:
-            self._metrics.itl.observe(now - self._last_event_at)
+            self._model_metrics.itl.observe(now - self._last_event_at)
         self._last_event_at = now
         count = sse.count(events)
         self._events += count
         self._metrics.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = now
-            self._metrics.ttft.observe(now - self.arrived_at)
+            self._model_metrics.ttft.observe(now - self.arrived_at)
 
     def event(self, event: bytes) -> None:
         """`events` for a single event, with a cheaper path for all but the first."""
@@ -159,7 +161,7 @@ class RequestLog:
             self.events(event)
             return
         self._last_event_at = now = time.monotonic()
-        self._metrics.itl.observe(now - last)
+        self._model_metrics.itl.observe(now - last)
         self._events += 1
         self._metrics.events += 1
 
@@ -191,11 +193,12 @@ class RequestLog:
         """End the request with this HTTP status (for an error event: the one it stands for)."""
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
-        self._metrics.ended(self.endpoint, status)
-        self._metrics.e2e.observe(total)
+        of_model = self._model_metrics
+        self._metrics.ended(self.endpoint, status, of_model.model)
+        of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            self._metrics.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
+            of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
         if self._token_limit is not None:
             self._token_limit.charge(self._events, time.monotonic())
         self._remember(status, code)

@@ -22,7 +22,7 @@ from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.messages import Bye, Incarnation, Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class Fleet:
         self.slots = Slots()
         self.admission = Admission(self.slots, metrics, settings.queue_limit)
         self.registry = Registry(self.slots.in_flight, settings.breakers, settings.rules)
+        self.registry.subscribe(partial(note_model, metrics))
         self.registry.subscribe(lambda _: self._pump_if_changed())
         self._pumped_at = -1
         self.router = _router(settings, self.slots)
@@ -154,6 +155,12 @@ class Fleet:
         if isinstance(pair, Pair):
             self.registry.sent([node.incarnation for node in pair.nodes], now)
         return pair
+
+
+def note_model(metrics: Metrics, update: Register | Bye) -> None:
+    """Show the series of a model from the first ping on of an agent that serves it."""
+    if isinstance(update, Register):
+        metrics.serves(update.model)
 
 
 def _router(settings: FleetSettings, slots: Slots) -> Router:

@@ -23,7 +23,7 @@ ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 
 
 class Mismatch(enum.StrEnum):
-    """What keeps two agents apart; the words are shown to operators."""
+    """What keeps two agents apart. The sentences are shown to operators; metrics have the names as labels."""
 
     DIALECT = "no dialect in common"
     ALONE = "it takes no request without a partner"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from kvferry.proxy.fleet.address_rules import (
@@ -35,6 +36,7 @@ from kvferry.proxy.wire.messages import (
 logger = logging.getLogger(__name__)
 
 Leg = Literal["prefill", "decode"]
+ROLES: tuple[Literal["prefill", "decode", "both"], ...] = ("prefill", "decode", "both")
 
 STALL_S = 30.0
 """An agent that pings, but has made no progress for so long, does not work."""
@@ -139,6 +141,14 @@ class Snapshot:
 
 
 @dataclass(slots=True)
+class LegCounts:
+    """How many legs ended at an agent as they should, and how many by its failure."""
+
+    succeeded: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
 class _Record:
     info: Register
     heard_at: float
@@ -146,6 +156,7 @@ class _Record:
     breaker: Breaker
     served_at: float
     """When its last ping that did not announce its end came."""
+    legs: LegCounts = field(default_factory=LegCounts)
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
     drained: bool = False
@@ -202,6 +213,7 @@ class Registry:
         self._gone: OrderedDict[Incarnation, float] = OrderedDict()
         """When agents that are gone last served, the latest last."""
         self._models: dict[str, float] = {}
+        self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
         self._kept = _Kept()
 
@@ -209,6 +221,15 @@ class Registry:
     def num_agents(self) -> int:
         """Agents that are registered, whatever their state."""
         return len(self._records)
+
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """How many agents of each role have gone without a word of it: they were killed, or cut off."""
+        return MappingProxyType(self._lost)
+
+    def legs(self) -> Iterator[tuple[Register, LegCounts]]:
+        """Yield the registered agents, those that came first in front, and how their legs ended."""
+        return ((record.info, record.legs) for record in self._records.values())
 
     def subscribe(self, subscriber: Callable[[Register | Bye], None]) -> None:
         """Have every registration that is accepted, and every goodbye, passed to `subscriber`."""
@@ -319,6 +340,7 @@ class Registry:
     def leg_succeeded(self, incarnation: Incarnation) -> None:
         """Report a leg that ended as it should to the agent's circuit breaker."""
         if (record := self._records.get(incarnation)) is not None:
+            record.legs.succeeded += 1
             before = record.breaker.state
             record.breaker.succeeded()
             if record.breaker.state is not before:
@@ -327,6 +349,7 @@ class Registry:
     def leg_failed(self, incarnation: Incarnation, now: float) -> None:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
         if (record := self._records.get(incarnation)) is not None:
+            record.legs.failed += 1
             record.breaker.failed(now)
             self._kept.stale.add(incarnation)
 
@@ -340,6 +363,7 @@ class Registry:
         self._swept_at = now
         expired = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
         for incarnation in expired:
+            self._count_lost(incarnation)
             self._remove(incarnation, "expired: its pings stopped")
         for record in self._records.values():
             if record.info.model:  # other engines' pings have none
@@ -475,8 +499,14 @@ class Registry:
     def _replace_at(self, address: str) -> None:
         old = self._by_address.get(address)
         if old is not None:
+            self._count_lost(old)
             self._remove(old, "was replaced at its address")
             self._retire(old)
+
+    def _count_lost(self, incarnation: Incarnation) -> None:
+        info = self._records[incarnation].info
+        if info.state != "draining":
+            self._lost[info.role] += 1
 
     def _remove(self, incarnation: Incarnation, why: str) -> None:
         record = self._records.pop(incarnation)

@@ -8,6 +8,7 @@ shown again for a second (`PageCache`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -32,11 +33,13 @@ from kvferry.proxy.fleet.groups import (
     incompatible_pairs,
     reason,
 )
-from kvferry.proxy.fleet.registry import NodeState, Snapshot
+from kvferry.proxy.fleet.registry import ROLES, NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, can_serve
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.wire.messages import Incarnation
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -46,6 +49,8 @@ MAX_SHOWN = 200
 
 MAX_PAIRINGS = 1000
 """Refused pairings that `/nodes` lists, beside their number."""
+MAX_LABELLED_AGENTS = 128
+"""Agents with series of their own on the metrics page."""
 SLICE_S = 0.002
 """How long a page is worked on before requests are served again."""
 LARGE_FLEET = 64
@@ -75,11 +80,15 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The fleet at one moment. `in_flight`: sequences of this proxy at an agent."""
+    """The fleet at one moment.
+
+    `in_flight`: sequences of this proxy at an agent. `lost`: agents that went without a word, by role.
+    """
 
     snapshot: Snapshot
     in_flight: Callable[[Incarnation], int]
     down: Sequence[DownServer]
+    lost: Mapping[str, int]
     now: float
 
 
@@ -158,15 +167,23 @@ class OperatorViews:
         """Return the fleet as it is now."""
         fleet, now = self._fleet, self._fleet.clock()
         return FleetView(
-            snapshot=fleet.registry.snapshot(now), in_flight=fleet.slots.in_flight, down=self._down(), now=now
+            snapshot=fleet.registry.snapshot(now),
+            in_flight=fleet.slots.in_flight,
+            down=self._down(),
+            lost=fleet.registry.lost,
+            now=now,
         )
 
 
 class FleetCollector(Collector):
-    """Gauges of the fleet, counted when asked for: they change by the passing of time too."""
+    """Gauges of the fleet, counted when asked for: they change by the passing of time too.
+
+    The labels are words; the log has the sentence that belongs to a refused pairing, when it is first seen.
+    """
 
     def __init__(self, view: Callable[[], FleetView]) -> None:
         self._view = view
+        self._logged: set[Mismatch] = set()
 
     def collect(self) -> Iterable[Metric]:
         view = self._view()
@@ -174,7 +191,7 @@ class FleetCollector(Collector):
             "kvferry_proxy_nodes", "Agents by role and state.", labels=["role", "state"]
         )
         by_state = Counter((node.info.role, node.state) for node in view.snapshot.nodes)
-        for role in ("prefill", "decode", "both"):
+        for role in ROLES:
             for state in NodeState:
                 nodes.add_metric([role, state], by_state[role, state])
         yield nodes
@@ -183,13 +200,67 @@ class FleetCollector(Collector):
         )
         by_reason = count_incompatible(view.snapshot)
         for why in Mismatch:
-            refused.add_metric([why], by_reason[why])
+            refused.add_metric([why.name.lower()], by_reason[why])
+        self._log_refused(view.snapshot, {why for why in Mismatch if by_reason[why]})
         yield refused
+        lost = CounterMetricFamily(
+            "kvferry_proxy_agents_lost",
+            "Agents that went without a word of it, killed or cut off, by role.",
+            labels=["role"],
+        )
+        for role in ROLES:
+            lost.add_metric([role], view.lost[role])
+        yield lost
         yield GaugeMetricFamily(
             "kvferry_proxy_named_servers_down",
             "Servers named by flags or a file that are down.",
             len(view.down),
         )
+
+    def _log_refused(self, snapshot: Snapshot, reasons: set[Mismatch]) -> None:
+        """Log an example of each reason that was not there when last asked."""
+        new, self._logged = reasons - self._logged, reasons
+        if not new:
+            return
+        for prefill, decode, why in islice(incompatible_pairs(snapshot), MAX_PAIRINGS):
+            if why in new:
+                new.remove(why)
+                logger.warning(
+                    "agents %s and %s cannot serve together: %s",
+                    prefill.address,
+                    decode.address,
+                    reason(prefill, decode, why),
+                )
+
+
+class AgentCollector(Collector):
+    """What this process has at each agent; beyond `MAX_LABELLED_AGENTS` together, as `other`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        in_flight: Counter[str] = Counter()
+        legs: Counter[tuple[str, str]] = Counter()
+        for position, (info, counts) in enumerate(self._fleet.registry.legs()):
+            agent = urlsplit(info.address).netloc if position < MAX_LABELLED_AGENTS else "other"
+            in_flight[agent] += self._fleet.slots.in_flight(info.incarnation)
+            legs[agent, "succeeded"] += counts.succeeded
+            legs[agent, "failed"] += counts.failed
+        held = GaugeMetricFamily(
+            "kvferry_proxy_agent_in_flight", "Sequences of this proxy at each agent.", labels=["agent"]
+        )
+        for agent, count in in_flight.items():
+            held.add_metric([agent], count)
+        yield held
+        ended = CounterMetricFamily(
+            "kvferry_proxy_agent_legs",
+            "Legs at each agent that ended as they should, or by its failure.",
+            labels=["agent", "outcome"],
+        )
+        for labels, count in legs.items():
+            ended.add_metric(labels, count)
+        yield ended
 
 
 async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:

@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+Value = str | tuple[str, ...]
+
 
 class BucketCounts:
     """How many durations (in seconds) fell into each bucket, and their sum."""
@@ -67,14 +69,16 @@ class Histogram(BucketCounts, Collector):
 
 
 class LabelledHistogram(Collector):
-    """One histogram for each value of a label, which must be few."""
+    """One histogram for each value of a label, which must be few; those of `values` from the start."""
 
-    def __init__(self, name: str, documentation: str, label: str, bounds: Sequence[float]) -> None:
+    def __init__(
+        self, name: str, documentation: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
+    ) -> None:
         self._name = name
         self._help = documentation
         self._label = label
         self._bounds = bounds
-        self._by_value: dict[str, BucketCounts] = {}
+        self._by_value = {value: BucketCounts(bounds) for value in values}
 
     def of(self, value: str) -> BucketCounts:
         """Return the histogram of one value."""
@@ -82,6 +86,11 @@ class LabelledHistogram(Collector):
         if found is None:
             found = self._by_value[value] = BucketCounts(self._bounds)
         return found
+
+    def counts(self) -> list[int]:
+        """Return how many fell into each bucket, of all values together."""
+        none = [0] * (len(self._bounds) + 1)
+        return list(map(sum, zip(none, *(each.counts() for each in self._by_value.values()), strict=True)))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
@@ -91,28 +100,35 @@ class LabelledHistogram(Collector):
 
 
 class LabelledGauge(Collector):
-    """How many there are now of each value of a label, which must be few."""
+    """How many there are now of each value of a label, which must be few.
+
+    Args:
+        labels: One label, or several; a value is then a tuple.
+        values: Those that are shown before anything was counted.
+    """
 
     family: ClassVar[type[GaugeMetricFamily | CounterMetricFamily]] = GaugeMetricFamily
 
-    def __init__(self, name: str, documentation: str, label: str) -> None:
+    def __init__(
+        self, name: str, documentation: str, labels: str | tuple[str, ...], values: Iterable[Value] = ()
+    ) -> None:
         self._name = name
         self._help = documentation
-        self._label = label
-        self._counts: dict[str, int] = {}
+        self._labels = (labels,) if isinstance(labels, str) else labels
+        self._counts: dict[Value, int] = dict.fromkeys(values, 0)
 
-    def add(self, value: str, count: int) -> None:
+    def add(self, value: Value, count: int) -> None:
         """Count so many more, or fewer."""
         self._counts[value] = self._counts.get(value, 0) + count
 
     def counts(self) -> dict[str, int]:
-        """Return the count of each value that has ever been counted."""
-        return {str(value): count for value, count in self._counts.items()}
+        """Return the count of each value of the one label, but for those of which there are none."""
+        return {str(value): count for value, count in self._counts.items() if count}
 
     def collect(self) -> Iterable[Metric]:
-        family = self.family(self._name, self._help, labels=[self._label])
+        family = self.family(self._name, self._help, labels=self._labels)
         for value, count in self._counts.items():
-            family.add_metric([value], count)
+            family.add_metric((value,) if isinstance(value, str) else value, count)
         yield family
 
 

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's Prometheus metrics (docs/architecture.md#metrics), in a registry of their own."""
+"""The proxy's Prometheus metrics (docs/reference/metrics.md), in a registry of their own.
+
+Names are vLLM's where they mean the same. Everything that may be counted is shown from the start, what has
+the label `model` from the first ping of an agent that serves it: Prometheus cannot see a series grow that
+begins to exist with its first count. Values of labels are short words, of which there are few.
+"""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from importlib.metadata import version
 from itertools import chain
 from operator import add, sub
+from typing import NamedTuple
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.proxy.telemetry.fast_metrics import Histogram, LabelledCounter, LabelledGauge, LabelledHistogram
+from kvferry.proxy.telemetry.fast_metrics import (
+    BucketCounts,
+    Histogram,
+    LabelledCounter,
+    LabelledGauge,
+    LabelledHistogram,
+)
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
@@ -21,6 +36,16 @@ TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+MAX_MODELS = 64
+"""Models with series of their own."""
+PHASES = ("route", "prefill", "decode_wait", "decode")
+_ENDPOINTS = ("completions", "chat/completions")
+_STATUSES = (200, 400, 404, 429, CLIENT_LEFT, 500, 502, 503, 504)
+_LEGS = ("prefill", "decode")
+_REJECTIONS = ("queue_full", "queue_timeout")
+_DROPS = ("delivered", "failed", "overflow")
+_VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
+_FOREIGN_DIALECTS = ("atom", "sglang", "vllm-kvferry", "vllm-mooncake", "vllm-moriio", "vllm-nixl")
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +98,21 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
         return cls(metric.name, metric.type, metric.documentation, samples)
 
 
+class ModelMetrics(NamedTuple):
+    """What is counted with every request for one model, looked up once."""
+
+    model: str
+    ttft: BucketCounts
+    tpot: BucketCounts
+    itl: BucketCounts
+    e2e: BucketCounts
+
+
 class Metrics:
-    """Everything that is counted. Requests are those of the two completion endpoints."""
+    """Everything that is counted. Requests are those of the completion endpoints.
+
+    The label `model` is empty for what names no model that an agent has served, and beyond `MAX_MODELS`.
+    """
 
     def __init__(self) -> None:
         self.events = 0
@@ -82,38 +120,47 @@ class Metrics:
         self._num_ended = 0
         self._num_failed = 0
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        info = Gauge(
+            "kvferry_proxy_build_info", "1; what runs, in its labels.", ["version", "python"],
+            registry=registry,
+        )  # fmt: skip
+        info.labels(version("kvferry"), platform.python_version()).set(1)
+        self.requests = LabelledCounter(
             "kvferry_proxy_requests",
             "Requests by how they ended; 499: the client left.",
-            ["endpoint", "status"],
-            registry=registry,
+            ("endpoint", "model", "status"),
         )
-        self._ended: dict[tuple[str, int], Counter] = {}
+        registry.register(self.requests)
         self.in_flight = LabelledGauge(
-            "kvferry_proxy_requests_in_flight", "Requests now in each phase.", "phase"
+            "kvferry_proxy_requests_in_flight", "Requests now in each phase.", "phase", PHASES
         )
         registry.register(self.in_flight)
-        self.ttft = Histogram(
+        registry.register(_EventCollector(self))
+        self.ttft = LabelledHistogram(
             "kvferry_proxy_time_to_first_token_seconds",
             "From a streamed request's arrival to its first text.",
+            "model",
             TTFT_BUCKETS,
         )
         registry.register(self.ttft)
-        self.tpot = Histogram(
+        self.tpot = LabelledHistogram(
             "kvferry_proxy_request_time_per_output_token_seconds",
             "Mean time per event of a choice after the first, per streamed request.",
+            "model",
             TOKEN_BUCKETS,
         )
         registry.register(self.tpot)
-        self.itl = Histogram(
+        self.itl = LabelledHistogram(
             "kvferry_proxy_inter_token_latency_seconds",
             "Time between arrivals of events within a stream.",
+            "model",
             TOKEN_BUCKETS,
         )
         registry.register(self.itl)
-        self.e2e = Histogram(
+        self.e2e = LabelledHistogram(
             "kvferry_proxy_e2e_request_latency_seconds",
             "From a request's arrival to the end of its answer.",
+            "model",
             _TOTAL_BUCKETS,
         )
         registry.register(self.e2e)
@@ -122,6 +169,7 @@ class Metrics:
             "Where requests spend their time.",
             "phase",
             _PHASE_BUCKETS,
+            PHASES,
         )
         registry.register(self.phases)
         self.retries = Counter(
@@ -174,6 +222,7 @@ class Metrics:
             "kvferry_proxy_leases_judged",
             "Decode legs of other engines by what is known of the KV that they read.",
             "verdict",
+            _VERDICTS,
         )
         registry.register(self.leases)
         self.bad_pings = Counter(
@@ -182,6 +231,17 @@ class Metrics:
         self.rejected_pings = Counter(
             "kvferry_proxy_refused_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
         )
+        for counter, words in (
+            (self.retries, _LEGS),
+            (self.rejections, _REJECTIONS),
+            (self.drops, _DROPS),
+            (self.prompts_recomputed, _FOREIGN_DIALECTS),
+        ):
+            for word in words:
+                counter.labels(word)
+        ProcessCollector(registry=registry)
+        self._unserved = self._add_model("")
+        self._models: dict[str, ModelMetrics] = {}
 
     def add_collector(self, collector: Collector) -> None:
         """Show what `collector` collects too, from now on."""
@@ -191,15 +251,21 @@ class Metrics:
         """Return all metrics as they are now."""
         return list(map(MetricFamily.of, self._registry.collect()))
 
-    def ended(self, endpoint: str, status: int) -> None:
-        """Count a request that has ended."""
+    def serves(self, model: str) -> None:
+        """Show the series of a model, which an agent serves, from now on. Idempotent."""
+        if model and model not in self._models and len(self._models) < MAX_MODELS:
+            self._models[model] = self._add_model(model)
+
+    def of_model(self, model: str) -> ModelMetrics:
+        """Return where requests for a model are counted."""
+        return self._models.get(model, self._unserved)
+
+    def ended(self, endpoint: str, status: int, model: str = "") -> None:
+        """Count a request that has ended; `model` is that of its `ModelMetrics`."""
         self._num_ended += 1
         if status >= 400 and status != CLIENT_LEFT:
             self._num_failed += 1
-        counter = self._ended.get((endpoint, status))
-        if counter is None:  # looking a label up costs more than counting
-            counter = self._ended[endpoint, status] = self.requests.labels(endpoint, str(status))
-        counter.inc()
+        self.requests.add((endpoint, model, str(status)), 1)
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""
@@ -219,11 +285,37 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
+    def _add_model(self, model: str) -> ModelMetrics:
+        for endpoint in _ENDPOINTS:
+            for status in _STATUSES:
+                self.requests.add((endpoint, model, str(status)), 0)
+        of = (histogram.of(model) for histogram in (self.ttft, self.tpot, self.itl, self.e2e))
+        return ModelMetrics(model, *of)
+
+
+class _EventCollector(Collector):
+    """Reads what is counted as a plain number."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "kvferry_proxy_stream_events",
+            "Events of streams that went to clients, about one for each token.",
+            self._metrics.events,
+        )
+
+
+# Of several processes the first start, the lowest limit, and one and the same build.
+_NO_SUMS = ("_created", "process_start_time_seconds", "process_max_fds", "_build_info")
+
 
 def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
     """Add up samples of the same name and labels, of several processes.
 
-    Of counters and buckets that is what all have counted, of gauges what all hold.
+    Of counters and buckets that is what all have counted, of gauges what all hold. Of what cannot be added it
+    is the least.
     """
     first: dict[str, MetricFamily] = {}
     sums: dict[str, dict[Hashable, MetricSample]] = {}
@@ -259,7 +351,6 @@ class _Families(Collector):
 def _sum(one: MetricSample | None, other: MetricSample) -> MetricSample:
     if one is None:
         return other
-    # When counting began: of several, the earliest.
-    is_time = one.name.endswith("_created")
-    value = min(one.value, other.value) if is_time else one.value + other.value
-    return MetricSample(one.name, one.labels, value)
+    if one.name.endswith(_NO_SUMS):
+        return MetricSample(one.name, one.labels, min(one.value, other.value))
+    return MetricSample(one.name, one.labels, one.value + other.value)

@@ -23,12 +23,14 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.discovery.discovery import Discovery
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import Node, NodeState, Registry
 from kvferry.proxy.fleet.views import (
     LARGE_FLEET,
@@ -166,6 +168,8 @@ class Supervisor:
         self._ended_failures = FailureLog()
         self._history = History()
         self._pages = PageCache(clock)
+        self._fleet_metrics = FleetCollector(self._view)
+        registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
 
     async def started(self) -> None:
@@ -212,7 +216,7 @@ class Supervisor:
         view = self._view()
         match name:
             case "metrics":
-                families = [*self._families(), *map(MetricFamily.of, FleetCollector(lambda: view).collect())]
+                families = [*self._families(), *map(MetricFamily.of, self._fleet_metrics.collect())]
                 return Page(body=exposition(families), content_type=CONTENT_TYPE)
             case "dashboard":
                 failures, phases = FailureLog(), Counter[str]()
@@ -317,6 +321,7 @@ class Supervisor:
             snapshot=snapshot.altered(nodes),
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
+            lost=self._registry.lost,
             now=now,
         )
 

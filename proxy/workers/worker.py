@@ -21,7 +21,7 @@ import uvloop
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.views import OperatorViews, Page, PageName
+from kvferry.proxy.fleet.views import AgentCollector, OperatorViews, Page, PageName
 from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -190,6 +190,7 @@ async def _run(end: socket.socket) -> int:
 async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) -> int:
     keys, metrics, failures = Keys.read(config), Metrics(), FailureLog()
     fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time)
+    metrics.add_collector(AgentCollector(fleet))
     worker = Worker(channel, fleet, metrics, failures)
     worker.learn(start)
     with listening_socket(config.host, start.port, shared=True) as listener:

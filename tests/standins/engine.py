@@ -45,7 +45,7 @@ from kvferry.agent.messages.requests import (
     TokenLogprob,
 )
 from kvferry.agent.process.children import die_with_parent
-from kvferry.transfer.events import PlaneStats
+from kvferry.transfer.events import PlaneStats, PullTimes
 
 CACHED_TOKENS = 2
 CONTROL_PORT = 6399
@@ -211,7 +211,7 @@ class StandInEngine:
                     pulls=5,
                     pull_bytes=4096,
                     pull_descriptors=7,
-                    pull_seconds=0.5,
+                    pull_times={"tcp": PullTimes(seconds=0.5)},
                     pull_failures=dict(self._told),
                     verify_seconds=0.25,
                     handshakes=1,

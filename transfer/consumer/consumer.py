@@ -29,7 +29,7 @@ from kvferry.transfer.consumer.pull import (
 )
 from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -109,7 +109,8 @@ class Consumer:
         self.streamed_pulls = 0
         self.nbytes = 0
         self.descriptors = 0
-        self.seconds = 0.0
+        self.times: dict[str, PullTimes] = {}
+        """By backend."""
         self.verify_seconds = 0.0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -173,7 +174,6 @@ class Consumer:
         else:
             self._set_deadline(entry, fill_s + timeout_s)
         entry.move_s = timeout_s
-        self.pulls += 1
         self._schedule_renewal()
         self._perform(entry, entry.pull.start(time.monotonic(), block_ids, first_block, ids_hash))
 
@@ -374,9 +374,10 @@ class Consumer:
         """Count the end of a pull and pass it to the scheduler."""
         event = effect.event
         if isinstance(event, PullDone):
+            self.pulls += 1
             self.nbytes += event.nbytes
             self.descriptors += event.descriptors
-            self.seconds += event.pull_s
+            self.times.setdefault(event.backend, PullTimes()).add(event.pull_s)
             self.streamed_pulls += event.early_blocks > 0
         elif isinstance(event, PullFailed):
             self.failures[event.reason] += 1

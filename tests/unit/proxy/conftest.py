@@ -17,6 +17,7 @@ from kvferry.proxy.exchange.request_log import Phase
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.messages import Role
 from tests.standins.agents import StandInAgent
+from tests.unit.proxy.exposition import sample
 
 A = TypeVar("A", bound=StandInAgent)
 
@@ -100,10 +101,8 @@ class Stage:
             return Streamed(response.status, response.headers, await response.read())
 
     def metric(self, line: str) -> float:
-        """The value of one sample, named as in the exposition; 0 when it is not there."""
-        text = self.proxy.services.metrics.exposition().decode()
-        found = [row for row in text.splitlines() if row.startswith(f"{line} ")]
-        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+        """The value of one sample, named as in the exposition (`exposition.sample`)."""
+        return sample(self.proxy.services.metrics.exposition().decode(), line)
 
     async def assert_quiescent(self) -> None:
         """Nothing is left of any request: no slot, no phase, no drop, no lease, no handler."""

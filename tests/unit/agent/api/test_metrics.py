@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.messages.requests import Stats, Timing
-from kvferry.transfer.events import PlaneStats
+from kvferry.transfer.control.messages import GoneReason
+from kvferry.transfer.events import PULL_FAILURE_REASONS, PlaneStats, PullTimes
 
+CONSUMER = Path(__file__).parents[4] / "transfer" / "consumer"
+
+PULL_TIMES = PullTimes()
+PULL_TIMES.add(0.1)
+PULL_TIMES.add(0.4)
 STATS = Stats(
     steps=11, running=2, waiting=3, blocks_free=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7,
     blocks_total=22, preemptions=8, recomputes=1, integrity_errors=0,
     plane=PlaneStats(
         leased=1, quarantined=0, leases_ended={"expired": 3, "released": 4}, pulls=9, streamed_pulls=15,
-        pull_bytes=10, pull_descriptors=12, pull_seconds=0.5, pull_failures={"timeout": 2},
+        pull_bytes=10, pull_descriptors=12, pull_times={"tcp": PULL_TIMES}, pull_failures={"deadline": 2},
         verify_seconds=0.25, rebuilds=14, handshakes=13, bad_frames=0, refusals={},
     ),
 )  # fmt: skip
@@ -31,17 +43,24 @@ def samples(metrics: AgentMetrics) -> dict[tuple[str, ...], float]:
 
 def test_the_page_shows_the_engines_last_snapshot() -> None:
     latest = [None, STATS]
-    metrics = AgentMetrics(lambda: latest[-1])
+    metrics = AgentMetrics(lambda: latest[-1], lambda: ["nixl", "tcp"])
     page = samples(metrics)
     assert page["kvferry_agent_num_requests_running",] == 2
     assert page["kvferry_agent_num_requests_waiting",] == 3
     states = ("free", "used", "leased", "quarantined")
     assert [page["kvferry_agent_kv_blocks", state] for state in states] == [4, 5, 6, 7]
     assert page["kvferry_transfer_bytes_total",] == 10
-    assert page["kvferry_transfer_seconds_total",] == 0.5
+    assert page["kvferry_transfer_pull_seconds_sum", "tcp"] == 0.5
+    assert page["kvferry_transfer_pull_seconds_bucket", "tcp", "0.1"] == 1
+    assert page["kvferry_transfer_pull_seconds_bucket", "tcp", "0.5"] == 2
+    assert page["kvferry_transfer_pull_seconds_count", "tcp"] == 2
+    assert page["kvferry_transfer_pull_seconds_count", "nixl"] == 0, "shown before its first pull"
     assert page["kvferry_transfer_verify_seconds_total",] == 0.25
     assert page["kvferry_transfer_rebuilds_total",] == 14
-    assert page["kvferry_transfer_failures_total", "timeout"] == 2
+    assert page["kvferry_transfer_failures_total", "deadline"] == 2
+    assert page["kvferry_transfer_failures_total", "checksum"] == 0, (
+        "a reason is shown before it first occurs"
+    )
     assert page["kvferry_transfer_leases_ended_total", "expired"] == 3
     assert page["kvferry_transfer_leases_ended_total", "dropped"] == 0, (
         "a cause is shown before it first occurs"
@@ -55,7 +74,8 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
 def test_two_agents_in_one_process_share_nothing() -> None:
     first, second = AgentMetrics(lambda: None), AgentMetrics(lambda: None)
     first.finished(200, None)
-    assert ("kvferry_agent_requests_total", "200") not in samples(second)
+    assert samples(first)["kvferry_agent_requests_total", "200"] == 1
+    assert samples(second)["kvferry_agent_requests_total", "200"] == 0
 
 
 def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
@@ -66,7 +86,25 @@ def test_phases_of_a_pull_are_observed_only_where_there_was_one() -> None:
     assert page["kvferry_agent_phase_seconds_sum", "queue"] == 1.5
     assert page["kvferry_agent_phase_seconds_count", "queue"] == 2
     assert page["kvferry_agent_phase_seconds_count", "pull"] == 1
-    assert ("kvferry_agent_phase_seconds_count", "pull_tail") not in page
+    assert page["kvferry_agent_phase_seconds_count", "pull_tail"] == 0
+    assert page["kvferry_agent_phase_seconds_count", "prefill"] == 0, "no leg had one"
+    assert page["kvferry_agent_phase_seconds_count", "first_step"] == 0
     metrics.finished(200, Timing(pull_s=2.5, pull_tail_s=0.25, pull_early_blocks=3, backend="tcp"))
     assert samples(metrics)["kvferry_agent_phase_seconds_sum", "pull_tail"] == 0.25
     assert page["kvferry_agent_requests_total", "200"] == 2
+
+
+def test_the_process_is_on_the_page() -> None:
+    page = samples(AgentMetrics(lambda: None))
+    assert page["process_resident_memory_bytes",] > 0
+    assert page["kvferry_agent_build_info", platform.python_version(), version("kvferry")] == 1
+
+
+def test_whose_word_a_failure_reason_is() -> None:
+    """Every word that the plane may give is shown from the start."""
+    lease_reasons = {f"lease_{reason}" for reason in get_args(GoneReason)}
+    assert lease_reasons == {reason for reason in PULL_FAILURE_REASONS if reason.startswith("lease_")}
+    code = "".join(path.read_text() for path in CONSUMER.glob("*.py"))
+    given = set(re.findall(r'(?:lose|lost|fail|_failed)\("(\w+)"', code))
+    given |= {"deadline", "read_failed", "checksum", "mismatch"}
+    assert given == {reason for reason in PULL_FAILURE_REASONS if not reason.startswith("lease_")}

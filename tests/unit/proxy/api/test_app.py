@@ -205,7 +205,7 @@ async def test_agents_that_cannot_be_paired_are_a_503_and_the_pages_say_why(stag
     async with stage.http.get(f"{stage.proxy.url}/ready") as response:
         waiting = (await response.json())["waiting"]
     assert waiting == {"stand-in": "no prefill agent fits a decode agent of this model"}
-    assert stage.metric('kvferry_proxy_refused_pairings{reason="different KV layouts"}') == 1
+    assert stage.metric('kvferry_proxy_refused_pairings{reason="layout"}') == 1
 
 
 async def test_a_draining_agent_gets_nothing_new(stage: Stage) -> None:

@@ -174,7 +174,7 @@ def test_pages_show_the_reasons_that_comparing_every_two_gives(agents: Snapshot)
     ]
     assert list(incompatible_pairs(agents)) == expected
     assert count_incompatible(agents) == Counter(why for _, _, why in expected)
-    page = nodes_page(FleetView(snapshot=agents, in_flight=lambda _: 0, down=(), now=0.0))
+    page = nodes_page(FleetView(snapshot=agents, in_flight=lambda _: 0, down=(), lost={}, now=0.0))
     assert [entry["not_paired"] for entry in page["nodes"]] == [
         pairwise_not_paired(node, agents) for node in agents.nodes
     ]

@@ -34,8 +34,8 @@ def test_a_slice_holds_what_was_counted_within_it() -> None:
     metrics.events += 1000
     history.record(metrics.totals(), NOW)
     metrics.events += 10
-    metrics.ttft.observe(0.15)
-    metrics.tpot.observe(0.025)
+    metrics.of_model("").ttft.observe(0.15)
+    metrics.of_model("").tpot.observe(0.025)
     metrics.ended("completions", 200)
     metrics.ended("completions", 499)
     metrics.ended("completions", 502)
@@ -56,7 +56,7 @@ def test_what_is_older_than_the_ring_is_not_shown() -> None:
     history, metrics = History(), Metrics()
     history.record(metrics.totals(), NOW)
     metrics.events += 6
-    metrics.ttft.observe(0.1)
+    metrics.of_model("").ttft.observe(0.1)
     for number in range(1, NUM_SLICES + 2):
         history.record(metrics.totals(), NOW + number * SLICE_S)
     charts = history.charts()

@@ -29,11 +29,13 @@ from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, S
 from kvferry.proxy.workers.supervisor import Supervisor, WorkerSession
 from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
 from tests.unit.proxy.builders import load, registration
+from tests.unit.proxy.exposition import sample
 
 DEADLINE_S = 5.0
 PREFILL, DECODE = registration("prefill", 1), registration("decode", 2, load=load(max_running=1))
 DECODE_ID = Incarnation(DECODE.incarnation)
 REQUESTS = 'kvferry_proxy_requests_total{endpoint="completions",status="200"}'
+OK = ("completions", "", "200")
 PREFILLING = 'kvferry_proxy_requests_in_flight{phase="prefill"}'
 
 
@@ -123,11 +125,6 @@ async def nodes(process: Process) -> dict[str, Any]:
     return {node["incarnation"]: node for node in page["nodes"]}
 
 
-def sample(body: bytes, name: str) -> float:
-    found = [line for line in body.decode().splitlines() if line.startswith(f"{name} ")]
-    return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
-
-
 async def test_what_is_in_flight_counts_once_every_worker_knows_that_the_agent_leaves(
     office: Office,
 ) -> None:
@@ -192,8 +189,8 @@ async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office
         assert (shown[DECODE_ID]["breaker"], shown[DECODE_ID]["state"]) == ("open", "tripped")
         assert shown[PREFILL.incarnation]["state"] == "refusing"
         body = (await process.worker.page("metrics")).body
-        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="tripped"}') == 1
-        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="ready"}') == 0
+        assert sample(body.decode(), 'kvferry_proxy_nodes{role="decode",state="tripped"}') == 1
+        assert sample(body.decode(), 'kvferry_proxy_nodes{role="decode",state="ready"}') == 0
 
 
 async def test_a_drain_reaches_all_workers(office: Office) -> None:
@@ -216,28 +213,29 @@ async def test_a_drain_reaches_all_workers(office: Office) -> None:
 async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office) -> None:
     one, other = await office.process(), await office.process()
     for process, count in ((one, 3), (other, 4)):
-        process.metrics.requests.labels("completions", "200").inc(count)
-        process.metrics.ttft.observe(0.1)
+        process.metrics.requests.add(OK, count)
+        process.metrics.of_model("").ttft.observe(0.1)
         process.metrics.in_flight.add("prefill", 1)
     office.metrics.bad_pings.inc()
     for process in (one, other):
-        body = (await process.worker.page("metrics")).body
-        assert sample(body, REQUESTS) == 7
-        assert sample(body, PREFILLING) == 2
-        assert sample(body, "kvferry_proxy_time_to_first_token_seconds_count") == 2
-        assert sample(body, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="0.05"}') == 0
-        assert sample(body, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="+Inf"}') == 2
-        assert sample(body, "kvferry_proxy_bad_pings_total") == 1
-        assert sample(body, 'kvferry_proxy_nodes{role="decode",state="ready"}') == 1, "one entry per agent"
-        assert body.count(b"# TYPE kvferry_proxy_requests_total counter") == 1
+        page = (await process.worker.page("metrics")).body.decode()
+        assert sample(page, REQUESTS) == 7
+        assert sample(page, PREFILLING) == 2
+        assert sample(page, "kvferry_proxy_time_to_first_token_seconds_count") == 2
+        assert sample(page, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="0.05"}') == 0
+        assert sample(page, 'kvferry_proxy_time_to_first_token_seconds_bucket{le="+Inf"}') == 2
+        assert sample(page, "kvferry_proxy_bad_pings_total") == 1
+        assert sample(page, 'kvferry_proxy_nodes{role="decode",state="ready"}') == 1, "one entry per agent"
+        assert sample(page, "kvferry_proxy_build_info") == 1, "the same in all processes"
+        assert page.count("# TYPE kvferry_proxy_requests_total counter") == 1
     one.die()
     await until(lambda: not one.session.is_listening)
     third = await office.process()
-    third.metrics.requests.labels("completions", "200").inc(2)
-    body = (await other.worker.page("metrics")).body
-    assert sample(body, REQUESTS) == 9
-    assert sample(body, PREFILLING) == 1
-    assert sample(body, "kvferry_proxy_time_to_first_token_seconds_count") == 2
+    third.metrics.requests.add(OK, 2)
+    page = (await other.worker.page("metrics")).body.decode()
+    assert sample(page, REQUESTS) == 9
+    assert sample(page, PREFILLING) == 1
+    assert sample(page, "kvferry_proxy_time_to_first_token_seconds_count") == 2
 
 
 async def test_the_dashboard_shows_what_all_have_seen(
@@ -251,7 +249,7 @@ async def test_the_dashboard_shows_what_all_have_seen(
         await asyncio.sleep(0.1)
         for process, count in ((one, 3), (other, 4)):
             process.metrics.events += count
-            process.metrics.ttft.observe(0.1)
+            process.metrics.of_model("").ttft.observe(0.1)
             process.failures.add(failure, process.fleet.clock())
             process.metrics.in_flight.add("decode", 1)
         async with asyncio.timeout(DEADLINE_S):
@@ -277,8 +275,8 @@ async def test_a_worker_that_hangs_is_ended_and_delays_a_page_no_longer_than_its
     monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor_module, "COLLECT_TIMEOUT_S", 0.02)
     hung, other = await office.process(), await office.process()
-    hung.metrics.requests.labels("completions", "200").inc(3)
-    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3
+    hung.metrics.requests.add(OK, 3)
+    assert sample((await other.worker.page("metrics")).body.decode(), REQUESTS) == 3
     real = Worker.handle
 
     def handle(self: Worker, message: Any) -> None:
@@ -286,13 +284,13 @@ async def test_a_worker_that_hangs_is_ended_and_delays_a_page_no_longer_than_its
             real(self, message)
 
     monkeypatch.setattr(Worker, "handle", handle)
-    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3, "its last report stands"
+    assert sample((await other.worker.page("metrics")).body.decode(), REQUESTS) == 3, "its last report stands"
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(office.supervisor.watch())
         await until(lambda: not hung.session.is_listening)
         watching.cancel()
     assert other.session.is_listening
-    assert sample((await other.worker.page("metrics")).body, REQUESTS) == 3
+    assert sample((await other.worker.page("metrics")).body.decode(), REQUESTS) == 3
 
 
 async def test_without_the_supervisor_an_operator_gets_a_typed_503(

@@ -21,6 +21,7 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.workers.supervisor import WorkersFailed, reserved_port, running_workers
 from tests.standins.agents import StandInAgent
+from tests.unit.proxy.exposition import sample
 from tests.unit.proxy.test_process import process
 
 BODY = {"model": "stand-in", "prompt": "p", "max_tokens": 8}
@@ -87,8 +88,7 @@ class Workers:
         return {node["incarnation"]: node for node in json.loads(body)["nodes"]}
 
     async def sample(self, name: str) -> float:
-        lines = (await self.get("/metrics"))[1].decode().splitlines()
-        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+        return sample((await self.get("/metrics"))[1].decode(), name)
 
     async def log(self) -> str:
         return (await asyncio.wait_for(self.reading, DEADLINE_S)).decode()
