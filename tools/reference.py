@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates `docs/reference/cli.md` and `docs/reference/http.md` from the code.
+"""Generates the pages of `docs/reference/` from the code.
 
 `python -m tools.reference --write` (or `make reference`) brings the pages up to date.
 """
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
+from prometheus_client.metrics_core import Metric
 
+from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.config import AgentConfig
+from kvferry.agent.messages.requests import Stats
 from kvferry.deploy import doctor, drain, keygen, status
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.sidecar import SidecarConfig
@@ -23,6 +26,12 @@ from kvferry.deploy.up import UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.fleet.address_rules import RejectReason
+from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
+from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
+from kvferry.proxy.telemetry.history import FailureLog, History
+from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.transfer.events import PlaneStats
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 WRITTEN = "This page is written by `make reference` from the code; a test compares.\n"
@@ -41,6 +50,8 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
         "Starts a vLLM server with our connector; what follows `--` is for vLLM.",
     ),
 }
+OPEN_LABELS = ("model", "agent", "backend", "version", "python")
+"""Labels whose values the code does not know."""
 PARSERS = {
     "kvferry status": status.build_parser,
     "kvferry drain": drain.build_parser,
@@ -94,9 +105,77 @@ def http_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metrics_page() -> str:
+    """Return the page of the metrics of proxies and agents, from their registries."""
+    lines = ["# Metrics", "", WRITTEN]
+    lines += [
+        "`/metrics` of the proxy and of every agent, in Prometheus' text format. Names are those of "
+        "vLLM's metrics where they mean the same, behind `kvferry_proxy_`, `kvferry_agent_` or "
+        "`kvferry_transfer_` in place of `vllm:`: what different processes count has different names, "
+        "so that a plain sum is right. Series exist before their first count, so that `rate` and "
+        "`increase` miss none. Both pages also have the usual `process_…` metrics, of the process that "
+        "serves the page; with `--workers`, of all of them.",
+        "",
+        "At the proxy `model` is empty for what names no model that an agent has served; 64 models and "
+        "128 agents have series of their own. Agents' pages have neither label: Prometheus adds `model` "
+        "and `role` when it finds them through the proxy's `/nodes/targets`. The label `agent` is an "
+        "agent's `instance` there. Servers of other engines have pages of their own; [vLLM's with our "
+        "connector](../engines/vllm.md) has `vllm:kvferry_…` besides.",
+        "",
+        "`deploy/monitoring/` has alerts and dashboards that use them.",
+    ]
+    for heading, families in (("Proxy", _proxy_metrics()), ("Agents", _agent_metrics())):
+        lines += ["", f"## {heading}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        lines += [_metric_row(family) for family in families if family.name.startswith("kvferry_")]
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Return the text of each page that is generated."""
-    return {FOLDER / "cli.md": cli_page(), FOLDER / "http.md": http_page()}
+    return {
+        FOLDER / "cli.md": cli_page(),
+        FOLDER / "http.md": http_page(),
+        FOLDER / "metrics.md": metrics_page(),
+    }
+
+
+def _proxy_metrics() -> Iterator[Metric]:
+    metrics = Metrics()
+    for reason in RejectReason:
+        metrics.rejected_pings.labels(reason.name.lower())
+    fleet = Fleet(FleetSettings(), metrics, lambda: 0.0)
+    views = OperatorViews(fleet, metrics, History(), FailureLog(), list)
+    yield from metrics.registry.collect()
+    yield from FleetCollector(views.view).collect()
+    yield from AgentCollector(fleet).collect()
+
+
+def _agent_metrics() -> Iterator[Metric]:
+    plane = PlaneStats(
+        leased=0, quarantined=0, leases_ended={}, pulls=0, pull_bytes=0, pull_descriptors=0, pull_times={},
+        pull_failures={}, handshakes=0, bad_frames=0,
+    )  # fmt: skip
+    stats = Stats(
+        steps=0, running=0, waiting=0, blocks_free=0, blocks_used=0, blocks_leased=0, blocks_quarantined=0,
+        blocks_total=0, preemptions=0, recomputes=0, integrity_errors=0, plane=plane,
+    )  # fmt: skip
+    yield from AgentMetrics(lambda: stats, lambda: ["tcp"]).registry.collect()
+
+
+def _metric_row(family: Metric) -> str:
+    """One row; with the values of a label that are shown from the start, if the code knows them."""
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    values: dict[str, dict[str, None]] = {label: {} for label in getattr(family, "_labelnames", ())}
+    for sample in family.samples:
+        for label, value in sample.labels.items():
+            if label != "le":
+                values.setdefault(label, {})[value] = None
+    labels = [
+        f"`{label}`"
+        + (f": {', '.join(f'`{each}`' for each in known)}" if known and label not in OPEN_LABELS else "")
+        for label, known in values.items()
+    ]
+    return f"| `{name}` | {family.type} | {'; '.join(labels)} | {_cell(family.documentation)} |"
 
 
 def _settings_rows(settings: type[Any]) -> Iterator[str]:

@@ -41,7 +41,7 @@ class AgentMetrics:
     ) -> None:
         self.generation_tokens = 0
         """Tokens sampled here; counted with every one, so a plain number."""
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         info = Gauge(
             "kvferry_agent_build_info", "1; what runs, in its labels.", ["version", "python"],
             registry=registry,
@@ -50,7 +50,7 @@ class AgentMetrics:
         self._requests = Counter(
             "kvferry_agent_requests",
             "Finished requests by HTTP status. A client's request is one at the prefill agent and one at the "
-            "decode agent; 499: whoever sent it left.",
+            "decode agent; 499: the client, or the proxy, left.",
             ["status"],
             registry=registry,
         )
@@ -67,7 +67,7 @@ class AgentMetrics:
         )
         self._choices = Counter(
             "kvferry_agent_request_success",
-            "Choices that ended at this agent. abort: whoever asked for them left; error: they failed.",
+            "Choices that ended at this agent. abort: the client, or the proxy, left; error: they failed.",
             ["finished_reason"],
             registry=registry,
         )
@@ -126,7 +126,7 @@ class AgentMetrics:
 
     def render(self) -> bytes:
         """The page, in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
 class _TokenCollector(Collector):

@@ -255,7 +255,7 @@ class AgentCollector(Collector):
         yield held
         ended = CounterMetricFamily(
             "kvferry_proxy_agent_legs",
-            "Legs at each agent that ended as they should, or by its failure.",
+            "Legs at each agent by how they ended: succeeded as they should, failed by the agent's fault.",
             labels=["agent", "outcome"],
         )
         for labels, count in legs.items():

@@ -119,7 +119,7 @@ class Metrics:
         """Events of streams that went to clients; counted with every one, so a plain number."""
         self._num_ended = 0
         self._num_failed = 0
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         info = Gauge(
             "kvferry_proxy_build_info", "1; what runs, in its labels.", ["version", "python"],
             registry=registry,
@@ -245,11 +245,11 @@ class Metrics:
 
     def add_collector(self, collector: Collector) -> None:
         """Show what `collector` collects too, from now on."""
-        self._registry.register(collector)
+        self.registry.register(collector)
 
     def families(self) -> list[MetricFamily]:
         """Return all metrics as they are now."""
-        return list(map(MetricFamily.of, self._registry.collect()))
+        return list(map(MetricFamily.of, self.registry.collect()))
 
     def serves(self, model: str) -> None:
         """Show the series of a model, which an agent serves, from now on. Idempotent."""
@@ -283,7 +283,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def _add_model(self, model: str) -> ModelMetrics:
         for endpoint in _ENDPOINTS:

@@ -28,7 +28,7 @@ SELECTOR = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
-# Names that dashboards rely on (docs/architecture.md#metrics), by the process that exposes them.
+# Names that dashboards rely on (docs/reference/metrics.md), by the process that exposes them.
 PROXY_METRICS = [
     "kvferry_proxy_requests_total",
     "kvferry_proxy_time_to_first_token_seconds_bucket",

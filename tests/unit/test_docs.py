@@ -55,7 +55,7 @@ def test_cited_pages_and_anchors_exist() -> None:
             assert not anchor or anchor in anchors(ROOT / name), (path, name, anchor)
         if path != Path(__file__):
             assert not re.search(
-                r"\breference/(?!cli\.|http\.)[\w-]+\.md|(?<![/\w])(measured|vllm-sglang)\.md", text
+                r"\breference/(?!cli\.|http\.|metrics\.)[\w-]+\.md|(?<![/\w])(measured|vllm-sglang)\.md", text
             ), path
 
 
@@ -178,7 +178,8 @@ def test_metrics_named_on_pages_are_in_the_code() -> None:
     code = "\n".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     for page in PAGES:
         for name in re.findall(r"`(?:kvferry_)([a-z_]+[a-z])\b", page.read_text()):
-            assert re.search(rf"\b(kvferry_)?{name.removesuffix('_total')}\b", code), (page, name)
+            family = re.sub("_(total|sum|count|bucket)$", "", name)
+            assert re.search(rf"\b(kvferry_)?{family}\b", code), (page, name)
 
 
 def test_the_folders_of_tests_are_explained() -> None:
