@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
-	dialect-table model-table field-table lifecycles reference site train clean
+	dialect-table model-table field-table lifecycles reference dashboards site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -171,6 +171,9 @@ lifecycles: $(STAMP) ## bring the state diagrams in docs/architecture.md up to d
 
 reference: $(STAMP) ## bring the pages of docs/reference up to date with the code
 	$(BIN)/python -m tools.reference --write
+
+dashboards: $(STAMP) ## bring the Grafana dashboards of deploy/monitoring up to date with tools/dashboards.py
+	$(BIN)/python -m tools.dashboards --write
 
 site: $(STAMP) ## build the pages of docs/ as a site, in build/site
 	$(BIN)/mkdocs build --strict

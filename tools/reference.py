@@ -122,7 +122,7 @@ def metrics_page() -> str:
         "agent's `instance` there. Servers of other engines have pages of their own; [vLLM's with our "
         "connector](../engines/vllm.md) has `vllm:kvferry_…` besides.",
         "",
-        "`deploy/monitoring/` has alerts and dashboards that use them.",
+        "`deploy/monitoring/` has [alerts](../runbook.md) and dashboards that use them.",
     ]
     for heading, families in (("Proxy", _proxy_metrics()), ("Agents", _agent_metrics())):
         lines += ["", f"## {heading}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]

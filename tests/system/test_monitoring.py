@@ -24,7 +24,10 @@ from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
-SELECTOR = re.compile(r"\b(kvferry_\w+)(?:\{([^}]*)\})?")
+SELECTOR = re.compile(r"\b(kvferry_(?:proxy|agent|transfer)_\w+)(?:\{([^}]*)\})?")
+DASHBOARDS = sorted(MONITORING.glob("grafana-*.json"))
+OF_TARGETS = ("model", "role", "instance")
+"""Labels that agents' series get from the target (`/nodes/targets`), not from the page."""
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
@@ -58,16 +61,18 @@ def promtool(*args: str) -> str:
     return done.stdout
 
 
-def panels() -> list[dict[str, Any]]:
-    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
-    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+def panels(dashboard: Path) -> list[dict[str, Any]]:
+    content = json.loads(dashboard.read_text())
+    return [panel for panel in content["panels"] if panel["type"] != "row"]
 
 
 def queries() -> Iterator[str]:
-    """Every expression of the dashboard, as Grafana would send it."""
-    for panel in panels():
-        for target in panel["targets"]:
-            yield target["expr"].replace("$__rate_interval", "1m")
+    """Every expression of the dashboards, as Grafana would send it with all models and agents chosen."""
+    for dashboard in DASHBOARDS:
+        for panel in panels(dashboard):
+            for target in panel["targets"]:
+                expression = target["expr"].replace("$__rate_interval", "1m")
+                yield expression.replace("$model", ".*").replace("$agent", ".*")
 
 
 def test_promtool_accepts_configuration_and_rules() -> None:
@@ -82,9 +87,14 @@ def test_every_alert_fires_when_it_should_and_only_then() -> None:
     assert tested == alerts
 
 
-def test_the_dashboard_is_well_formed() -> None:
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_well_formed(dashboard: Path) -> None:
     """Panels have ids of their own and do not lie on one another; each says what it shows."""
-    shown = panels()
+    shown = panels(dashboard)
+    variables = {each["name"] for each in json.loads(dashboard.read_text())["templating"]["list"]}
+    assert variables == {"datasource", "model", "agent"}
+    expressions = " ".join(target["expr"] for panel in shown for target in panel["targets"])
+    assert set(re.findall(r"\$(\w+)", expressions)) == {"model", "agent", "__rate_interval"}
     assert len({panel["id"] for panel in shown}) == len(shown)
     cells = [
         (column, line)
@@ -179,6 +189,8 @@ def assert_exposed(exposed: dict[str, Exposed], name: str, matchers: str) -> Non
     found = [page[name] for page in pages if name in page]
     assert found, f"nothing of {job} exposes {name}"
     for label, (how, value) in wanted.items():
+        if job == "kvferry-agent" and label in OF_TARGETS:
+            continue
         seen = {labels.get(label) for samples in found for labels in samples}
         assert seen - {None}, f"{name} has no label {label}"
         if how == "=":
