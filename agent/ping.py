@@ -18,12 +18,15 @@ from kvferry.agent.proxy_names import Lookup, ProxyName, is_name, look_up
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
+    VERSIONS,
     Ack,
     BadFrame,
     Bye,
     Incarnation,
     Register,
     Rejected,
+    Versions,
+    common_version,
     decode_proxy_message,
     encode,
 )
@@ -33,6 +36,8 @@ log = logging.getLogger(__name__)
 DRAIN_PING_INTERVAL_S = 0.1
 ACK_TIMEOUT_S = 3 * PING_INTERVAL_S
 """A proxy that has acknowledged nothing for so long is gone, and sends nothing either."""
+_SILENT_S = 2 * PING_INTERVAL_S
+"""A proxy that has answered nothing for so long may be another one by now, and an older one."""
 _UNREACHABLE_PINGS = 3
 """That could not be sent, in a row, before the log says so: connecting takes a moment."""
 _MAX_RESPONSES_PER_PING = 16
@@ -69,11 +74,19 @@ class ProxyConnection:
         self._acked_at = -math.inf
         self._acked_index = -1
         self._in_flight: int | None = None
+        self._answered_at = -math.inf
+        self._version = VERSIONS[0]
+        """In which to ping."""
+        self.asks_to_drain = False
 
-    def send(self, frame: bytes) -> None:
-        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon."""
+    def send(self, message: Register | Bye) -> None:
+        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon.
+
+        In the highest version that the proxy is known to understand.
+        """
+        version = self._version if time.monotonic() - self._answered_at <= _SILENT_S else VERSIONS[0]
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(encode(msgspec.structs.replace(message, v=version)), zmq.NOBLOCK)
         except zmq.Again:
             self._unsent += 1
             if self._unsent >= _UNREACHABLE_PINGS:
@@ -91,11 +104,13 @@ class ProxyConnection:
             except BadFrame as error:
                 self._note(f"invalid response: {error}", logging.WARNING)
                 continue
+            self._note_versions(response.versions)
             match response:
                 case Ack(proxy=proxy):
                     self._note(f"registered with {proxy}", logging.INFO)
                     self._acked_at = time.monotonic()
                     self._acked_index, self._in_flight = response.index, response.in_flight
+                    self.asks_to_drain = response.drain
                 case Rejected(reason=reason):
                     self._note(f"rejected: {reason}", logging.WARNING)
 
@@ -121,6 +136,10 @@ class ProxyConnection:
         closing.start()
         return closing
 
+    def _note_versions(self, theirs: Versions) -> None:
+        self._answered_at = time.monotonic()
+        self._version = common_version(VERSIONS, theirs) or VERSIONS[0]
+
     def _note(self, status: str, level: int) -> None:
         """Log the state of the registration, once per change."""
         if status != self._status:
@@ -140,6 +159,8 @@ class Announcer:
         describe: Returns the registration that carries a given ping counter; None for no ping this time.
             It is called in the thread that pings.
         key: When given, only proxies with the same key are announced to.
+        drain: Called, on the event loop that runs `run`, when an operator has asked a proxy to let this agent
+            drain and end; maybe more than once.
         lookup: How names are looked up.
     """
 
@@ -150,9 +171,11 @@ class Announcer:
         describe: Callable[[int], Register | None],
         interval_s: float = PING_INTERVAL_S,
         key: ClusterKey | None = None,
+        drain: Callable[[], None] = lambda: None,
         lookup: Lookup = look_up,
     ) -> None:
         self._key = key
+        self._drain = drain
         self._connections = {
             address: ProxyConnection(address, key) for address in proxies if not is_name(address)
         }
@@ -197,6 +220,8 @@ class Announcer:
                 if self._stopping.is_set():
                     return
                 self._ping_once(index)
+                if any(each.asks_to_drain for each in self._connections.values()):
+                    loop.call_soon_threadsafe(self._drain)
                 if self._is_released():
                     loop.call_soon_threadsafe(self._released.set)
                 self._changed.wait(
@@ -218,7 +243,7 @@ class Announcer:
             for connection in self._connections.values():
                 connection.read_responses()
                 if ping is not None:
-                    connection.send(encode(ping))
+                    connection.send(ping)
 
     def _follow_names(self) -> None:
         """Open links to addresses that are new, and end those to addresses that are gone.
@@ -249,7 +274,7 @@ class Announcer:
         """Send a bye to every proxy that is connected. No ping that was described before comes after it."""
         with self._sending:
             for connection in self._connections.values():
-                connection.send(encode(Bye(incarnation=incarnation)))
+                connection.send(Bye(incarnation=incarnation))
 
     def close(self) -> None:
         """Close all links. Returns once what was queued is sent, or soon."""

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry drain URL`: let an agent finish what it has and end, and wait until it has ended."""
+"""`kvferry drain`: let an agent finish what it has and end, and wait until it has ended.
+
+The agent is asked itself, by its URL, or any proxy that knows it, which passes that on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from kvferry.deploy.status import StatusFailed, fetch_nodes
+from kvferry.proxy.api.openapi import NodeView
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import CommandParser
 from kvferry.proxy.wire.tls import BadCertificate, client_context
@@ -20,30 +27,57 @@ CALL_TIMEOUT_S = 10.0
 
 
 class DrainFailed(RuntimeError):
-    """The agent cannot be reached, does not drain, or still runs; the message says which."""
+    """The agent cannot be asked, does not drain, or still runs; the message says which."""
 
 
-async def drain(url: str, key: ClusterKey | None, tls: ssl.SSLContext | None, timeout_s: float) -> None:
-    """Ask an agent to drain, and wait until its URL refuses connections. Raises `DrainFailed`."""
+@asynccontextmanager
+async def client(
+    url: str, bearer: str | None, tls: ssl.SSLContext | None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open the client for an agent or a proxy. Its failures to get a response are `DrainFailed`."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
         timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-        headers={} if key is None else {"Authorization": f"Bearer {key.bearer}"},
+        headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
         trust_env=False,
     ) as http:
         try:
-            async with http.post(f"{url}/drain") as response:
-                if response.status != 202:
-                    text = (await response.text())[:200]
-                    raise DrainFailed(f"{url} answered {response.status}: {text}")
+            yield http
         except (aiohttp.ClientError, TimeoutError) as error:
             raise DrainFailed(f"{url} cannot be asked: {error or 'no response in time'}") from error
-        try:
-            async with asyncio.timeout(timeout_s):
-                while await _listens(http, url):  # noqa: ASYNC110 (another process ends)
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError:
-            raise DrainFailed(f"{url} still runs after {timeout_s:.0f} s; it goes on draining") from None
+
+
+async def drain_at_agent(http: aiohttp.ClientSession, url: str) -> None:
+    """Ask an agent to drain, and wait until its URL refuses connections. Raises `DrainFailed`."""
+    await _request_drain(http, f"{url}/drain")
+    while await _listens(http, url):  # noqa: ASYNC110 (another process ends)
+        await asyncio.sleep(POLL_S)
+
+
+async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> None:
+    """Ask a proxy to let an agent drain, and wait until the proxy knows it no more.
+
+    Raises `DrainFailed` and `StatusFailed`.
+    """
+    incarnation = _find((await fetch_nodes(http, url)).nodes, agent).incarnation
+    await _request_drain(http, f"{url}/nodes/{quote(incarnation, safe='/:')}/end")
+    while any(node.incarnation == incarnation for node in (await fetch_nodes(http, url)).nodes):  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+
+
+async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
+    async with http.post(url) as response:
+        if response.status != 202:
+            raise DrainFailed(f"{url} answered {response.status}: {(await response.text())[:200]}")
+
+
+def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:
+    """Return the node that a word names: by its incarnation, its URL, or that URL's host and port."""
+    for node in nodes:
+        if agent.rstrip("/") in (node.incarnation, node.address.rstrip("/"), urlsplit(node.address).netloc):
+            return node
+    known = ", ".join(node.address for node in nodes) or "none"
+    raise DrainFailed(f"the proxy knows no agent {agent}; it knows {known}")
 
 
 async def _listens(http: aiohttp.ClientSession, url: str) -> bool:
@@ -63,24 +97,45 @@ def build_parser() -> CommandParser:
         "Let an agent finish what it has, hand over the KV that others still read, and end. "
         "Its proxies send it nothing new meanwhile. Returns when it has ended.",
     )
-    parser.add_argument("url", help="base URL of the agent, for example http://10.0.0.1:8000")
-    parser.add_argument("--cluster-key", type=Path, help="the cluster's key file, if it has one")
-    parser.add_argument("--ca", type=Path, help="PEM file of who signed the agent's certificate")
+    parser.add_argument("url", help="base URL of the agent, for example http://10.0.0.1:8000; or of a proxy")
+    parser.add_argument(
+        "agent", nargs="?", help="with the URL of a proxy: which agent, by address or incarnation"
+    )
+    parser.add_argument("--cluster-key", type=Path, help="the cluster's key file, if the agent has one")
+    parser.add_argument("--key", type=Path, help="file that holds the operator's key, if the proxy has one")
+    parser.add_argument(
+        "--ca", type=Path, help="PEM file of who signed the certificate of the agent or proxy"
+    )
     parser.add_argument(
         "--timeout-s", type=float, default=90.0, help="how long to wait for its end (default: 90)"
     )
     return parser
 
 
+async def drain(
+    url: str, agent: str | None, bearer: str | None, tls: ssl.SSLContext | None, timeout_s: float
+) -> None:
+    """Drain one agent. Raises `DrainFailed` and `StatusFailed`."""
+    try:
+        async with asyncio.timeout(timeout_s), client(url, bearer, tls) as http:
+            await (drain_at_agent(http, url) if agent is None else drain_at_proxy(http, url, agent))
+    except TimeoutError:
+        raise DrainFailed(f"{agent or url} still runs after {timeout_s:.0f} s; it goes on draining") from None
+
+
 def main(argv: Sequence[str]) -> int:
     """Drain one agent. Returns 0 when it has ended, 1 when it has not."""
     options = build_parser().parse_args(argv)
     try:
-        key = None if options.cluster_key is None else ClusterKey.read(options.cluster_key)
+        bearer = None
+        if options.agent is not None and options.key is not None:
+            bearer = options.key.read_text().strip()
+        elif options.agent is None and options.cluster_key is not None:
+            bearer = ClusterKey.read(options.cluster_key).bearer
         tls = None if options.ca is None else client_context(options.ca)
-        asyncio.run(drain(options.url.rstrip("/"), key, tls, options.timeout_s))
-    except (DrainFailed, OSError, BadClusterKey, BadCertificate) as error:
+        asyncio.run(drain(options.url.rstrip("/"), options.agent, bearer, tls, options.timeout_s))
+    except (DrainFailed, StatusFailed, OSError, BadClusterKey, BadCertificate) as error:
         print(f"kvferry drain: {error}", file=sys.stderr)
         return 1
-    print(f"{options.url} has drained and ended")
+    print(f"{options.agent or options.url} has drained and ended")
     return 0

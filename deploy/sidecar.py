@@ -4,13 +4,16 @@
 It watches the server's health, load and restarts, announces it to proxies every second like any agent, and
 deregisters it when it goes down, with the same cluster key as all agents. It serves nothing itself:
 requests go to the server directly.
+
+Asked to end, it drains the server first: it is announced as draining, and the process ends when its proxies
+have nothing for it, it runs nothing, and the KV that it lends has been read or has lapsed. Then the server
+itself may be ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 import threading
 from collections import deque
@@ -31,7 +34,8 @@ from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import check_files, parse_flags
-from kvferry.proxy.wire.messages import Bye, Register, Role, TransferMode
+from kvferry.proxy.wire.messages import Bye, Load, Register, Role, TransferMode
+from kvferry.proxy.wire.stop_request import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,9 @@ class SidecarConfig:
         transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
         model: Which of the models that it lists to serve; the first when not given.
         max_running: Most sequences that it runs at once; unlimited when not given.
+        drain_s: Seconds that the server has to finish its requests when this process is asked to end.
+        lease_s: Seconds after its last request for which another server may still read KV from it; not waited
+            for if its role is decode.
         cluster_key: File made by `kvferry keygen`, the same as the proxies'.
         log_level: Least severe log line written.
     """
@@ -74,6 +81,8 @@ class SidecarConfig:
     transfer_mode: TransferMode | None = None
     model: str | None = None
     max_running: int | None = None
+    drain_s: float = 60.0
+    lease_s: float = 30.0
     cluster_key: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -83,6 +92,9 @@ class SidecarConfig:
                 raise ValueError(f"--{name} must be given")
         for address in self.proxy:
             check_proxy(address)
+        for name in ("drain_s", "lease_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
         self.server()
 
     def server(self) -> StaticNode:
@@ -94,22 +106,35 @@ class SidecarConfig:
 class Sidecar:
     """Passes what the health monitor finds on to proxies. While the server is down nothing is sent."""
 
-    def __init__(self, config: SidecarConfig, key: ClusterKey | None) -> None:
+    def __init__(self, config: SidecarConfig, key: ClusterKey | None, stop: StopRequest) -> None:
+        self._config = config
+        self._stop = stop
         self._changed = threading.Event()
         # Published by the event loop, taken by the thread that pings.
         self._latest: deque[Register] = deque(maxlen=1)
-        self._announcer = Announcer(config.proxy, self._changed, self._take_latest, key=key)
+        self._known: Register | None = None
+        """The last one published; None while the server is down."""
+        self._is_draining = False
+        self._published = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+        self._announcer = Announcer(config.proxy, self._changed, self._describe, key=key, drain=stop.make)
         self._monitor = HealthMonitor(config.server(), self._publish, probe_url=config.attach)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Watch and announce until `stop` is set, then deregister the server."""
+    async def run(self) -> None:
+        """Watch and announce until asked to stop, then let the server drain, and deregister it."""
         try:
             async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._monitor.run(http)),
                     tasks.create_task(self._announcer.run()),
                 ]
-                await stop.wait()
+                await self._stop.made.wait()
+                if not await self._stop.drain(self._drain()):
+                    log.warning(
+                        "not drained: %s may have requests, or KV that is still to be read",
+                        self._config.attach,
+                    )
                 for task in running:
                     task.cancel()
             self._monitor.deregister("is no longer announced")
@@ -119,15 +144,50 @@ class Sidecar:
     def _publish(self, message: Register | Bye) -> None:
         if isinstance(message, Bye):
             self._latest.clear()
+            self._known = None
+            self._down.set()
             self._announcer.send_bye(message.incarnation)
         else:
             self._latest.append(message)
+            self._known = message
+            self._down.clear()
+            self._published.set()
             self._changed.set()
 
-    def _take_latest(self, _: int) -> Register | None:
+    def _describe(self, index: int) -> Register | None:
+        """The next ping: none without news, for the monitor may hang. Called in the thread that pings."""
+        latest = self._known if self._is_draining else None
         with suppress(IndexError):
-            return self._latest.pop()
-        return None
+            latest = self._latest.pop()
+        if latest is None:
+            return None
+        state = "draining" if self._is_draining else latest.state
+        return msgspec.structs.replace(latest, index=index, state=state)
+
+    async def _drain(self) -> None:
+        """Wait until the server is not needed, or is down."""
+        self._is_draining = True
+        self._changed.set()
+        waits = [asyncio.ensure_future(each) for each in (self._wait_unneeded(), self._down.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_unneeded(self) -> None:
+        await self._announcer.wait_released()
+        await self._next_probe()  # which may have begun before
+        while (load := await self._next_probe()) is None or load.running + load.waiting:
+            pass
+        if self._config.role != "decode":
+            await asyncio.sleep(self._config.lease_s)
+
+    async def _next_probe(self) -> Load | None:
+        """Wait for the next finding of the monitor; None if the server is down."""
+        self._published.clear()
+        await self._published.wait()
+        return None if self._known is None else self._known.load
 
 
 def main(argv: Sequence[str]) -> int:
@@ -155,7 +215,6 @@ def _checked(config: SidecarConfig) -> SidecarConfig:
 
 
 async def _run(config: SidecarConfig, key: ClusterKey | None) -> None:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    await Sidecar(config, key).run(stop)
+    stop = StopRequest(config.drain_s)
+    stop.on_signals()
+    await Sidecar(config, key, stop).run()

@@ -3,7 +3,7 @@
 
 vLLM runs in the environment of `--engine-python`, where kvferry must be installed too. The connector
 announces the server; this process passes flags on, waits until it serves, and ends when it does, and vice
-versa.
+versa. Asked to end, it has the connector drain the server first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import aiohttp
 
 from kvferry.agent.config import Role, configure_logging
 from kvferry.agent.process.children import end_with_parent
+from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.proxy_names import check_proxy
-from kvferry.agent.vllm.settings import NotServed, check_version, read_settings
+from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.stop_request import StopRequest
 
 _PROBE_S = 0.5
 _PROGRESS_S = 10.0
@@ -77,6 +79,7 @@ class VllmEngineConfig:
         pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
         on_pull_failure: What a decode server does when the KV cannot be proven right.
         cluster_key: File made by `kvferry keygen`, the same as its proxies'.
+        drain_s: Seconds that SIGTERM gives to what runs, is on its way, or is leased, before vLLM is ended.
         start_timeout_s: How long vLLM may take until it serves.
         log_level: Least severe log line written by this process.
     """
@@ -98,6 +101,7 @@ class VllmEngineConfig:
     pull_timeout_s: float = 30.0
     on_pull_failure: Literal["recompute", "fail"] = "recompute"
     cluster_key: str | None = None
+    drain_s: float = 60.0
     start_timeout_s: float = 1800.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -108,6 +112,8 @@ class VllmEngineConfig:
             raise ValueError(f"port must be a port number (1-65535), got {self.port}")
         if self.tp < 1:
             raise ValueError(f"tp must be at least 1, got {self.tp}")
+        if not self.drain_s >= 0:
+            raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
         try:
             read_settings(self.connector_settings())
         except NotServed as error:
@@ -117,7 +123,7 @@ class VllmEngineConfig:
     def url(self) -> str:
         return f"http://{host_port(self.advertise_host or self.host, self.port)}"
 
-    def connector_settings(self) -> dict[str, Any]:
+    def connector_settings(self, drain_socket: str = "") -> dict[str, Any]:
         """`kv_connector_extra_config`."""
         settings = {
             "advertise_url": self.url,
@@ -128,17 +134,18 @@ class VllmEngineConfig:
             "transfer_options": self.transfer_options,
             "lease_s": self.lease_s,
             "pull_timeout_s": self.pull_timeout_s,
+            "drain_socket": drain_socket,
         }
         return settings if self.cluster_key is None else {**settings, "cluster_key": self.cluster_key}
 
-    def command(self, rest: Sequence[str]) -> list[str]:
+    def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
         """What starts the server."""
         transfer = {
             "kv_connector": "KvferryConnector",
             "kv_connector_module_path": "kvferry.agent.vllm.connector",
             "kv_role": _ROLES[self.role],
             "kv_load_failure_policy": self.on_pull_failure,
-            "kv_connector_extra_config": self.connector_settings(),
+            "kv_connector_extra_config": self.connector_settings(drain_socket),
         }
         words = [self.engine_python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         words += ["--host", self.host, "--port", str(self.port), "--tensor-parallel-size", str(self.tp)]
@@ -148,16 +155,48 @@ class VllmEngineConfig:
 
 
 async def run(config: VllmEngineConfig, rest: Sequence[str]) -> int:
-    """Run the server until SIGTERM or SIGINT (returns 0), or until it ends by itself (returns 1).
+    """Run the server until it is asked to end and has drained (returns 0), or ends by itself (returns 1).
 
     Prints one JSON line on stdout once it serves: `{"listening": {"url"}}`. Raises `CannotStart`.
     """
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stop = StopRequest(config.drain_s)
+    stop.on_signals()
     await _check_environment(config.engine_python)
+    with private_run_dir() as run_dir:
+        drainer = Drainer(stop)
+        async with await asyncio.start_unix_server(drainer.serve, run_dir / "drain"):
+            return await _run(config, config.command(rest, str(run_dir / "drain")), drainer, stop)
+
+
+class Drainer:
+    """This process's end of the drain socket (`kvferry.agent.vllm.settings`)."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+        self._connector: asyncio.StreamWriter | None = None
+        self._over = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connector: it says that the server has drained, when asked here or by a proxy."""
+        self._connector = writer
+        self._over.clear()
+        try:
+            if await reader.readline() == DRAINED:
+                self._stop.make()
+        finally:
+            self._over.set()
+            writer.close()
+
+    async def drain(self) -> None:
+        """Have the server drain, and wait until it has. A connector that is not there, or goes, has."""
+        if self._connector is not None and not self._connector.is_closing():
+            self._connector.write(DRAIN)
+            await self._over.wait()
+
+
+async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Drainer, stop: StopRequest) -> int:
     process = await asyncio.create_subprocess_exec(
-        *config.command(rest),
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,
@@ -165,15 +204,19 @@ async def run(config: VllmEngineConfig, rest: Sequence[str]) -> int:
     )
     log.info("vLLM is process %d; it loads %s", process.pid, config.model)
     try:
-        waiting = {asyncio.ensure_future(each) for each in (stop.wait(), process.wait(), _serving(config))}
-        while process.returncode is None and not stop.is_set():
+        waiting = {
+            asyncio.ensure_future(each) for each in (stop.made.wait(), process.wait(), _serving(config))
+        }
+        while process.returncode is None and not stop.made.is_set():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for each in done:
                 each.result()
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        if stop.is_set():
+        if stop.made.is_set():
+            if not await stop.drain(drainer.drain()):
+                log.warning("not drained: vLLM is ended with what it has")
             return 0
         log.error("vLLM ended with status %s: its log above says more", process.returncode)
         return 1

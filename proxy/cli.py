@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +18,7 @@ from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import BadCertificate
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
@@ -48,14 +47,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _serve(config: ProxyConfig) -> None:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stop = StopRequest(config.drain_s)
+    stop.on_signals()
     running: AbstractAsyncContextManager[RunningProxy | RunningWorkers]
-    running = running_proxy(config) if config.workers == 1 else running_workers(config)
+    running = running_proxy(config, stop) if config.workers == 1 else running_workers(config, stop)
     async with running as proxy:
         # Launchers read this line: with port 0 only the proxy knows where it listens.
         where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}
         spare_full_collections()
         print(json.dumps({"listening": where}), flush=True)
-        await stop.wait()
+        await stop.made.wait()

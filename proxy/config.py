@@ -63,7 +63,8 @@ class ProxyConfig:
         max_connections: Maximum of open connections to all agents together.
         keepalive_s: Seconds that an idle connection to an agent stays open.
         client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is dropped.
-        drain_s: Seconds that running requests may take to finish when the proxy stops.
+        drain_s: Seconds that running requests may take to finish when the proxy is asked to end by SIGTERM.
+            Ctrl-C gives 3 s at most; a second signal ends it at once.
         api_keys: File of the API keys that clients must send. Default: no authentication.
         cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
             Default: none but the proxy's own.
@@ -109,7 +110,7 @@ class ProxyConfig:
     max_connections: int = 4096
     keepalive_s: float = 30.0
     client_stall_s: float = 60.0
-    drain_s: float = 5.0
+    drain_s: float = 60.0
     api_keys: Path | None = None
     cors_origins: tuple[str, ...] = ()
     allow_address: str = ""

@@ -99,6 +99,14 @@ class WrongMethod(NotFound):
         return {"Allow": self._allowed}
 
 
+class CannotEnd(ProxyError):
+    """The agent takes no request to drain and end from a proxy."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "cannot_end"
+
+
 class BodyTooSlow(ProxyError):
     """The client did not send the request's body in time."""
 

@@ -42,10 +42,13 @@ from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.http_server import HttpServer, ServerBounds
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
+LAST_REQUEST_S = 1.0
+"""For a request that a client has sent while it did not know that the proxy ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +144,13 @@ class RunningProxy:
 
 
 @asynccontextmanager
-async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
+async def running_proxy(config: ProxyConfig, stop: StopRequest | None = None) -> AsyncIterator[RunningProxy]:
     """Serve for as long as the context is open.
 
-    Leaving it accepts nothing new, lets running requests finish for `config.drain_s`, sends the drops of
-    those that it had to cut, and closes everything. Raises `OSError` when a port is taken or a file cannot be
-    read, and `BadKeyFile`, `BadClusterKey`, `BadCertificate` or `BadEngineServer` when a file is not one.
+    Leaving it accepts nothing new, lets running requests finish, for as long as `stop` says (`config.drain_s`
+    without one), sends the drops of those that it had to cut, and closes everything. Raises `OSError` when a
+    port is taken or a file cannot be read, and `BadKeyFile`, `BadClusterKey`, `BadCertificate` or
+    `BadEngineServer` when a file is not one.
     """
     keys, clock = Keys.read(config), asyncio.get_running_loop().time
     metrics, history, failures = Metrics(), History(), FailureLog()
@@ -159,7 +163,16 @@ async def running_proxy(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,
             history.recording(metrics.totals),
-            serving(config, keys, fleet, metrics, failures, views, listener) as services,
+            serving(
+                config,
+                keys,
+                fleet,
+                metrics,
+                failures,
+                views,
+                listener,
+                stop or StopRequest(config.drain_s),
+            ) as services,
         ):
             yield RunningProxy(services, fleet, listener.getsockname()[1], discovery_port)
 
@@ -173,6 +186,7 @@ async def serving(
     failures: FailureLog,
     views: OperatorViews,
     listener: socket.socket,
+    stop: StopRequest,
 ) -> AsyncIterator[Services]:
     """Serve clients on `listener` while the context is open; leaving it ends as `running_proxy` says.
 
@@ -196,6 +210,7 @@ async def serving(
         try:
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
+                hurrying = tasks.create_task(_hurry(server, stop))
                 watching = tasks.create_task(
                     upstream.hang_detector.run(fleet.find_hung, asyncio.get_running_loop().time)
                 )
@@ -203,12 +218,21 @@ async def serving(
                     yield services
                 finally:
                     services.dashboard.close()
+                    server.config.timeout_graceful_shutdown = math.ceil(stop.limit_s)
                     server.should_exit = True
                     await asyncio.wait([clients])
+                    hurrying.cancel()
                     await server.cancel_requests()
                     watching.cancel()
         finally:
             await drops.settle()
+
+
+async def _hurry(server: HttpServer, stop: StopRequest) -> None:
+    """Cut what is still running, once `stop` is to be obeyed at once."""
+    await stop.at_once.wait()
+    server.force_exit = True
+    await server.cancel_requests()
 
 
 @contextmanager
@@ -286,6 +310,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
                 handlers=dict.fromkeys(ENDPOINTS, completions) | {"/health": serve_health},
                 head_s=services.config.body_timeout_s,
                 bounds=ServerBounds(),
+                last_request_s=LAST_REQUEST_S,
                 stall_s=services.config.client_stall_s,
                 cors=CorsPolicy(services.config.cors_origins) if services.config.cors_origins else None,
             ),
@@ -298,5 +323,4 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
         server_header=False,
         timeout_keep_alive=CLIENT_KEEPALIVE_S,
         ssl_context_factory=None if tls is None else lambda config, default: tls,
-        timeout_graceful_shutdown=math.ceil(services.config.drain_s),
     )

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import signal
 import socket
 import ssl
 from importlib.metadata import version
@@ -41,12 +40,12 @@ from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.http_server import HttpServer
 from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
+from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 
 log = logging.getLogger(__name__)
 
-# Who presses Ctrl-C waits for it.
-_INTERRUPT_DRAIN_S = 3.0
 _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
 _ERROR_RESPONSES_TIMEOUT_S = 0.3
@@ -89,37 +88,6 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
             agent.close()
 
 
-class _StopRequest:
-    """That the agent is to end: by a signal, or by `POST /drain`."""
-
-    def __init__(self, drain_s: float) -> None:
-        self._drain_s = drain_s
-        self._signals = 0
-        self.limit_s = drain_s
-        """Seconds that draining may take."""
-        self.made = asyncio.Event()
-        self.at_once = asyncio.Event()
-        """A second signal has come: do not wait any longer."""
-
-    def on_signals(self) -> None:
-        """Let SIGTERM and SIGINT make it."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._drain_s)
-        loop.add_signal_handler(signal.SIGINT, self._signalled, min(self._drain_s, _INTERRUPT_DRAIN_S))
-
-    def make(self) -> None:
-        """Let the agent drain, and end. Idempotent."""
-        self.made.set()
-
-    def _signalled(self, limit_s: float) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            self.at_once.set()
-        elif not self.made.is_set():
-            self.limit_s = limit_s
-        self.made.set()
-
-
 class _Agent:
     """The parts of one agent: `run()` until it ends, then `close()`."""
 
@@ -142,7 +110,7 @@ class _Agent:
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
         self._lifecycle = Lifecycle()
-        self._stop = _StopRequest(config.drain_s)
+        self._stop = StopRequest(config.drain_s)
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
         self._grammars = GrammarChecker(Path(config.model))
@@ -155,6 +123,7 @@ class _Agent:
             self._lifecycle.changed,
             self._registration,
             key=key,
+            drain=self._stop.make,
         )
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
@@ -237,17 +206,7 @@ class _Agent:
     async def _drain(self) -> None:
         """Finish everything that counts on this agent, within the limit; then fail the rest."""
         self._lifecycle.transition("draining")
-        waits = [asyncio.ensure_future(each) for each in (self._wait_drained(), self._stop.at_once.wait())]
-        try:
-            done, _ = await asyncio.wait(
-                waits, timeout=self._stop.limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            for wait in done:
-                wait.result()
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if waits[0] not in done:
+        if not await self._stop.drain(self._wait_drained()):
             stats = self._engine.stats
             log.warning(
                 "not drained: %d requests are aborted, %d KV blocks are still leased",
@@ -326,6 +285,7 @@ class _Agent:
                 max_running=config.max_num_seqs,
             ),
             prefill_chunk=config.prefill_chunk,
+            control_versions=CONTROL_VERSIONS,
         )
 
 

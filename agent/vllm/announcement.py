@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -14,15 +16,19 @@ import msgspec
 
 from kvferry.agent.ids import host_id
 from kvferry.agent.ping import Announcer
-from kvferry.agent.vllm.settings import ConnectorSettings
+from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import Incarnation, Load, NodeState, Register, Role
 from kvferry.transfer.connector import SchedulerConnector
+from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 from kvferry.transfer.layout import KVGeometry
 
 DIALECT = "vllm-kvferry"
 _PROBE_S = 0.5
+_POLL_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class EngineLoad(Protocol):
@@ -53,6 +59,10 @@ class Server:
 class Announcement:
     """Pings the proxies while `run` runs, and says bye at its end.
 
+    Asked to drain, by a proxy or on the drain socket, it announces that, and says on the socket when no proxy
+    has a request for the server, none runs, and no KV is leased. The server goes on: the process that has
+    started it ends it.
+
     Args:
         free_blocks: How many of the engine's KV blocks are free.
     """
@@ -70,17 +80,60 @@ class Announcement:
         self._load = load
         self._free_blocks = free_blocks
         self._state: NodeState = "starting"
-        self._announcer = Announcer(settings.proxy, threading.Event(), self._describe, key=key)
+        self._changed = threading.Event()
+        self._asked = asyncio.Event()
+        self._announcer = Announcer(
+            settings.proxy, self._changed, self._describe, key=key, drain=self._asked.set
+        )
         self._plane: SchedulerConnector | None = None
 
     async def run(self, plane: SchedulerConnector) -> None:
         """Ping until cancelled."""
         self._plane = plane
         try:
-            await self._announcer.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._announcer.run())
+                tasks.create_task(self._drain_when_asked(plane))
         finally:
             self._announcer.send_bye(self._server.incarnation)
             self._announcer.close()
+
+    async def _drain_when_asked(self, plane: SchedulerConnector) -> None:
+        reader, writer = None, None
+        try:
+            if self._settings.drain_socket:
+                reader, writer = await asyncio.open_unix_connection(self._settings.drain_socket)
+            async with asyncio.TaskGroup() as tasks:
+                reading = None if reader is None else tasks.create_task(self._wait_for_word(reader))
+                await self._asked.wait()
+                if reading is not None:
+                    reading.cancel()
+            log.info("drains: it takes nothing new, and finishes what it has")
+            self._state = "draining"
+            self._changed.set()
+            await self._announcer.wait_released()
+            await self._wait_unneeded(plane)
+            log.info("has drained")
+            if writer is not None:
+                writer.write(DRAINED)
+                await writer.drain()
+        except OSError as error:  # its end ends this process too, in a moment
+            log.warning("the drain socket failed: %s", error)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _wait_for_word(self, reader: asyncio.StreamReader) -> None:
+        if await reader.readline() == DRAIN:
+            self._asked.set()
+
+    async def _wait_unneeded(self, plane: SchedulerConnector) -> None:
+        """Wait until nothing runs and nothing is leased. Looked at twice: in between a lease begins."""
+        idle = 0
+        while idle < 2:
+            is_idle = not self._load.requests and not plane.stats().leased
+            idle = idle + 1 if is_idle else 0
+            await asyncio.sleep(_POLL_S)
 
     def _describe(self, index: int) -> Register | None:
         """The next ping. Called in the thread that pings."""
@@ -119,6 +172,7 @@ class Announcement:
                 kv_blocks_leased=self._load.leased_blocks,
                 max_running=server.max_running,
             ),
+            control_versions=CONTROL_VERSIONS,
         )
 
     def _api_listens(self) -> bool:

@@ -16,6 +16,8 @@ from kvferry.proxy.wire.messages import Role
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
 MAX_PROXIES = 64
+DRAIN, DRAINED = b"drain\n", b"drained\n"
+"""What the process that has started a server says on the `drain_socket`, and what it hears there."""
 
 
 class NotServed(ValueError):
@@ -38,6 +40,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
         hold_timeout_s: How long a lease is renewed for a request that waits for room.
         cluster_key: File made by `kvferry keygen`, the same as the proxies'.
+        drain_socket: Unix socket of the process that has started the server: it asks there for a drain, and
+            hears there when the server has drained.
     """
 
     advertise_url: str = ""
@@ -51,6 +55,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     pull_timeout_s: _Seconds = 30.0
     hold_timeout_s: _Seconds = 120.0
     cluster_key: str | None = None
+    drain_socket: str = ""
 
     def __post_init__(self) -> None:
         for proxy in self.proxy:

@@ -85,6 +85,13 @@ def create_app(
     async def undrain(incarnation: str) -> Response:
         return await _drain(views, Incarnation(incarnation), False)
 
+    @app.post("/nodes/<path:incarnation>/end")
+    async def end(incarnation: str) -> Response:
+        try:
+            return _page_response(await views.end(Incarnation(incarnation)))
+        except ProxyError as error:
+            return _error_response(error, _request_id())
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return await _page(views, "metrics")

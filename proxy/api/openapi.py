@@ -116,6 +116,7 @@ class NodeView(msgspec.Struct):
     in_flight: int
     last_ping_s: float
     not_paired: str | None
+    ending: bool = False  # older proxies do not say
 
 
 class IncompatiblePairView(msgspec.Struct):
@@ -244,8 +245,11 @@ def document(version: str) -> dict[str, Any]:
             },
             "/nodes": {"get": _page("List all agents, and why some are not paired", "NodeList")},
             "/nodes/targets": {"get": _operation("List the agents as Prometheus targets", {"200": targets})},
-            "/nodes/{incarnation}/drain": {"post": _draining("Drain an agent: it gets no new requests")},
+            "/nodes/{incarnation}/drain": {
+                "post": _draining("Drain an agent: this proxy sends it nothing new")
+            },
             "/nodes/{incarnation}/undrain": {"post": _draining("Undo the draining of an agent")},
+            "/nodes/{incarnation}/end": {"post": _ending()},
             "/metrics": {
                 "get": _operation("Metrics in Prometheus' text format", {"200": _text("text/plain")})
             },
@@ -332,7 +336,16 @@ def _messages() -> dict[str, Any]:
 
 
 def _draining(summary: str) -> dict[str, Any]:
-    responses = {"200": _json(_ref("NodeView")), "404": _error("No agent has this incarnation.")}
+    return _of_agent(summary, {"200": _json(_ref("NodeView"))})
+
+
+def _ending() -> dict[str, Any]:
+    responses = {"202": _json(_ref("NodeView")), "409": _error("The agent cannot be asked by its proxies.")}
+    return _of_agent("Let an agent finish what it has, and end", responses)
+
+
+def _of_agent(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    responses = {**responses, "404": _error("No agent has this incarnation.")}
     schema = {"type": "string", "minLength": 1}
     parameter = {"name": "incarnation", "in": "path", "required": True, "schema": schema}
     return {**_operation(summary, responses), "parameters": [parameter]}

@@ -114,6 +114,8 @@ class PingListener:
             if foreign is not None and self._registry.reject_reason(foreign) is None:
                 # Only an address that may be dialled is probed.
                 message = self._complete(foreign)
+        except wire.OtherVersion as other:
+            return self._reject_version(other.info)
         except wire.BadFrame as error:
             self._metrics.bad_pings.inc()
             logger.debug("bad ping dropped: %s", error)
@@ -127,9 +129,21 @@ class PingListener:
         if foreign is not None:
             return None  # other engines do not read responses
         if rejected is not None:
-            return wire.encode(wire.Rejected(reason=rejected.value))
-        in_flight = self._in_flight(message.incarnation)
-        return wire.encode(wire.Ack(proxy=self._proxy_id, index=message.index, in_flight=in_flight))
+            return wire.encode(wire.Rejected(reason=rejected.value, versions=wire.VERSIONS))
+        ack = wire.Ack(
+            proxy=self._proxy_id,
+            index=message.index,
+            in_flight=self._in_flight(message.incarnation),
+            drain=self._registry.is_ending(message.incarnation),
+            versions=wire.VERSIONS,
+        )
+        return wire.encode(ack)
+
+    def _reject_version(self, info: wire.OtherRegister) -> bytes:
+        reason = RejectReason.VERSION
+        self._registry.reject_version(info, self._clock())
+        self._metrics.rejected_pings.labels(reason.name.lower()).inc()
+        return wire.encode(wire.Rejected(reason=reason.value, versions=wire.VERSIONS))
 
 
 def _foreign(body: dict[str, Any]) -> wire.Register | None:

@@ -134,6 +134,12 @@ class Fleet:
         self.registry.drain(agent, drained)
         self.admission.pump()
 
+    def end(self, agent: Incarnation) -> bool | None:
+        """Let an agent drain and end, as `Registry.end` says."""
+        asked = self.registry.end(agent)
+        self.admission.pump()
+        return asked
+
     def _pump_if_changed(self) -> None:
         """Admit waiting requests after a ping, unless it and time have changed nothing since the last one."""
         if not self.admission.waiting:

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.proxy.dialects.names import SERVING_ALONE, SUPPORTED
 from kvferry.proxy.fleet.registry import Leg, Snapshot
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register, Versions, common_version
 
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 
@@ -32,6 +32,7 @@ class Mismatch(enum.StrEnum):
     TOKENIZER = "different tokenizers"
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
+    VERSION = "no version of the control channel in common"
     HANDSHAKE = "rejected in their handshake"
     TRANSFER = "no transfer in common that works between them"
 
@@ -52,6 +53,8 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
         return Mismatch.LAYOUT
     if prefill.transfer_mode != decode.transfer_mode:
         return Mismatch.MODE
+    if common_version(prefill.control_versions, decode.control_versions) is None:
+        return Mismatch.VERSION
     if prefill.incarnation in decode.refusals:
         return Mismatch.HANDSHAKE
     # Other engines do not report by which backend they move KV: their operator has to match them.
@@ -69,6 +72,11 @@ def reason(prefill: Register, decode: Register, why: Mismatch) -> str:
 def _details(prefill: Register, decode: Register, why: Mismatch) -> str:
     if why is Mismatch.HANDSHAKE:
         return decode.refusals[prefill.incarnation]
+    if why is Mismatch.VERSION:
+        return ", ".join(
+            f"{info.control_versions[0]} to {info.control_versions[1]} at the {leg} agent ({info.version})"
+            for leg, info in (("prefill", prefill), ("decode", decode))
+        )
     if why is Mismatch.LAYOUT:
         theirs = decode.geometry
         differing = {name: value for name, value in prefill.geometry.items() if theirs.get(name) != value}
@@ -100,6 +108,7 @@ class _Kind(NamedTuple):
     tokenizer: str
     layout: str
     transfer_mode: str
+    control_versions: Versions
     routes: frozenset[str | tuple[str, str]]
 
 
@@ -201,7 +210,9 @@ class Groups:
         for size, why in enumerate(_REASONS, 2):
             before, alike = alike, self._pairs_alike(prefills, decodes, size)
             counts[why] += before - alike
-        counts[Mismatch.TRANSFER] += alike
+        unspoken = self._pairs_without_version(prefills, decodes)
+        counts[Mismatch.VERSION] += unspoken
+        counts[Mismatch.TRANSFER] += alike - unspoken
         open_: dict[int, int] = {}
         for prefill in prefills:
             partners = self.partners(prefill, "prefill")
@@ -218,17 +229,34 @@ class Groups:
     def _pairs_alike(self, prefills: Iterable[int], decodes: Iterable[int], size: int) -> int:
         """Return how many pairs have the first `size` in common of what `mismatch` compares, in its order."""
 
-        def terms(agent: int) -> tuple[str, ...] | None:
-            info = self._infos[agent]
-            if size > 1 and info.dialect not in SUPPORTED:
-                return None
-            return (
-                info.model, info.dialect, info.weights, info.tokenizer, info.layout, info.transfer_mode
-            )[:size]  # fmt: skip
-
-        there = Counter(map(terms, decodes))
+        there = Counter(self._terms(agent, size) for agent in decodes)
         del there[None]
-        return sum(there[each] * count for each, count in Counter(map(terms, prefills)).items())
+        here = Counter(self._terms(agent, size) for agent in prefills)
+        return sum(there[each] * count for each, count in here.items())
+
+    def _pairs_without_version(self, prefills: Iterable[int], decodes: Iterable[int]) -> int:
+        """Return how many pairs are alike in all terms, and have no version in common."""
+        size, infos = len(_REASONS) + 1, self._infos
+        there: dict[object, Counter[Versions]] = {}
+        for agent in decodes:
+            there.setdefault(self._terms(agent, size), Counter())[infos[agent].control_versions] += 1
+        there.pop(None, None)
+        here = Counter((self._terms(agent, size), infos[agent].control_versions) for agent in prefills)
+        return sum(
+            count * others
+            for (terms, ours), count in here.items()
+            for theirs, others in there.get(terms, Counter[Versions]()).items()
+            if common_version(ours, theirs) is None
+        )
+
+    def _terms(self, agent: int, size: int) -> tuple[str, ...] | None:
+        """Return the first `size` terms that must be equal; None: it is paired with none."""
+        info = self._infos[agent]
+        if size > 1 and info.dialect not in SUPPORTED:
+            return None
+        return (
+            info.model, info.dialect, info.weights, info.tokenizer, info.layout, info.transfer_mode
+        )[:size]  # fmt: skip
 
     def _group(self, info: Register) -> int:
         routes: frozenset[str | tuple[str, str]] = frozenset()
@@ -237,8 +265,9 @@ class Groups:
                 (name, info.host_id) if name in ONE_HOST_TRANSFERS else name for name in info.transfers
             )
         kind = _Kind(
-            info.dialect, info.model, info.weights, info.tokenizer, info.layout, info.transfer_mode, routes
-        )
+            info.dialect, info.model, info.weights, info.tokenizer, info.layout, info.transfer_mode,
+            info.control_versions, routes,
+        )  # fmt: skip
         group = self._kinds.get(kind)
         if group is None:
             group = self._kinds[kind] = len(self._kinds)
@@ -364,8 +393,8 @@ def count_incompatible(snapshot: Snapshot) -> Counter[Mismatch]:
 
 def _keys(kind: _Kind) -> Iterator[object]:
     """Yield keys of which two kinds share one exactly if their agents can serve together."""
-    if kind.dialect == NATIVE_DIALECT:
-        for route in kind.routes:
-            yield (*kind[:-1], route)
-    elif kind.dialect in SUPPORTED:
-        yield kind[:-1]
+    lowest, highest = kind.control_versions
+    routes = kind.routes if kind.dialect == NATIVE_DIALECT else (None,) if kind.dialect in SUPPORTED else ()
+    for route in routes:
+        for version in range(lowest, highest + 1):
+            yield (*kind[:-2], version, route)

@@ -30,6 +30,7 @@ from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
     Bye,
     Incarnation,
+    OtherRegister,
     Register,
 )
 
@@ -48,6 +49,8 @@ MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
 ROUNDING_S = 1e-3
 """More than floats lose in adding intervals to the clock."""
+DRAIN_VERSION = 3
+"""From this version of pings on, agents do what an ack asks of them."""
 MAX_NODES = 4096
 MAX_RETIRED = 4096
 # Other engines ping more slowly: three of their intervals and a half, as for our own.
@@ -74,7 +77,8 @@ class Node:
     """One agent at one moment.
 
     `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load. `drained`:
-    taken out of rotation by an operator of this proxy; the agent does not know.
+    taken out of rotation by an operator of this proxy; the agent does not know. `is_ending`: an operator has
+    asked this proxy to let it drain and end.
     """
 
     info: Register
@@ -83,6 +87,7 @@ class Node:
     ours_at_ping: int = 0
     drained: bool = False
     breaker: BreakerState = BreakerState.CLOSED
+    is_ending: bool = False
 
     @property
     def incarnation(self) -> Incarnation:
@@ -160,6 +165,7 @@ class _Record:
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
     drained: bool = False
+    is_ending: bool = False
 
 
 @dataclass(slots=True)
@@ -300,6 +306,10 @@ class Registry:
             return RejectReason.FULL
         return None
 
+    def reject_version(self, info: OtherRegister, now: float) -> None:
+        """Note an agent whose pings are of a version that is not spoken here."""
+        self._rejected.note(info, RejectReason.VERSION, now)
+
     def bye(self, incarnation: Incarnation) -> None:
         """Remove an agent. Idempotent; a ping of it that is still on its way is rejected."""
         if incarnation in self._records:
@@ -328,6 +338,27 @@ class Registry:
         record.drained = drained
         self._kept.stale.add(incarnation)
         return True
+
+    def end(self, incarnation: Incarnation) -> bool | None:
+        """Take the agent out of rotation for good: its acks ask it to drain and end from now on.
+
+        Returns None for an agent that is not known, and False for one that does not read acks.
+        """
+        record = self._records.get(incarnation)
+        if record is None:
+            return None
+        if record.info.v < DRAIN_VERSION:
+            return False
+        if not record.is_ending:
+            logger.info("agent %s is asked to drain and end", incarnation)
+        record.is_ending = True
+        self._kept.stale.add(incarnation)
+        return True
+
+    def is_ending(self, incarnation: Incarnation) -> bool:
+        """Return whether the agent is to be asked to drain and end."""
+        record = self._records.get(incarnation)
+        return record is not None and record.is_ending
 
     def sent(self, agents: Iterable[Incarnation], now: float) -> None:
         """Report an attempt to the circuit breakers of its agents."""
@@ -409,7 +440,8 @@ class Registry:
             return False
         # What dies says so too, in the moment of its death.
         long_since = now - record.served_at > PING_INTERVAL_S + PROOF_S
-        return record.drained or (record.info.state == "draining" and long_since)
+        is_asked = record.drained or record.is_ending
+        return is_asked or (record.info.state == "draining" and long_since)
 
     def has_served_since(self, incarnation: Incarnation, at: float, now: float) -> bool | None:
         """Return whether the agent went on working after `at`; None while its next ping is to be awaited."""
@@ -537,12 +569,13 @@ def _node(record: _Record, now: float) -> Node:
         record.ours_at_ping,
         record.drained,
         record.breaker.state,
+        record.is_ending,
     )
 
 
 def _state(record: _Record, now: float) -> NodeState:
     """Return the first of these states that applies."""
-    if record.drained or record.info.state == "draining":
+    if record.drained or record.is_ending or record.info.state == "draining":
         return NodeState.DRAINING
     if record.info.state == "starting":
         return NodeState.STARTING
@@ -577,6 +610,7 @@ def pairing_terms(info: Register) -> tuple[object, ...]:
         info.transfer_mode,
         info.transfers,
         info.host_id,
+        info.control_versions,
         info.refusals,
     )
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, TypedDict, TypeVar
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.proxy.dialects.names import SUPPORTED
-from kvferry.proxy.errors import NotFound
+from kvferry.proxy.errors import CannotEnd, NotFound
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.groups import (
     Matching,
@@ -163,6 +163,17 @@ class OperatorViews:
         self._pages.clear()
         return node_page(self.view(), agent)
 
+    async def end(self, agent: Incarnation) -> Page:
+        """Let an agent drain and end.
+
+        The page is its entry in `/nodes`, a 404, or a 409 if it cannot be asked.
+
+        Raises `ProxyError` when that cannot be done.
+        """
+        asked = self._fleet.end(agent)
+        self._pages.clear()
+        return end_page(asked, self.view(), agent)
+
     def view(self) -> FleetView:
         """Return the fleet as it is now."""
         fleet, now = self._fleet, self._fleet.clock()
@@ -286,6 +297,15 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     return Page(status=error.status, body=error.body())
 
 
+def end_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
+    """Return what an operator sees who has asked an agent to end: `asked`, as `Registry.end` returns it."""
+    if asked is False:
+        error = CannotEnd("it is not announced by an agent that can be asked: end it where it was started")
+        return Page(status=error.status, body=error.body())
+    page = node_page(view, agent)
+    return page if page.status != 200 else replace(page, status=202)
+
+
 async def dashboard_page(
     view: FleetView, in_flight: Mapping[str, int], history: History, failures: Iterable[FailureCount]
 ) -> Page:
@@ -385,6 +405,7 @@ def _node(position: int, view: FleetView, apart: _Apart) -> dict[str, Any]:
         "role": info.role,
         "state": node.state.value,
         "drained": node.drained,
+        "ending": node.is_ending,
         "breaker": node.breaker.value,
         "dialect": info.dialect,
         "model": info.model,

@@ -11,10 +11,12 @@ import ctypes
 import gc
 import logging
 import resource
+import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -38,8 +40,18 @@ MAX_PARTIAL_BYTES_HELD = 128 * 1024 * 1024
 MAX_UNREAD_BYTES_HELD = 512 * 1024 * 1024
 """Of all responses of one process, what was written for clients that do not read."""
 CANCEL_TIMEOUT_S = 2.0
+HANDSHAKE_S = 0.1
+"""For connections that are being established when the server stops."""
 COLLECTION_THRESHOLD = 10_000
 """Objects that come and stay until the youngest are looked through for cycles."""
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+_BPF = struct.Struct("HBBI")
+_DROP_SYN = (  # linux/filter.h; a segment begins with its TCP header
+    (0x30, 0, 0, 13),  # load the byte of flags
+    (0x45, 0, 1, 0x02),  # SYN?
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # accept
+)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE_BUFFER_BYTES = 128 * 1024
 """More than one read from a socket takes, for that would cost a system call each."""
@@ -185,11 +197,17 @@ class GuardedConnection(HttpToolsProtocol):
         head_s: Deadline for the head of a request, from the connection's start or from the first byte after
             the last response. uvicorn itself only limits how long a connection may be idle after a response.
         bounds: Shared by all connections of the server.
+        last_request_s: When the server stops, how long a connection without a request may still send one: it
+            may be on its way. 0 closes such connections at once.
     """
 
-    def __init__(self, *args: Any, head_s: float, bounds: ServerBounds, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, head_s: float, bounds: ServerBounds, last_request_s: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._head_s = head_s
+        self._last_request_s = last_request_s
+        self._is_stopping = False
         self._bounds = bounds
         self._head_deadline: asyncio.TimerHandle | None = None
         self._head_room = MAX_HEAD_BYTES
@@ -251,6 +269,8 @@ class GuardedConnection(HttpToolsProtocol):
             self._reject(417, "bad_request", "only 100-continue can be expected")
             raise RequestRejected
         super().on_headers_complete()
+        if self._is_stopping:
+            self.cycle.keep_alive = False
         self.headers = []  # trailers go here, and are no headers of the request
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
@@ -313,6 +333,14 @@ class GuardedConnection(HttpToolsProtocol):
         super().resume_writing()
         self._bounds.note_read(self)
 
+    def shutdown(self) -> None:
+        """Called when the server stops: answer what is being served, and close."""
+        self._is_stopping = True
+        if self._is_serving or not self._last_request_s:
+            super().shutdown()
+        else:
+            self.loop.call_later(self._last_request_s, self._close_unless_serving)
+
     def drop_body(self) -> None:
         """Called when too much is held: answer the request that is being received by 503, and close."""
         logger.warning("a request of %s was dropped: too much of requests' bodies is held", self.client)
@@ -338,6 +366,10 @@ class GuardedConnection(HttpToolsProtocol):
     @property
     def _is_idle(self) -> bool:
         return not self._is_serving and not self.transport.is_closing()
+
+    def _close_unless_serving(self) -> None:
+        if self._is_idle:
+            self.transport.close()
 
     def _start_head_deadline(self) -> None:
         """Start the deadline for the next request's head, unless a request is being served."""
@@ -413,6 +445,32 @@ def response_head(status: int, headers: Iterable[Header]) -> bytes:
     return b"".join(lines)
 
 
+def _ignore_new_connections(listener: socket.socket) -> None:
+    """Have the system drop what opens a connection to a listening socket (Linux; elsewhere no-op).
+
+    The client repeats it after a second, when it is refused or another process listens there.
+    """
+    program = ctypes.create_string_buffer(b"".join(_BPF.pack(*each) for each in _DROP_SYN))
+    with suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_DROP_SYN), ctypes.addressof(program))
+        )
+
+
+def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yield the connections that wait to be accepted, and close the socket right after the last one."""
+    with listener:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # that one has gone already
+            connection.setblocking(False)
+            yield connection
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the process that owns it decides when to stop."""
 
@@ -420,6 +478,36 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signal handlers as they are."""
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and end when all connections have, or at the graceful timeout.
+
+        Connections that the system has established, but uvicorn has not accepted, are served like the
+        others: closing the listening socket would reset them, in the midst of their first request. Before it
+        is closed no new ones are established, so a client is either served or refused.
+        """
+        for each in sockets or ():
+            _ignore_new_connections(each)
+        await asyncio.sleep(HANDSHAKE_S)
+        queued = [each.dup() for each in sockets or ()]
+        for each in queued:
+            each.setblocking(False)  # what is dup'd shares the mode, and asyncio needs this one
+        for server in self.servers:
+            server.close()
+        established = [connection for each in queued for connection in _accept_all(each)]
+        await asyncio.gather(*map(self._serve_connection, established))
+        await super().shutdown(sockets)
+
+    async def _serve_connection(self, connection: socket.socket) -> None:
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        with suppress(OSError):  # as for any client that has gone, or whose handshake fails
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, ssl=config.ssl)
 
     async def cancel_requests(self) -> None:
         """Cancel every running request, as if its client had disconnected, and wait until they have ended.

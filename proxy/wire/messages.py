@@ -3,6 +3,10 @@
 
 Agents send maps over DEALER; the proxy's ROUTER answers. Frames are packed by `msgpack` with strict limits
 and typed here with msgspec; nothing downstream of this module sees an untyped map.
+
+An agent begins with the lowest version it speaks, and goes on with the highest that the proxy's acks allow. A
+proxy rejects, with its own range, a registration in a version that it does not speak. From version 3 on,
+fields that a side does not know are ignored: what an agent adds costs it no proxy of the same version.
 """
 
 from __future__ import annotations
@@ -12,7 +16,14 @@ from typing import Annotated, Any, Literal, NewType, TypeVar
 import msgpack
 import msgspec
 
-PROTOCOL_VERSION = 2
+MAX_VERSION = 64
+_Version = Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)]
+Versions = tuple[_Version, _Version]
+"""The lowest and the highest version of a protocol that a program speaks."""
+VERSIONS: Versions = (2, 3)
+"""Of the messages below."""
+FIRST_CONTROL_VERSIONS: Versions = (2, 2)
+"""Of the control channel between agents, as spoken by those whose pings do not say."""
 DEFAULT_DISCOVERY_PORT = 36367
 PING_INTERVAL_S = 1.0
 NODE_EXPIRY_S = 3.5
@@ -37,7 +48,24 @@ class BadFrame(ValueError):
     """A discovery frame that is not one of the messages below."""
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OtherVersion(BadFrame):
+    """A registration in a version that is not spoken here."""
+
+    def __init__(self, info: OtherRegister) -> None:
+        super().__init__(f"version {info.v}; spoken are {VERSIONS[0]} to {VERSIONS[1]}")
+        self.info = info
+
+
+class OtherRegister(msgspec.Struct, frozen=True, kw_only=True):
+    """What a registration says in any version."""
+
+    v: int
+    role: Text
+    address: Text
+    control: Text
+
+
+class Load(msgspec.Struct, frozen=True):
     """How busy an agent is, in sequences and KV blocks. Cached blocks that can be evicted count as free.
 
     `max_running` is how many sequences it runs at once; None when unknown.
@@ -51,17 +79,17 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int | None = None
 
 
-class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Register(msgspec.Struct, frozen=True, kw_only=True):
     """One agent's ping. `address` and `control` are what peers connect to, whatever is bound.
 
     `geometry`: what `layout` is the fingerprint of, in readable form. `refusals`: prefill agents, by
     incarnation, whose KV it can never read, as found at the first handshake, and why.
     `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
-    progress.
+    progress. From version 3 on, `control_versions`: what it speaks on the control channel to other agents.
     """
 
-    v: Literal[2] = 2
+    v: Literal[2, 3] = 2
     type: Literal["register"] = "register"
     role: Role
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
@@ -87,48 +115,85 @@ class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     load: Load
     prefill_chunk: int | None = None
     loop_lag_s: float = 0.0
+    control_versions: Versions = FIRST_CONTROL_VERSIONS
 
 
-class Bye(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The agent stops now; no need to wait for its pings to expire."""
 
-    v: Literal[2] = 2
+    v: Literal[2, 3] = 2
     type: Literal["bye"] = "bye"
     incarnation: Incarnation
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """The proxy has taken a ping. `in_flight`: sequences of its clients that are at the agent, or routed to
-    it and still to come; None from a proxy that does not say.
+    it and still to come; None from a proxy that does not say. `drain`: an operator has asked the proxy to let
+    the agent drain and end. `versions`: which pings the proxy understands.
     """
 
     type: Literal["ack"] = "ack"
     proxy: str
     index: int
     in_flight: int | None = None
+    drain: bool = False
+    versions: Versions = (2, 2)
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
+    """The ping has changed nothing. `versions`: as in `Ack`."""
+
     type: Literal["refused"] = "refused"
     reason: str
+    versions: Versions = (2, 2)
 
 
 AgentMessage = Register | Bye
 ProxyMessage = Ack | Rejected
 _M = TypeVar("_M")
+_S = TypeVar("_S")
 
 _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": Bye}
 _PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
 
 
+_SINCE_3 = frozenset({"control_versions"})
+_FIELDS_OF_2 = {
+    "register": frozenset(Register.__struct_fields__) - _SINCE_3,
+    "bye": frozenset(Bye.__struct_fields__),
+}
+_LOAD_FIELDS_OF_2 = frozenset(Load.__struct_fields__)
+
+
+def common_version(ours: Versions, theirs: Versions) -> int | None:
+    """Return the highest version that both sides speak, or None."""
+    highest = min(ours[1], theirs[1])
+    return highest if highest >= max(ours[0], theirs[0]) else None
+
+
 def encode(message: AgentMessage | ProxyMessage) -> bytes:
-    """Pack one message into one frame."""
-    return msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)  # type: ignore[no-any-return]
+    """Pack one message into one frame, with the fields that its version has."""
+    body = msgspec.to_builtins(message)
+    if isinstance(message, Register) and message.v == 2:
+        for name in _SINCE_3:
+            del body[name]
+    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
 
 
 def decode_agent_message(frame: bytes) -> AgentMessage:
-    """Type one frame sent by an agent. Raises `BadFrame`, and nothing else, whatever the bytes are."""
-    return _decode(frame, _AGENT_TYPES)
+    """Type one frame sent by an agent.
+
+    Raises `BadFrame`, and nothing else, whatever the bytes are: `OtherVersion` for a registration in another
+    version.
+    """
+    body = unpack_map(frame)
+    version = body.get("v")
+    if version == 2:
+        _check_fields_of_2(body)
+    is_other = isinstance(version, int) and not VERSIONS[0] <= version <= VERSIONS[1]
+    if is_other and body.get("type") == "register":
+        raise OtherVersion(_convert(body, OtherRegister))
+    return _decode(body, _AGENT_TYPES)
 
 
 def checked(info: Register) -> Register:
@@ -141,7 +206,7 @@ def checked(info: Register) -> Register:
 
 def decode_proxy_message(frame: bytes) -> ProxyMessage:
     """Type one frame sent by a proxy. Raises `BadFrame`, and nothing else, whatever the bytes are."""
-    return _decode(frame, _PROXY_TYPES)
+    return _decode(unpack_map(frame), _PROXY_TYPES)
 
 
 def unpack_map(frame: bytes) -> dict[str, Any]:
@@ -158,12 +223,26 @@ def unpack_map(frame: bytes) -> dict[str, Any]:
     return body
 
 
-def _decode(frame: bytes, types: dict[object, type[_M]]) -> _M:
-    body = unpack_map(frame)
+def _check_fields_of_2(body: dict[str, Any]) -> None:
+    """Raise `BadFrame` for a field that version 2 has not: there it is a mistake."""
+    kind, load = body.get("type"), body.get("load")
+    known = _FIELDS_OF_2.get(kind) if isinstance(kind, str) else None
+    unknown = set() if known is None else body.keys() - known
+    if isinstance(load, dict):
+        unknown |= load.keys() - _LOAD_FIELDS_OF_2
+    if unknown:
+        raise BadFrame(f"version 2 has no field {sorted(map(str, unknown))[0]!r}")
+
+
+def _decode(body: dict[str, Any], types: dict[object, type[_M]]) -> _M:
     kind = body.get("type")
     message_type = types.get(kind) if isinstance(kind, str) else None
     if message_type is None:
         raise BadFrame(f"unknown type {kind!r}")
+    return _convert(body, message_type)
+
+
+def _convert(body: dict[str, Any], message_type: type[_S]) -> _S:
     try:
         return msgspec.convert(body, message_type)
     except msgspec.ValidationError as error:

@@ -69,7 +69,9 @@ class PageResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Accept nothing new, let running requests finish for a while, and end."""
+    """Accept nothing new, let running requests finish for so many seconds, and end. A second one: at once."""
+
+    limit_s: float
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -109,8 +111,15 @@ class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drained: bool
 
 
+class EndRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Let an agent drain and end; the response is that of `POST /nodes/INCARNATION/end`."""
+
+    seq: int
+    agent: Incarnation
+
+
 ToWorker = Start | Registration | Departure | SetDrained | Collect | PageResponse | Stop
-ToSupervisor = Listening | Report | PageRequest | DrainRequest
+ToSupervisor = Listening | Report | PageRequest | DrainRequest | EndRequest
 
 Out = TypeVar("Out")
 In = TypeVar("In")

@@ -41,6 +41,7 @@ from kvferry.proxy.fleet.views import (
     PageCache,
     PageName,
     dashboard_page,
+    end_page,
     fleet_page,
     node_page,
 )
@@ -55,12 +56,14 @@ from kvferry.proxy.telemetry.metrics import (
     sum_families,
 )
 from kvferry.proxy.wire.messages import Bye, Incarnation, Register
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,
     Collect,
     Departure,
     DrainRequest,
+    EndRequest,
     Listening,
     PageRequest,
     PageResponse,
@@ -114,11 +117,14 @@ class RunningWorkers:
 
 
 @asynccontextmanager
-async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
+async def running_workers(
+    config: ProxyConfig, stop: StopRequest | None = None
+) -> AsyncIterator[RunningWorkers]:
     """Serve for as long as the context is open; it ends as that of `server.running_proxy` does.
 
     Raises what that one raises, and `WorkersFailed`, maybe in an exception group.
     """
+    stop = stop or StopRequest(config.drain_s)
     keys, metrics, clock = Keys.read(config), Metrics(), asyncio.get_running_loop().time
     registry = Registry(rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
@@ -129,14 +135,15 @@ async def running_workers(config: ProxyConfig) -> AsyncIterator[RunningWorkers]:
             asyncio.TaskGroup() as tasks,
         ):
             watching = tasks.create_task(supervisor.watch())
+            hurrying = tasks.create_task(supervisor.hurry(stop))
             kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
             try:
                 await supervisor.started()
                 yield RunningWorkers(config, port, discovery_port)
             finally:
-                supervisor.stop()
-                await asyncio.wait(kept, timeout=config.drain_s + 2 * END_TIMEOUT_S)
-                for task in (watching, *kept):
+                supervisor.stop(stop.limit_s)
+                await asyncio.wait(kept, timeout=stop.limit_s + 2 * END_TIMEOUT_S)
+                for task in (hurrying, watching, *kept):
                     task.cancel()
 
 
@@ -181,11 +188,16 @@ class Supervisor:
         except TimeoutError:
             raise WorkersFailed(f"the workers did not start within {START_TIMEOUT_S:.0f} s") from None
 
-    def stop(self) -> None:
-        """Stop all workers, and replace none from now on."""
+    def stop(self, limit_s: float) -> None:
+        """Stop all workers within so many seconds, and replace none from now on. A second call: at once."""
         self._is_stopping = True
         for worker in self._workers:
-            worker.channel.send(Stop())
+            worker.channel.send(Stop(limit_s))
+
+    async def hurry(self, stop: StopRequest) -> None:
+        """Stop the workers once more when `stop` is to be obeyed at once."""
+        await stop.at_once.wait()
+        self.stop(0.0)
 
     async def watch(self) -> None:
         """Collect reports regularly: little is lost with a worker, and one that hangs is replaced."""
@@ -237,6 +249,16 @@ class Supervisor:
         await self._collect()
         return node_page(self._view(), agent)
 
+    async def end(self, agent: Incarnation) -> Page:
+        """Let an agent drain and end; no worker sends it anything new. Returns what the operator sees."""
+        asked = self._registry.end(agent)
+        if asked:
+            for worker in self._workers:
+                worker.channel.send(SetDrained(agent=agent, drained=True))
+        self._pages.clear()
+        await self._collect()
+        return end_page(asked, self._view(), agent)
+
     def in_flight(self, agent: Incarnation) -> int:
         """Return how many sequences the workers have at an agent, as they reported last.
 
@@ -260,7 +282,7 @@ class Supervisor:
             worker.channel.send(self._start_message())
             self._workers.add(worker)
             if self._is_stopping:
-                worker.channel.send(Stop())
+                worker.channel.send(Stop(0.0))
             try:
                 await worker.serve(self._num_listening)
             finally:
@@ -276,7 +298,7 @@ class Supervisor:
             config=self._config,
             port=self._port,
             agents=tuple(Registration(info=node.info, heard_at=node.heard_at) for node in nodes),
-            drained=tuple(node.incarnation for node in nodes if node.drained),
+            drained=tuple(node.incarnation for node in nodes if node.drained or node.is_ending),
         )
 
     def _broadcast(self, update: Register | Bye) -> None:
@@ -376,6 +398,8 @@ class WorkerSession:
                             tasks.create_task(self._respond(seq, self._supervisor.page(name)))
                         case DrainRequest(seq=seq, agent=agent, drained=drained):
                             tasks.create_task(self._respond(seq, self._supervisor.drain(agent, drained)))
+                        case EndRequest(seq=seq, agent=agent):
+                            tasks.create_task(self._respond(seq, self._supervisor.end(agent)))
         except* ChannelClosed as closed:
             logger.info("worker %d has ended: %s", self.pid, closed.exceptions[0])
         finally:

@@ -27,12 +27,14 @@ from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.http_server import return_large_buffers, spare_full_collections
 from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,
     Collect,
     Departure,
     DrainRequest,
+    EndRequest,
     Listening,
     PageRequest,
     PageResponse,
@@ -68,14 +70,19 @@ class Worker(OperatorViews):
     """Keeps this process's fleet as the supervisor knows it; what concerns all workers is asked of it."""
 
     def __init__(
-        self, channel: SupervisorChannel, fleet: Fleet, metrics: Metrics, failures: FailureLog
+        self,
+        channel: SupervisorChannel,
+        fleet: Fleet,
+        metrics: Metrics,
+        failures: FailureLog,
+        stop: StopRequest,
     ) -> None:
         super().__init__(fleet, metrics, History(), failures, down=list)
         self._channel = channel
         self._seq = itertools.count()
         self._pending: dict[int, asyncio.Future[Page]] = {}
-        self.stopped = asyncio.Event()
-        """The supervisor has said `Stop`, or has ended."""
+        self.stop = stop
+        """Made when the supervisor has said `Stop`, or has ended."""
         self.is_orphaned = False
         """The supervisor has ended."""
 
@@ -94,7 +101,7 @@ class Worker(OperatorViews):
         except ChannelClosed as closed:
             logger.error("the supervisor has ended: %s", closed)
         self.is_orphaned = True
-        self.stopped.set()
+        self.stop.make()
         for response in self._pending.values():
             if not response.done():
                 response.set_exception(SupervisorUnavailable("the supervisor has ended"))
@@ -113,8 +120,10 @@ class Worker(OperatorViews):
             case PageResponse(seq=seq, page=page):
                 if (response := self._pending.get(seq)) is not None and not response.done():
                     response.set_result(page)
-            case Stop():
-                self.stopped.set()
+            case Stop(limit_s=limit_s):
+                if self.stop.made.is_set():
+                    self.stop.at_once.set()
+                self.stop.make(limit_s)
             case Start():
                 logger.error("the supervisor has sent Start twice")
 
@@ -128,7 +137,11 @@ class Worker(OperatorViews):
         seq = next(self._seq)
         return await self._request(seq, DrainRequest(seq=seq, agent=agent, drained=drained))
 
-    async def _request(self, seq: int, message: PageRequest | DrainRequest) -> Page:
+    async def end(self, agent: Incarnation) -> Page:
+        seq = next(self._seq)
+        return await self._request(seq, EndRequest(seq=seq, agent=agent))
+
+    async def _request(self, seq: int, message: PageRequest | DrainRequest | EndRequest) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")
         if len(self._pending) >= MAX_PENDING:
@@ -191,15 +204,16 @@ async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) 
     keys, metrics, failures = Keys.read(config), Metrics(), FailureLog()
     fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time)
     metrics.add_collector(AgentCollector(fleet))
-    worker = Worker(channel, fleet, metrics, failures)
+    stop = StopRequest(config.drain_s)
+    worker = Worker(channel, fleet, metrics, failures, stop)
     worker.learn(start)
     with listening_socket(config.host, start.port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(worker.receive())
-            async with serving(config, keys, fleet, metrics, failures, worker, listener):
+            async with serving(config, keys, fleet, metrics, failures, worker, listener, stop):
                 spare_full_collections()
                 channel.send(Listening())
-                await worker.stopped.wait()
+                await stop.made.wait()
             receiving.cancel()
     return 1 if worker.is_orphaned else 0
 

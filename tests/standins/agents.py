@@ -120,6 +120,7 @@ class StandInAgent:
     """The most it ever had running."""
     aborted: int = 0
     acks: int = 0
+    is_asked_to_drain: bool = False
     refusals: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _pings: int = 0
@@ -275,6 +276,7 @@ class StandInAgent:
             message = wire.decode_proxy_message(await dealer.recv())
             if isinstance(message, wire.Ack):
                 self.acks += 1
+                self.is_asked_to_drain |= message.drain
             else:
                 self.refusals.append(message.reason)
             self.changed.set()

@@ -296,6 +296,7 @@ class Link:
             host_id=config.host_id,
             verify_kv=config.verify_kv,
             ranks=ranks,
+            versions=wire.said_versions(),
         )
         self._request(hello, HANDSHAKE_S, self._hello_responded)
 

@@ -23,6 +23,7 @@ from kvferry.transfer.control.curve import CurveAuthenticator, CurveKey
 from kvferry.transfer.control.messages import (
     MAX_FRAME_BYTES,
     BadControlFrame,
+    Received,
     Request,
     Response,
     decode_request,
@@ -55,7 +56,7 @@ class ControlServer:
 
     def __init__(
         self,
-        on_request: Callable[[Caller, Request], None],
+        on_request: Callable[[Caller, Received], None],
         key: CurveKey | None = None,
     ) -> None:
         self._on_request = on_request

@@ -3,6 +3,10 @@
 
 MessagePack maps, packed, unpacked and typed by msgspec, nowhere else. Every frame carries the protocol
 version, a `seq` that the response echoes, and the producer's incarnation.
+
+A consumer says `hello` in the lowest version that it speaks, and which it speaks in all. The response, and
+all that follows, is in the highest that both speak; without one the producer refuses by the field `version`.
+Proxies know these ranges from pings, and pair no agents of which one would refuse the other.
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import MAX_REGIONS, KVGeometry, Placement
 from kvferry.transfer.sampled_tokens import SampledTokens
 
-PROTOCOL = 2
+_UNSAID = (2, 2)
+"""What a consumer speaks that does not say."""
+VERSIONS = (2, 2)
+"""The lowest and the highest version that is spoken here. What ranks send each other counts too: a backend's
+frames change with a version of this.
+"""
 MAX_FRAME_BYTES = 1 << 20
 _GRANT_SPARE_BYTES = 1 << 16
 _BLOCK_ID_BYTES = 9
@@ -32,6 +41,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 _Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
+_Version = Annotated[int, Meta(ge=1, le=64)]
 MAX_BLOCKS = 1 << 17
 """Blocks named in one `opened`."""
 _Blocks = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCKS)]
@@ -64,7 +74,8 @@ _Engines = Annotated[dict[_Word, EngineDescription], Meta(max_length=64)]
 class Hello(_Frame, frozen=True, tag="hello"):
     """Begin a link. `transfers` are those to choose from, the consumer's best first.
 
-    `verify_kv`: the consumer accepts no KV without checksums.
+    `verify_kv`: the consumer accepts no KV without checksums. `versions`: the lowest and the highest that it
+    speaks; not sent when that is version 2 alone, as agents that know no other do not know the field.
     """
 
     consumer: _Id
@@ -75,6 +86,15 @@ class Hello(_Frame, frozen=True, tag="hello"):
     host_id: _Word
     verify_kv: bool
     ranks: Annotated[tuple[_Engines, ...], Meta(max_length=1024)]
+    versions: tuple[_Version, _Version] | msgspec.UnsetType = msgspec.UNSET
+
+
+class OtherHello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
+    """A `hello` in a version that is not spoken here: what of it is the same in every version."""
+
+    v: _Version
+    seq: _Count
+    incarnation: _Id
 
 
 class HelloOk(_Frame, frozen=True, tag="hello_ok"):
@@ -189,6 +209,7 @@ class Dropped(_Frame, frozen=True, tag="dropped"):
 
 
 Request = Hello | Open | Renew | Release | Drop
+Received = Request | OtherHello
 Response = HelloOk | RequestRefused | Opened | Pending | Gone | Renewed | Released | Dropped
 _F = TypeVar("_F")
 
@@ -196,6 +217,17 @@ _F = TypeVar("_F")
 def max_blocks(sum_bytes: int) -> int:
     """Return how many blocks one `Opened` can name, with checksums of so many bytes each (0: none)."""
     return min(MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
+
+
+def said_versions() -> tuple[int, int] | msgspec.UnsetType:
+    """Return `Hello.versions` of a consumer here."""
+    return msgspec.UNSET if VERSIONS == _UNSAID else VERSIONS
+
+
+def have_common_version(hello: Hello) -> bool:
+    """Return whether a producer here and the consumer speak a version in common."""
+    lowest, highest = _UNSAID if hello.versions is msgspec.UNSET else hello.versions
+    return max(VERSIONS[0], lowest) <= min(VERSIONS[1], highest)
 
 
 def encode(frame: Request | Response) -> bytes:
@@ -206,9 +238,15 @@ def encode(frame: Request | Response) -> bytes:
     return packed
 
 
-def decode_request(frame: bytes) -> Request:
+def decode_request(frame: bytes) -> Received:
     """Type one frame of a consumer. Raises `BadControlFrame`, and nothing else, for any bytes."""
-    return _decode(frame, _request_decoder)
+    try:
+        return _decode(frame, _request_decoder)
+    except BadControlFrame:
+        other = _decode(frame, _other_decoder)
+        if VERSIONS[0] <= other.v <= VERSIONS[1]:
+            raise
+        return other
 
 
 def decode_response(frame: bytes) -> Response:
@@ -222,6 +260,7 @@ def transfer_ids(ids: tuple[str, ...]) -> list[TransferId]:
 
 # In one pass, without objects in between: both sides of a pull wait for it.
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_other_decoder: msgspec.msgpack.Decoder[OtherHello] = msgspec.msgpack.Decoder(OtherHello)
 _response_decoder: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
 

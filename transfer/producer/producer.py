@@ -132,13 +132,15 @@ class Producer:
 
     # The control channel.
 
-    def _requested(self, caller: Caller, request: wire.Request) -> None:
+    def _requested(self, caller: Caller, request: wire.Received) -> None:
         if request.incarnation != self._config.incarnation:
             self._refuse(caller, "incarnation", self._config.incarnation, request.incarnation)
             return
         match request:
             case wire.Hello():
                 self._hello(caller, request)
+            case wire.OtherHello():
+                self._refuse(caller, "version", str(wire.VERSIONS), str(request.v))
             case wire.Open():
                 self._open(caller, request)
             case wire.Renew():
@@ -174,6 +176,8 @@ class Producer:
     def _incompatibility(self, hello: wire.Hello) -> tuple[str, str, str] | None:
         """Return the first incompatibility: field, our value, the consumer's value."""
         config = self._config
+        if not wire.have_common_version(hello):
+            return "version", str(wire.VERSIONS), str(hello.versions)
         for field, ours, theirs in differences(config.geometry, hello.geometry):
             return field, ours, theirs
         layout = config.geometry.fingerprint()

@@ -18,6 +18,7 @@ from kvferry.agent.ids import host_id
 from kvferry.agent.ping import ACK_TIMEOUT_S, Announcer
 from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
+    VERSIONS,
     Ack,
     AgentMessage,
     Bye,
@@ -196,6 +197,47 @@ async def test_pings_go_out_while_the_event_loop_is_busy() -> None:
     finally:
         stopped.set()
         proxy.join()
+
+
+async def test_a_proxy_is_pinged_in_the_highest_version_that_it_is_known_to_speak() -> None:
+    """An older proxy would drop the ping, and with it the agent; whatever it is, it may be replaced."""
+    proxies: list[Proxy] = []
+
+    def make(context: zmq.asyncio.Context) -> list[str]:
+        proxies.extend(Proxy(context) for _ in range(2))
+        return [proxy.address for proxy in proxies]
+
+    async with announced(make):
+        newer, older = proxies
+        assert (await newer.hear_ping()).v == (await older.hear_ping()).v == VERSIONS[0]
+        await newer.say(Ack(proxy="new", index=0, versions=(VERSIONS[1], VERSIONS[1] + 1)))
+        await older.say(Ack(proxy="old", index=0))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await newer.hear_ping()).v != VERSIONS[1]:
+                pass
+        assert (await older.hear_ping()).v == VERSIONS[0]
+        async with asyncio.timeout(DEADLINE_S):  # it is silent now: an older one may listen there
+            while (await newer.hear_ping()).v != VERSIONS[0]:
+                pass
+
+
+async def test_a_proxy_may_ask_the_agent_to_drain() -> None:
+    proxies: list[Proxy] = []
+
+    def make(context: zmq.asyncio.Context) -> list[str]:
+        proxies.append(Proxy(context))
+        return [proxies[0].address]
+
+    async with announced(make) as (_, announcer, _):
+        asked = asyncio.Event()
+        announcer._drain = asked.set
+        ping = await proxies[0].hear_ping()
+        await proxies[0].say(Ack(proxy="p", index=ping.index))
+        await proxies[0].hear_ping()
+        assert not asked.is_set()
+        await proxies[0].say(Ack(proxy="p", index=ping.index, drain=True))
+        async with asyncio.timeout(DEADLINE_S):
+            await asked.wait()
 
 
 async def test_goodbye_is_said_when_the_agent_leaves() -> None:

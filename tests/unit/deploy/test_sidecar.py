@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0
+IDLE = 'process_start_time_seconds {started}\nvllm:num_requests_running{{engine="0"}} 0.0\n'
 
 
 @asynccontextmanager
@@ -62,7 +64,9 @@ async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: P
         where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--advertise-url", "http://10.0.0.1:8200")
         async with (
             sidecar(server, *where) as stranger,
-            sidecar(server, *where, "--cluster-key", str(key), "--max-running", "9") as child,
+            sidecar(
+                server, *where, "--cluster-key", str(key), "--max-running", "9", "--lease-s", "0"
+            ) as child,
         ):
             await until(lambda: nodes(proxy))
             [node] = nodes(proxy)
@@ -84,11 +88,42 @@ async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: P
             await until(lambda: nodes(proxy))
 
             [last] = nodes(proxy)
+            server.metrics = IDLE
             child.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 0
             await until(lambda: not nodes(proxy))
             assert said_bye(proxy, last)
             assert stranger.returncode is None, "without the key it runs, and nobody hears it"
+
+
+@pytest.mark.parametrize("asked", ["by signal", "through a proxy", "twice"])
+async def test_it_ends_once_nobody_needs_the_server(asked: str) -> None:
+    """It has requests, and then KV that may still be read; meanwhile it is announced as draining."""
+    config = ProxyConfig(port=0, discovery_port=0)
+    async with running_proxy(config) as proxy, WatchedServer() as server:
+        where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--lease-s", "1")
+        async with sidecar(server, *where) as child:
+            await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
+            [node] = nodes(proxy)
+            if asked == "through a proxy":
+                assert proxy.fleet.end(node.incarnation)
+            else:
+                child.send_signal(signal.SIGTERM)
+            await until(lambda: nodes(proxy)[0].info.state == "draining")
+            probed = server.metrics_asked
+            for _ in range(3):
+                probed.clear()
+                await asyncio.wait_for(probed.wait(), DEADLINE_S)
+            assert child.returncode is None and nodes(proxy)[0].info.load.running == 5
+            began = time.monotonic()
+            if asked == "twice":
+                child.send_signal(signal.SIGTERM)
+            else:
+                server.metrics = IDLE
+            assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 0
+            assert asked == "twice" or time.monotonic() - began >= 1.0, "KV was still lent"
+            await until(lambda: not nodes(proxy))
+            assert said_bye(proxy, node)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.servers import free_port
 
 ROOT = Path(__file__).parents[3]
 SERVER = """
-import http.server, json, os, subprocess, sys
+import http.server, json, os, socket, subprocess, sys, threading
 print("stand-in", json.dumps([os.getpid(), sys.argv[1:]]), flush=True)
 if "--fails" in sys.argv:
     sys.exit(3)
@@ -30,6 +30,19 @@ if "--fails" in sys.argv:
 waiting = "import os, sys, time\\nwhile os.getppid() == int(sys.argv[1]):\\n    time.sleep(0.05)"
 child = subprocess.Popen([sys.executable, "-c", waiting, str(os.getpid())])
 print("child", child.pid, flush=True)
+def drain():
+    settings = json.loads(sys.argv[sys.argv.index("--kv-transfer-config") + 1])
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(settings["kv_connector_extra_config"]["drain_socket"])
+        print("connected", flush=True)
+        if "--drains" in sys.argv:
+            print("asked", connection.recv(100).decode().strip(), flush=True)
+            connection.recv(1) if "--slowly" in sys.argv else connection.sendall(b"drained\\n")
+        else:
+            connection.sendall(b"drained\\n")
+        connection.recv(1)
+if "--drains" in sys.argv or "--asked-by-a-proxy" in sys.argv:
+    threading.Thread(target=drain, daemon=True).start()
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -128,6 +141,24 @@ async def test_it_starts_vllm_with_the_connector_passes_flags_on_and_ends_with_i
             await gone(each)
 
 
+@pytest.mark.parametrize("words", [("--drains",), ("--asked-by-a-proxy",), ("--drains", "--slowly")])
+async def test_it_ends_once_the_connector_has_drained_the_server_or_time_is_up(
+    python: Path, words: tuple[str, ...]
+) -> None:
+    limit = "0.5" if "--slowly" in words else "30"
+    options = ("--model", "m", "--port", str(free_port()), "--drain-s", limit)
+    async with running(python, *options, "--", *words) as agent:
+        pid, _ = json.loads(await agent.line("stand-in "))
+        await agent.line("connected")
+        if "--drains" in words:
+            agent.process.send_signal(signal.SIGTERM)
+            assert await agent.line("asked ") == "drain"
+        if "--slowly" in words:
+            await agent.line("not drained")
+        assert await agent.ended() == 0
+        await gone(pid)
+
+
 @pytest.mark.parametrize("victim", ["server", "command"])
 async def test_neither_goes_on_without_the_other(python: Path, victim: str) -> None:
     """I8"""
@@ -153,7 +184,7 @@ async def test_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", 0), ("tp", 0), ("lease_s", 0.0), ("proxy", ("nowhere",))]
+    ("field", "value"), [("port", 0), ("tp", 0), ("drain_s", -1.0), ("lease_s", 0.0), ("proxy", ("nowhere",))]
 )
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):

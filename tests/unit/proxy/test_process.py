@@ -71,6 +71,86 @@ async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
         assert await asyncio.wait_for(child.wait(), 5) == 0
 
 
+@pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
+async def test_sigterm_finishes_what_runs_and_takes_nothing_new(args: tuple[str, ...]) -> None:
+    """A kept connection may send one more request, that was on its way; a new one is refused."""
+    async with process(*args) as (child, listening):
+        where = (f"127.0.0.1:{listening['discovery_port']}",)
+        async with (
+            StandInAgent("both", where, interval_s=0.2) as agent,
+            aiohttp.ClientSession() as http,
+        ):
+            await agent.until(lambda: agent.acks)
+            url = f"{listening['url']}/v1/completions"
+            reader, writer = await asyncio.open_connection("127.0.0.1", listening["port"])
+            async with http.post(url, json={**BODY, "max_tokens": 12, "stream": True}) as response:
+                await response.content.readuntil(b"\n\n")
+                child.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(10):
+                    while not await refused(listening["port"]):
+                        pass
+                body = json.dumps(BODY).encode()
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+                late = await asyncio.wait_for(reader.read(), 20)
+                assert late.startswith(b"HTTP/1.1 200") and b"connection: close" in late
+                assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+            writer.close()
+            assert await asyncio.wait_for(child.wait(), 20) == 0
+            assert not agent.aborted
+
+
+@pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
+async def test_a_second_signal_ends_it_at_once(args: tuple[str, ...]) -> None:
+    async with process(*args) as (child, listening):
+        where = (f"127.0.0.1:{listening['discovery_port']}",)
+        async with (
+            StandInAgent("both", where, interval_s=2.0) as agent,
+            aiohttp.ClientSession() as http,
+        ):
+            await agent.until(lambda: agent.acks)
+            url = f"{listening['url']}/v1/completions"
+            async with http.post(url, json={**BODY, "max_tokens": 100, "stream": True}) as response:
+                await response.content.readuntil(b"\n\n")
+                child.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(10):
+                    while not await refused(listening["port"]):
+                        pass
+                assert not agent.aborted
+                child.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(child.wait(), 20) == 0
+            await agent.until(lambda: agent.aborted)
+
+
+async def test_connections_that_nobody_has_accepted_yet_are_served() -> None:
+    """They stand in the system's queue when the proxy stops listening; closing it would reset them."""
+    async with process() as (child, listening):
+        where = (f"127.0.0.1:{listening['discovery_port']}",)
+        async with StandInAgent("both", where) as agent:
+            await agent.until(lambda: agent.acks)
+            child.send_signal(signal.SIGSTOP)
+            body = json.dumps(BODY).encode()
+            ends = [await asyncio.open_connection("127.0.0.1", listening["port"]) for _ in range(40)]
+            for _, writer in ends:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            child.send_signal(signal.SIGTERM)
+            child.send_signal(signal.SIGCONT)
+            for reader, writer in ends:
+                assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+                writer.close()
+            assert await asyncio.wait_for(child.wait(), 20) == 0
+
+
+async def refused(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
 async def test_a_taken_port_ends_it_with_a_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         child = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ import torch
 
 from kvferry.transfer.backends.tcp.peer import TcpPeer
 from kvferry.transfer.connector import SchedulerConnector
+from kvferry.transfer.control import messages as wire
 from kvferry.transfer.engine import PeerUnreachable, usable
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import DuplicateTransfer, new_transfer_id
@@ -501,6 +502,19 @@ async def test_another_layout_is_refused_with_both_values(field: str, ours: obje
         assert field in failed.detail
         assert str(ours) in failed.detail
         assert str(theirs) in failed.detail
+
+
+@pytest.mark.parametrize("theirs", [(3, 4), (9, 9)])
+async def test_a_consumer_without_a_version_in_common_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, theirs: tuple[int, int]
+) -> None:
+    async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
+        monkeypatch.setattr(wire, "said_versions", lambda: theirs)
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        failed = await decode.event(PullFailed)
+        assert failed.reason == "refused"
+        assert failed.detail == f"version: theirs {wire.VERSIONS}, ours {theirs}"
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,8 @@ spec:
       args:
         {{- if eq $agents.engine "vllm" }}
         - --engine=vllm
-        {{- else }}
-        - --drain-s={{ $values.drainSeconds }}
         {{- end }}
+        - --drain-s={{ $values.drainSeconds }}
         - --role={{ .role }}
         - --model={{ $agents.model }}
         {{- with $agents.servedModelName }}

@@ -218,6 +218,18 @@ async def test_a_draining_agent_gets_nothing_new(stage: Stage) -> None:
     assert not first.asked and len(second.asked) == 4
 
 
+async def test_an_operator_lets_an_agent_end_through_any_proxy(stage: Stage) -> None:
+    _, told = await stage.pair()
+    other = await stage.agent("decode", overrides={"v": 3})
+    for agent, status in ((told.incarnation, 409), (other.incarnation, 202), ("nobody", 404)):
+        async with stage.http.post(f"{stage.proxy.url}/nodes/{agent}/end") as response:
+            assert response.status == status, await response.text()
+    await other.until(lambda: other.is_asked_to_drain)
+    assert not told.is_asked_to_drain
+    await stage.ask(BODY)
+    assert told.asked and not other.asked
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [("my-id", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("tab\there", False)],

@@ -73,7 +73,31 @@ async def test_a_ping_is_acked_with_its_index_and_what_is_in_flight_there(settin
     setting.in_flight[registration("decode", 1).incarnation] = 3
     answer = setting.handle(PING)
     assert answer is not None
-    assert wire.decode_proxy_message(answer) == wire.Ack(proxy="proxy-1", index=1, in_flight=3)
+    assert wire.decode_proxy_message(answer) == wire.Ack(
+        proxy="proxy-1", index=1, in_flight=3, versions=wire.VERSIONS
+    )
+
+
+async def test_an_agent_of_another_version_is_rejected_by_name_and_shown(setting: Setting) -> None:
+    body = msgpack.unpackb(PING) | {"v": 9}
+    answer = setting.handle(msgpack.packb(body))
+    assert answer is not None
+    assert wire.decode_proxy_message(answer) == wire.Rejected(
+        reason=RejectReason.VERSION.value, versions=wire.VERSIONS
+    )
+    [rejected] = setting.registry.snapshot(0.0).rejected
+    assert (rejected.address, rejected.reason) == (body["address"], RejectReason.VERSION)
+    assert not setting.addresses and not setting.bad
+
+
+async def test_acks_ask_an_agent_to_drain_that_is_to_end(setting: Setting) -> None:
+    agent = registration("decode", 1, v=3)
+    for is_asked in (False, True):
+        answer = setting.handle(wire.encode(agent))
+        assert answer is not None
+        ack = wire.decode_proxy_message(answer)
+        assert isinstance(ack, wire.Ack) and ack.drain is is_asked
+        assert setting.registry.end(agent.incarnation)
 
 
 async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:

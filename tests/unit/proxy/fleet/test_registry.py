@@ -238,6 +238,21 @@ class RegistryMachine(RuleBasedStateMachine):
 TestRegistryMachine = RegistryMachine.TestCase
 
 
+def test_an_agent_that_is_to_end_is_out_of_rotation_for_good() -> None:
+    registry = Registry()
+    registry.register(registration("both", 1, v=3), 0.0)
+    registry.register(registration("both", 2), 0.0)
+    assert registry.end(Incarnation(f"{2:016x}")) is False, "it would not be told"
+    assert registry.end(Incarnation("nobody")) is None
+    assert registry.end(ONE_ID) and registry.is_ending(ONE_ID)
+    registry.drain(ONE_ID, drained=False)
+    registry.register(registration("both", 1, v=3, index=2), 0.1)
+    one, two = registry.snapshot(0.1).nodes
+    assert (one.state, one.is_ending, one.drained) == (NodeState.DRAINING, True, False)
+    assert (two.state, two.is_ending) == (NodeState.READY, False)
+    assert registry.is_leaving(ONE_ID, 0.1)
+
+
 def test_a_drained_agent_is_out_of_rotation_until_told_otherwise_or_restarted() -> None:
     registry = Registry()
     registry.register(ONE, 0.0)

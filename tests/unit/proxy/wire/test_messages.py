@@ -45,6 +45,47 @@ def test_a_wrong_field_is_a_bad_frame(change: dict[str, object]) -> None:
         wire.decode_agent_message(msgpack.packb(body))
 
 
+def test_fields_that_a_newer_agent_adds_are_ignored_from_version_3_on() -> None:
+    """An agent that says more than this proxy knows must stay in its rotation."""
+    said = registration("decode", 1, v=3, control_versions=(2, 4))
+    body = msgpack.unpackb(wire.encode(said))
+    body |= {"news": 1, "load": body["load"] | {"news": [2]}}
+    assert wire.decode_agent_message(msgpack.packb(body)) == said
+
+
+def test_version_2_is_sent_without_what_came_later() -> None:
+    """A proxy of that version takes a field that it does not know for a mistake."""
+    said = registration("decode", 1, control_versions=(2, 4))
+    body = msgpack.unpackb(wire.encode(said))
+    assert "control_versions" not in body
+    assert wire.decode_agent_message(msgpack.packb(body)) == registration("decode", 1)
+    with pytest.raises(wire.BadFrame, match="control_versions"):
+        wire.decode_agent_message(msgpack.packb(body | {"control_versions": [2, 4]}))
+
+
+def test_another_version_is_told_apart_from_nonsense() -> None:
+    body = {"v": 9, "type": "register", "role": "decode", "address": "http://h:1", "control": "", "news": 1}
+    with pytest.raises(wire.OtherVersion) as other:
+        wire.decode_agent_message(msgpack.packb(body))
+    assert (other.value.info.address, other.value.info.v) == ("http://h:1", 9)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common"),
+    [
+        ((2, 3), (2, 2), 2),
+        ((2, 3), (3, 5), 3),
+        ((2, 3), (1, 9), 3),
+        ((2, 3), (4, 5), None),
+        ((2, 3), (3, 2), None),
+    ],
+)
+def test_the_highest_common_version_is_spoken(
+    ours: wire.Versions, theirs: wire.Versions, common: int | None
+) -> None:
+    assert wire.common_version(ours, theirs) == wire.common_version(theirs, ours) == common
+
+
 def test_deep_nesting_is_a_bad_frame() -> None:
     with pytest.raises(wire.BadFrame):
         wire.decode_agent_message(b"\x91" * 60000)

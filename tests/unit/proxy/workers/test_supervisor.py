@@ -23,6 +23,7 @@ from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers import supervisor as supervisor_module
 from kvferry.proxy.workers import worker as worker_module
 from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, Start, ToSupervisor, ToWorker
@@ -85,7 +86,7 @@ class Office:
         assert isinstance(start, Start)
         metrics, failures = Metrics(), FailureLog()
         fleet = Fleet(FleetSettings(), metrics, asyncio.get_running_loop().time)
-        worker = Worker(channel, fleet, metrics, failures)
+        worker = Worker(channel, fleet, metrics, failures, StopRequest(1.0))
         worker.learn(start)
         supervisor._workers.add(session)
 
@@ -191,6 +192,19 @@ async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office
         body = (await process.worker.page("metrics")).body
         assert sample(body.decode(), 'kvferry_proxy_nodes{role="decode",state="tripped"}') == 1
         assert sample(body.decode(), 'kvferry_proxy_nodes{role="decode",state="ready"}') == 0
+
+
+async def test_an_agent_that_is_to_end_gets_nothing_new_from_any_worker(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    assert (await one.worker.end(DECODE_ID)).status == 409, "pings of version 2 are not told"
+    assert (await one.worker.end(Incarnation("nobody"))).status == 404
+    newer = msgspec.structs.replace(DECODE, v=3, index=DECODE.index + 1)
+    office.registry.register(newer, asyncio.get_running_loop().time())
+    page = await one.worker.end(DECODE_ID)
+    assert (page.status, msgspec.json.decode(page.body)["ending"]) == (202, True)
+    assert office.registry.is_ending(DECODE_ID)
+    for process in (one, other, await office.process()):
+        assert await process.reserve() is NoPair.NO_DECODE
 
 
 async def test_a_drain_reaches_all_workers(office: Office) -> None:
@@ -311,7 +325,7 @@ async def test_without_the_supervisor_an_operator_gets_a_typed_503(
         await waiting
     with pytest.raises(SupervisorUnavailable, match="has ended"):
         await process.worker.page("metrics")
-    assert process.worker.is_orphaned and process.worker.stopped.is_set()
+    assert process.worker.is_orphaned and process.worker.stop.made.is_set()
     held = await process.reserve()
     assert isinstance(held, Reservation), "requests need no supervisor"
     held.release()

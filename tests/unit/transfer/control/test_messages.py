@@ -96,6 +96,28 @@ def plain(frame: wire.Request) -> dict[str, object]:
     return body
 
 
+def test_a_hello_of_another_version_is_read_as_far_as_all_versions_are_alike() -> None:
+    """So that it can be refused by name. In our own version a field that is not known stays a mistake."""
+    hello = REQUESTS[0]
+    body = {**plain(hello), "v": 9, "versions": [9, 11], "news": {}}
+    del body["geometry"]
+    assert wire.decode_request(msgpack.packb(body)) == wire.OtherHello(
+        v=9, seq=hello.seq, incarnation=hello.incarnation
+    )
+    refused({**body, "type": "open"})
+    refused({**body, "v": 2})
+
+
+def test_versions_are_said_only_to_those_who_may_know_the_field() -> None:
+    hello = REQUESTS[0]
+    assert isinstance(hello, wire.Hello)
+    assert "versions" not in plain(hello)
+    for versions, common in ((msgspec.UNSET, True), ((1, 2), True), ((2, 3), True), ((3, 4), False)):
+        said = msgspec.structs.replace(hello, versions=versions)
+        assert wire.have_common_version(said) is common
+        assert wire.decode_request(wire.encode(said)) == said
+
+
 def refused(body: object) -> None:
     with pytest.raises(BadControlFrame):
         wire.decode_request(msgpack.packb(body))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server's announcement: it drains when a proxy or the process that started it asks for that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvferry.agent.vllm.announcement import Announcement, Server
+from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.fleet.registry import Node
+from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.wire.messages import Incarnation
+from tests.unit.transfer.rig import GEOMETRY
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Work:
+    """What runs at the server, and how much KV it has lent."""
+
+    requests: int = 1
+    running: int = 1
+    steps: int = 0
+    leased_blocks: int = 0
+    leased: int = 1
+    control_port: int = 1
+    transfers: tuple[str, ...] = ("tcp",)
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stats(self) -> Any:
+        return SimpleNamespace(leased=self.leased)
+
+
+def nodes(proxy: RunningProxy) -> list[Node]:
+    return list(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes)
+
+
+async def until(claim: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not claim():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("asked", ["on the socket", "by a proxy"])
+async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
+    asked: str, tmp_path: Path
+) -> None:
+    work, connected = Work(), asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        connected.set()
+        assert await reader.readline() == DRAINED
+        work.drained.set()
+        writer.close()
+
+    async with (
+        running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy,
+        await asyncio.start_unix_server(serve, tmp_path / "drain"),
+        asyncio.TaskGroup() as tasks,
+    ):
+        settings = ConnectorSettings(
+            advertise_url="http://127.0.0.1:9",
+            proxy=(f"127.0.0.1:{proxy.discovery_port}",),
+            drain_socket=str(tmp_path / "drain"),
+        )
+        server = Server(
+            role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
+            geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4,
+        )  # fmt: skip
+        announcement = Announcement(settings, None, server, work, lambda: 8)
+        running = tasks.create_task(announcement.run(cast(Any, work)))
+        await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
+        await connected.wait()
+        if asked == "by a proxy":
+            assert proxy.fleet.end(Incarnation("i"))
+        else:
+            writers[0].write(DRAIN)
+        await until(lambda: nodes(proxy)[0].info.state == "draining")
+        for name in ("requests", "leased"):
+            await asyncio.sleep(0.5)
+            assert not work.drained.is_set(), name
+            setattr(work, name, 0)
+        await asyncio.wait_for(work.drained.wait(), DEADLINE_S)
+        assert nodes(proxy)[0].info.state == "draining", "it serves until it is ended"
+        running.cancel()
+    assert not nodes(proxy), "it has said bye"
