@@ -10,11 +10,12 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
-from kvferry.proxy.api import messages
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.rate_limit import RateLimit
-from kvferry.proxy.api.response_writer import ResponseWriter, send_error
+from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter, send_error
+from kvferry.proxy.api.translations import messages, responses
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, TooManyBodies, WrongMethod
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
@@ -42,6 +43,20 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
     messages.PATH: "chat/completions",
+    responses.PATH: "chat/completions",
+}
+
+
+class Translation(ResponseRewriter, Protocol):
+    """One request of another API, and its answer."""
+
+    def chat_request(self, raw: bytes) -> bytes:
+        """Rewrite the body as a chat's. Raises `InvalidRequest`."""
+
+
+TRANSLATIONS: dict[str, Callable[[], Translation]] = {
+    messages.PATH: messages.MessagesRewriter,
+    responses.PATH: responses.ResponsesRewriter,
 }
 
 
@@ -73,15 +88,16 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, response: ClientResponse) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = request_id_from(_text(headers.get(b"x-request-id")))
-        rewriter = messages.MessagesRewriter() if scope["path"] == messages.PATH else None
-        if rewriter is not None and b"x-api-key" in headers:
+        make_translation = TRANSLATIONS.get(scope["path"])
+        translation = None if make_translation is None else make_translation()
+        if scope["path"] == messages.PATH and b"x-api-key" in headers:
             headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
         rate_limit = self._authorize(scope, headers)
         if isinstance(rate_limit, ProxyError):
-            send_error(response, request_id, rate_limit, rewriter)
+            send_error(response, request_id, rate_limit, translation)
         else:
             endpoint = ENDPOINTS[scope["path"]]
-            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, rewriter)
+            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, translation)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """The client's rate limit, or why the request is rejected."""
@@ -104,17 +120,17 @@ class Completions:
         response: ClientResponse,
         receive: Receive,
         rate_limit: RateLimit,
-        rewriter: messages.MessagesRewriter | None,
+        translation: Translation | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         log = RequestLog(endpoint, request_id, self._metrics, self._failures)
-        writer = ResponseWriter(response, log, rewriter)
+        writer = ResponseWriter(response, log, translation)
         try:
             rate_limit.admit(time.monotonic())
             if rate_limit.counts_tokens:
                 log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
-            request = await self._parse(partial(_parse_body, endpoint, raw, rewriter is not None), len(raw))
+            request = await self._parse(partial(_parse_body, endpoint, raw, translation), len(raw))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -165,8 +181,8 @@ class Completions:
         return body
 
 
-def _parse_body(endpoint: Endpoint, raw: bytes, is_messages: bool) -> ClientRequest:
-    return parse_request(endpoint, messages.chat_request(raw) if is_messages else raw)
+def _parse_body(endpoint: Endpoint, raw: bytes, translation: Translation | None) -> ClientRequest:
+    return parse_request(endpoint, raw if translation is None else translation.chat_request(raw))
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:

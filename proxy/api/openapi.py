@@ -230,6 +230,7 @@ def document(version: str) -> dict[str, Any]:
             "/v1/completions": {"post": _completion("Complete a prompt", "CompletionRequest")},
             "/v1/chat/completions": {"post": _completion("Answer a chat", "ChatRequest")},
             "/v1/messages": {"post": _messages()},
+            "/v1/responses": {"post": _responses()},
             "/v1/models": {"get": _page("List the models that ready agents serve", "ModelList")},
             "/v1/models/{model}": {"get": _one_model()},
             "/tokenize": {
@@ -323,14 +324,42 @@ def _messages() -> dict[str, Any]:
     }
     required = ["model", "max_tokens", "messages"]
     schema = {"type": "object", "required": required, "properties": properties} | _CLOSED
-    response = _json({"type": "object"})
-    response["content"][CONTENT_TYPE] = {"schema": _EVENT}
     failures = {
         status: {**_json({"type": "object"}), "description": why} for status, why in _FAILURES.items()
     }
-    operation = _operation(
-        "Answer a chat in the format of Anthropic's Messages", {"200": response, **failures}
-    )
+    return _translated("Answer a chat in the format of Anthropic's Messages", schema, failures)
+
+
+def _responses() -> dict[str, Any]:
+    """OpenAI's own document describes bodies and answers whole; here is what a plain request has."""
+    message = {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "type": {"const": "message"},
+            "role": {"enum": ["user", "assistant", "system", "developer"]},
+            "content": {"type": "string"},
+        },
+    }
+    items = {"type": "array", "items": message | _CLOSED, "minItems": 1}
+    properties = {
+        "model": {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS},
+        "input": {"anyOf": [{"type": "string"}, items]},
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": {"anyOf": [{"type": "integer", "minimum": 1}, _NULL]},
+        "temperature": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, _NULL]},
+        "store": {"enum": [False, None]},
+        "stream": {"type": ["boolean", "null"]},
+    }
+    schema = {"type": "object", "required": ["model", "input"], "properties": properties} | _CLOSED
+    failures = {status: _error(why) for status, why in _FAILURES.items()}
+    return _translated("Answer in the format of OpenAI's Responses", schema, failures)
+
+
+def _translated(summary: str, schema: dict[str, Any], failures: dict[str, Any]) -> dict[str, Any]:
+    response = _json({"type": "object"})
+    response["content"][CONTENT_TYPE] = {"schema": _EVENT}
+    operation = _operation(summary, {"200": response, **failures})
     operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     return operation
 

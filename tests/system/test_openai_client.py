@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import anthropic
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -17,6 +18,11 @@ from kvferry.deploy.launcher import Cluster
 from tests.system.client import heldout
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total
+
+
+class Verdict(pydantic.BaseModel):
+    right: bool
+
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -82,6 +88,66 @@ async def test_streamed_chat_with_usage(client: openai.AsyncOpenAI) -> None:
         assert deltas[-1].finish_reason == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2 * (len(prompt.answer) + 1)
+
+
+async def test_response(client: openai.AsyncOpenAI) -> None:
+    prompt = heldout(task="recall")[2]
+    answer = await client.responses.create(
+        model="ferry-tiny", input=prompt.prompt, temperature=0, metadata={"for": "a test"}
+    )
+    assert (answer.output_text, answer.status, answer.metadata) == (
+        prompt.answer,
+        "completed",
+        {"for": "a test"},
+    )
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(prompt.answer) + 1
+    chat = await client.chat.completions.create(
+        model="ferry-tiny", messages=[{"role": "user", "content": prompt.prompt}], temperature=0
+    )
+    assert chat.usage is not None and chat.usage.prompt_tokens == answer.usage.input_tokens
+    again = await client.responses.create(
+        model="ferry-tiny",
+        input=[
+            {"role": "user", "content": prompt.prompt},
+            *answer.output,
+            {"role": "user", "content": "1+1="},
+        ],
+        temperature=0,
+    )
+    assert again.usage is not None and again.usage.input_tokens > answer.usage.total_tokens
+
+
+async def test_streamed_response(client: openai.AsyncOpenAI) -> None:
+    """The helper checks the order of events and puts the response together."""
+    prompt = heldout(task="recall")[2]
+    async with client.responses.stream(
+        model="ferry-tiny", input=prompt.prompt, temperature=0, max_output_tokens=64
+    ) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == response.output_text == prompt.answer
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert response.usage is not None and response.usage.output_tokens == len(prompt.answer) + 1
+
+
+async def test_streamed_response_of_a_schema(client: openai.AsyncOpenAI) -> None:
+    """`text_format` becomes a JSON schema; the answer, constrained to it, is parsed."""
+    async with client.responses.stream(
+        model="ferry-tiny", input="417+52=", temperature=0, text_format=Verdict, max_output_tokens=200
+    ) as stream:
+        response = await stream.get_final_response()
+    assert isinstance(response.output_parsed, Verdict)
+
+
+async def test_a_response_that_cannot_be_given(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="nothing is stored") as caught:
+        await client.responses.create(model="ferry-tiny", input="hi", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await client.responses.create(model="ferry-tiny", input="7" * 5000)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

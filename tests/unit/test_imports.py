@@ -35,7 +35,7 @@ def _rooms() -> dict[str, set[str]]:
     texts = {*errors, "proxy.sse", "proxy.request"}
     fleet = {*texts, "proxy.dialects", "proxy.fleet"}
     exchange = {*fleet, "proxy.http", "proxy.exchange"}
-    parts = {*exchange, "proxy.api", "proxy.discovery"}
+    parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
     rooms = {
         **{room: set() for room in ground},
         "proxy.errors": ground,
@@ -46,7 +46,8 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.fleet": fleet,
         "proxy.discovery": fleet,
         "proxy.exchange": exchange,
-        "proxy.api": exchange,
+        "proxy.api": {*exchange, "proxy.api.translations"},
+        "proxy.api.translations": texts,
         "proxy.config": parts,
         "proxy.server": {*parts, "proxy.config"},
         "proxy.workers": {*parts, "proxy.config", "proxy.server"},

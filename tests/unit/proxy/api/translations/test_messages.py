@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.messages import MAX_BLOCKS, MessagesRewriter, chat_request
+from kvferry.proxy.api.translations.chat import MAX_OBJECTS
+from kvferry.proxy.api.translations.messages import MessagesRewriter, chat_request
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -79,7 +80,7 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"temprature": 1}, "temprature"),
+        ({"temprature": 1}, "temprature.*did you mean temperature"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"container": "c"}, "container"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
@@ -87,7 +88,7 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{}] * (MAX_BLOCKS + 1)}]}, "objects"),
+        ({"messages": [{"role": "user", "content": [{}] * (MAX_OBJECTS + 1)}]}, "objects"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

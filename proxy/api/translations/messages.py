@@ -16,13 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, field
 
-from kvferry.proxy import sse
-from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest, ProxyError
+from kvferry.proxy.api.translations import chat
+from kvferry.proxy.errors import InvalidRequest, ProxyError
 
 PATH = "/v1/messages"
-MAX_BLOCKS = 16384
-"""Of objects in a body, counted by their braces."""
-_NOT_GIVEN = (b"", b"null")
 _STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -40,45 +37,41 @@ _ERROR_TYPES = {
 }
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    pass
-
-
-class _Text(_Strict, tag_field="type", tag="text"):
+class _Text(chat.StrictStruct, tag_field="type", tag="text"):
     text: str
     cache_control: Raw = field(default_factory=Raw)
     citations: None = None
 
 
-class _ToolUse(_Strict, tag_field="type", tag="tool_use"):
+class _ToolUse(chat.StrictStruct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Raw
     cache_control: Raw = field(default_factory=Raw)
 
 
-class _ToolResult(_Strict, tag_field="type", tag="tool_result"):
+class _ToolResult(chat.StrictStruct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[_Text] = ""
     is_error: bool = False
     cache_control: Raw = field(default_factory=Raw)
 
 
-class _Thinking(_Strict, tag_field="type", tag="thinking"):
+class _Thinking(chat.StrictStruct, tag_field="type", tag="thinking"):
     thinking: str
     signature: str = ""
 
 
-class _RedactedThinking(_Strict, tag_field="type", tag="redacted_thinking"):
+class _RedactedThinking(chat.StrictStruct, tag_field="type", tag="redacted_thinking"):
     data: str
 
 
-class _Message(_Strict):
+class _Message(chat.StrictStruct):
     role: Literal["user", "assistant"]
     content: str | list[_Text | _ToolUse | _ToolResult | _Thinking | _RedactedThinking]
 
 
-class _Tool(_Strict):
+class _Tool(chat.StrictStruct):
     name: str
     input_schema: Raw
     description: str = ""
@@ -86,17 +79,17 @@ class _Tool(_Strict):
     cache_control: Raw = field(default_factory=Raw)
 
 
-class _ToolChoice(_Strict):
+class _ToolChoice(chat.StrictStruct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class _NoThinking(_Strict):
+class _NoThinking(chat.StrictStruct):
     type: Literal["disabled"]
 
 
-class MessagesRequest(_Strict):
+class MessagesRequest(chat.StrictStruct):
     """A body of `/v1/messages`."""
 
     model: str
@@ -123,14 +116,7 @@ def chat_request(raw: bytes) -> bytes:
 
     Raises `InvalidRequest`, with the name of a field that is wrong or cannot be honoured.
     """
-    if raw.count(b"{") > MAX_BLOCKS:
-        raise InvalidRequest(f"the body may have at most {MAX_BLOCKS} objects", param="messages")
-    try:
-        request = msgspec.json.decode(raw, type=MessagesRequest)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from error
-    except NOT_JSON as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    request = chat.decode_body(raw, MessagesRequest, "messages")
     body: dict[str, Any] = {
         "model": request.model,
         "max_tokens": request.max_tokens,
@@ -234,92 +220,36 @@ def _joined(texts: str | list[_Text]) -> str:
     return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Content(msgspec.Struct):
-    """A chat's message, or a stream's delta."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _ChatChoice(msgspec.Struct):
-    message: _Content | None = None
-    delta: _Content | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _ChatUsage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Chat(msgspec.Struct):
-    """A chat's answer, or an event of its stream."""
-
-    id: str = ""
-    model: str = ""
-    choices: list[_ChatChoice] = []
-    usage: _ChatUsage | None = None
-    error: Raw = field(default_factory=Raw)
-
-
-_CHAT = msgspec.json.Decoder(_Chat)
-
-
 class MessagesRewriter:
     """Rewrites the chat's answer to one request (`ResponseRewriter`): whole, or a stream event by event."""
 
     def __init__(self) -> None:
         self._begun = self._failed = False
-        self._usage = _ChatUsage()
+        self._usage = chat.ChatUsage()
         self._block: str | int | None = None
         """What the open content block is: text, thinking, or a tool call by its index."""
         self._num_blocks = 0
         self._stop: tuple[str, str | None] = ("end_turn", None)
 
+    def chat_request(self, raw: bytes) -> bytes:
+        """See the function."""
+        return chat_request(raw)
+
     def whole(self, body: bytes) -> bytes:
         """Rewrite an answer that is not streamed. Raises `BadResponse`."""
-        try:
-            chat = _CHAT.decode(body)
-            (choice,) = chat.choices
-        except (ValueError, *NOT_JSON) as error:
-            raise BadResponse(f"an agent's answer is no chat: {error}") from error
+        answer, choice = chat.read_answer(body)
         blocks: list[dict[str, Any]] = []
-        message = choice.message or _Content()
-        if message.reasoning_content:
-            blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+        message = choice.message or chat.ChatContent()
+        if message.thoughts:
+            blocks.append({"type": "thinking", "thinking": message.thoughts, "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in message.tool_calls or ():
-            function = call.function or _Function()
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": call.id,
-                    "name": function.name,
-                    "input": Raw((function.arguments or "{}").encode()),
-                }
-            )
+            given = Raw((call.arguments or "{}").encode())
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         reason, sequence = _stop(choice)
         return msgspec.json.encode(
-            _message(chat, blocks, reason, sequence, _counts(chat.usage or _ChatUsage()))
+            _message(answer, blocks, reason, sequence, _counts(answer.usage or chat.ChatUsage()))
         )
 
     def events(self, events: bytes) -> bytes:
@@ -328,49 +258,45 @@ class MessagesRewriter:
 
     def error(self, error: ProxyError) -> bytes:
         """The body of an error."""
-        return msgspec.json.encode(_error(_ERROR_TYPES.get(error.status, "api_error"), _words(error.body())))
+        kind = _ERROR_TYPES.get(error.status, "api_error")
+        return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
 
     def _rewritten(self, events: bytes) -> Iterator[bytes]:
-        for event in sse.split(events):
-            if event == sse.DONE:
-                if not self._failed:
-                    yield from self._end()
-                continue
-            data = event.removeprefix(b"data:").strip()
-            if not event.startswith(b"data:"):
-                continue  # a comment
-            try:
-                chat = _CHAT.decode(data)
-            except NOT_JSON as error:
-                raise BadResponse(f"an agent's event is no chat's: {error}") from error
-            if bytes(chat.error) not in _NOT_GIVEN:
-                self._failed = True
-                yield _event("error", _error("api_error", _words(data)))
-                continue
-            if chat.usage is not None:
-                self._usage = chat.usage
-            if not self._begun:
-                self._begun = True
-                message = _message(chat, [], None, None, _counts(self._usage) | {"output_tokens": 0})
-                yield _event("message_start", {"type": "message_start", "message": message})
-            for choice in chat.choices:
-                yield from self._delta(choice.delta or _Content())
-                if choice.finish_reason is not None:
-                    self._stop = _stop(choice)
+        for event in chat.read_events(events):
+            match event:
+                case chat.ChatEnd():
+                    if not self._failed:
+                        yield from self._end()
+                case chat.ChatFailure():
+                    self._failed = True
+                    yield chat.event("error", _error("api_error", event.message))
+                case chat.Chat():
+                    yield from self._rewrite(event)
 
-    def _delta(self, delta: _Content) -> Iterator[bytes]:
-        if delta.reasoning_content:
+    def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
+        if event.usage is not None:
+            self._usage = event.usage
+        if not self._begun:
+            self._begun = True
+            message = _message(event, [], None, None, _counts(self._usage) | {"output_tokens": 0})
+            yield chat.event("message_start", {"type": "message_start", "message": message})
+        for choice in event.choices:
+            yield from self._delta(choice.delta or chat.ChatContent())
+            if choice.finish_reason is not None:
+                self._stop = _stop(choice)
+
+    def _delta(self, delta: chat.ChatContent) -> Iterator[bytes]:
+        if delta.thoughts:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._piece({"type": "thinking_delta", "thinking": delta.reasoning_content})
+            yield self._piece({"type": "thinking_delta", "thinking": delta.thoughts})
         if delta.content:
             yield from self._open("text", {"type": "text", "text": ""})
             yield self._piece({"type": "text_delta", "text": delta.content})
         for call in delta.tool_calls or ():
-            function = call.function or _Function()
-            start: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": function.name, "input": {}}
+            start: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._open(call.index, start)
-            if function.arguments:
-                yield self._piece({"type": "input_json_delta", "partial_json": function.arguments})
+            if call.arguments:
+                yield self._piece({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _open(self, block: str | int, start: dict[str, Any]) -> Iterator[bytes]:
         """Begin a content block, unless it is the open one, which ends then."""
@@ -379,40 +305,42 @@ class MessagesRewriter:
         yield from self._close()
         self._block = block
         content = {"type": "content_block_start", "index": self._num_blocks, "content_block": start}
-        yield _event("content_block_start", content)
+        yield chat.event("content_block_start", content)
         self._num_blocks += 1
 
     def _close(self) -> Iterator[bytes]:
         if self._block is not None:
             self._block = None
             stop = {"type": "content_block_stop", "index": self._num_blocks - 1}
-            yield _event("content_block_stop", stop)
+            yield chat.event("content_block_stop", stop)
 
     def _piece(self, delta: dict[str, Any]) -> bytes:
         index = self._num_blocks - 1
-        return _event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
+        return chat.event(
+            "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+        )
 
     def _end(self) -> Iterator[bytes]:
         yield from self._close()
         reason, sequence = self._stop
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _counts(self._usage)
-        yield _event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
-        yield _event("message_stop", {"type": "message_stop"})
+        yield chat.event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
+        yield chat.event("message_stop", {"type": "message_stop"})
 
 
 def _message(
-    chat: _Chat,
+    answer: chat.Chat,
     content: list[dict[str, Any]],
     stop_reason: str | None,
     stop_sequence: str | None,
     usage: dict[str, int],
 ) -> dict[str, Any]:
     return {
-        "id": f"msg_{chat.id.removeprefix('chatcmpl-')}",
+        "id": f"msg_{answer.key}",
         "type": "message",
         "role": "assistant",
-        "model": chat.model,
+        "model": answer.model,
         "content": content,
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
@@ -420,17 +348,16 @@ def _message(
     }
 
 
-def _stop(choice: _ChatChoice) -> tuple[str, str | None]:
+def _stop(choice: chat.ChatChoice) -> tuple[str, str | None]:
     """The reason that an answer ended, and the stop sequence that did it."""
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
     return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
 
-def _counts(usage: _ChatUsage) -> dict[str, int]:
+def _counts(usage: chat.ChatUsage) -> dict[str, int]:
     """Anthropic counts cached tokens apart."""
-    details = usage.prompt_tokens_details
-    cached = (details.cached_tokens if details is not None else None) or 0
+    cached = usage.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_read_input_tokens": cached,
@@ -441,15 +368,3 @@ def _counts(usage: _ChatUsage) -> dict[str, int]:
 
 def _error(kind: str, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def _words(body: bytes) -> str:
-    """The message of an error in OpenAI's format."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (*NOT_JSON, KeyError, TypeError):
-        return "the agent failed"
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
