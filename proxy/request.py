@@ -158,7 +158,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         _check_members(raw, fields)
         body = _FIELDS.decode(raw)
     except msgspec.ValidationError as error:
-        param = _invalid_field(str(error))
+        param = invalid_field(str(error))
         raise InvalidRequest(f"{param}: {error}" if param else f"the body: {error}", param=param) from error
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
@@ -233,7 +233,7 @@ def completion_tokens(answer: bytes) -> int:
     return 0 if usage is None else usage.completion_tokens
 
 
-def _invalid_field(message: str) -> str | None:
+def invalid_field(message: str) -> str | None:
     """The field that msgspec's message names: ``... - at `$.n` `` or ``... required field `model` ``."""
     if "`$." in message:
         return message.rsplit("`$.", 1)[1].split("`", 1)[0]

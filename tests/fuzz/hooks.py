@@ -13,6 +13,7 @@ INTEGERS = (
     "seed",
     "max_tokens",
     "max_completion_tokens",
+    "max_output_tokens",
     "min_tokens",
     "logprobs",
     "top_logprobs",

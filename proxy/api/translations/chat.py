@@ -16,6 +16,7 @@ from msgspec import Raw
 
 from kvferry.proxy import sse
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
+from kvferry.proxy.request import invalid_field
 from kvferry.proxy.wire.flags import did_you_mean
 
 MAX_OBJECTS = 16384
@@ -50,8 +51,10 @@ def decode_part(raw: bytes | Raw, part: type[S], where: str = "") -> S:
     try:
         return msgspec.json.decode(raw, type=part)
     except msgspec.ValidationError as error:
+        wrong = invalid_field(str(error))
         hint = _hint(str(error), part.__struct_encode_fields__)
-        raise InvalidRequest(f"{before}{error}{hint}", param=where or None) from error
+        param = f"{where}.{wrong}" if where and wrong else where or wrong
+        raise InvalidRequest(f"{before}{error}{hint}", param=param) from error
     except NOT_JSON as error:
         raise InvalidRequest(f"{before or 'the body '}is not valid JSON: {error}") from error
 

@@ -461,6 +461,8 @@ async def test_errors_are_openais(start_stage: StartStage, tmp_path: Path) -> No
         ({}, {}, 401, "invalid_api_key", None),
         (key, {}, 404, "model_not_found", "model"),
         (key, {"store": True}, 400, "invalid_request", "store"),
+        (key, {"temperature": 3}, 400, "invalid_request", "temperature"),
+        (key, {"input": [{"role": "user"}]}, 400, "invalid_request", "input[0].content"),
     ):
         url = f"{stage.proxy.url}/v1/responses"
         async with stage.http.post(url, json=BODY | fields, headers=headers) as response:
