@@ -15,10 +15,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvferry.deploy.up:serve",
         "serve a model on this machine: a proxy and one agent for both legs",
     ),
-    "up": ("kvferry.deploy.up:main", "start a proxy and its agents on this machine, until Ctrl-C"),
+    "up": ("kvferry.deploy.up:main", "start a proxy and its agents, on this machine or by Ray, until Ctrl-C"),
     "proxy": ("kvferry.proxy.__main__:main", "start the proxy that clients talk to"),
     "agent": ("kvferry.agent.__main__:main", "start one prefill or decode agent"),
     "status": ("kvferry.deploy.status:main", "list the agents that a proxy knows, and why some are not used"),
+    "down": ("kvferry.deploy.ray.down:main", "end the agents that kvferry up --on ray has started"),
     "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),
     "doctor": (

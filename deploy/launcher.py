@@ -12,12 +12,12 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 import aiohttp
 
@@ -73,15 +73,47 @@ class ClusterSpec:
     admin_key: str | None = None
 
 
+def agent_words(agent: AgentSpec, model: str, host: str, proxy: str) -> tuple[str, ...]:
+    """Return the words after `python` that start an agent on free ports of `host`.
+
+    `proxy`: HOST:PORT of the proxy that it announces itself to.
+    """
+    return (
+        "-m", agent.module, "--role", agent.role, "--model", model, "--host", host,
+        "--port", "0", "--control-port", "0", "--proxy", proxy, *agent.args,
+    )  # fmt: skip
+
+
+class RunLog(Protocol):
+    """What one run of a process has written to its log."""
+
+    def tail(self, lines: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """The log of a process that writes to a file. What precedes `start`, in bytes, is of another run."""
+
+    path: Path
+    start: int = 0
+
+    def tail(self, lines: int) -> str:
+        with self.path.open("rb") as log:
+            log.seek(self.start)
+            written = log.read().decode(errors="replace")
+        return "\n".join(written.splitlines()[-lines:])
+
+    def read_text(self) -> str:
+        return self.path.read_text()
+
+
 @dataclass(slots=True)
 class Process:
     """One started process. `listening`: the addresses that it printed when it was ready to accept."""
 
     name: str
     process: asyncio.subprocess.Process
-    log: Path
-    log_start: int = 0
-    """Size of the log before this process was started: what precedes is of another run."""
+    log: RunLog
     listening: dict[str, Any] = field(default_factory=dict)
     is_asked: bool = False
     """Whether it was asked to end. A second signal would make it end at once."""
@@ -96,10 +128,23 @@ class Process:
 
     def log_tail(self, lines: int = 8) -> str:
         """Return the last lines of its log."""
-        with self.log.open("rb") as log:
-            log.seek(self.log_start)
-            written = log.read().decode(errors="replace")
-        return "\n".join(written.splitlines()[-lines:])
+        return self.log.tail(lines)
+
+    async def wait_listening(self) -> None:
+        """Wait for the line on stdout with the addresses that it listens at.
+
+        Raises `LaunchError` when it ends or prints nothing in time; then, and when cancelled, it is stopped.
+        """
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), LISTENING_TIMEOUT_S)
+            self.listening = json.loads(line)["listening"]
+        except (TimeoutError, ValueError, KeyError) as error:
+            await self.stop()
+            raise LaunchError(f"{self.name} did not start:\n{self.log_tail()}") from error
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
 
     def terminate(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """Ask it to end, once, if it has not ended; `stop` waits for it."""
@@ -125,10 +170,10 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
 
     Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or prints nothing in time.
     """
-    log = log_dir / f"{name}.log"
+    path = log_dir / f"{name}.log"
     parent = os.getpid()
-    with _open_log(log) as stderr:
-        log_start = stderr.seek(0, os.SEEK_END)
+    with _open_log(path) as stderr:
+        log = LogFile(path, stderr.seek(0, os.SEEK_END))
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *argv,
@@ -140,23 +185,27 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
-    process = Process(name, child, log, log_start)
-    assert child.stdout is not None
-    try:
-        line = await asyncio.wait_for(child.stdout.readline(), LISTENING_TIMEOUT_S)
-        process.listening = json.loads(line)["listening"]
-    except (TimeoutError, ValueError, KeyError) as error:
-        await process.stop()
-        raise LaunchError(f"{name} did not start:\n{process.log_tail()}") from error
-    except asyncio.CancelledError:
-        await process.stop()
-        raise
+    process = Process(name, child, log)
+    await process.wait_listening()
     return process
 
 
 def _open_log(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("ab")
+
+
+class Backoff:
+    """Pauses between restarts: each twice the one before, unless the process ran for `STABLE_S` meanwhile."""
+
+    def __init__(self) -> None:
+        self._pause_s = MIN_RESTART_PAUSE_S
+
+    def after(self, ran_s: float) -> float:
+        """Return the pause before the next start, after a run of `ran_s`."""
+        pause_s = MIN_RESTART_PAUSE_S if ran_s > STABLE_S else self._pause_s
+        self._pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
+        return pause_s
 
 
 class Cluster:
@@ -194,12 +243,9 @@ class Cluster:
 
     async def start_agent(self, agent: AgentSpec) -> Process:
         """Start one agent, or restart one that has ended."""
-        process = await self._start(
-            agent.name,
-            "-m", agent.module, "--role", agent.role, "--model", self.spec.model, "--host", self._agent_host,
-            "--port", "0", "--control-port", "0",
-            "--proxy", f"{self._agent_host}:{self.proxy.listening['discovery_port']}", *agent.args,
-        )  # fmt: skip
+        proxy = f"{self._agent_host}:{self.proxy.listening['discovery_port']}"
+        words = agent_words(agent, self.spec.model, self._agent_host, proxy)
+        process = await self._start(agent.name, *words)
         self.agents[agent.name] = process
         return process
 
@@ -210,15 +256,33 @@ class Cluster:
 
         `progress` is called with the number of ready agents whenever it changes.
         """
+
+        async def urls() -> Mapping[str, str]:
+            return {name: agent.url for name, agent in self.agents.items()}
+
+        await self.wait_listed(urls, timeout_s, progress)
+
+    async def wait_listed(
+        self,
+        urls: Callable[[], Awaitable[Mapping[str, str]]],
+        timeout_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        """As `wait_ready`, for agents that may run elsewhere.
+
+        `urls` returns where each of them listens, empty for those that have not started, or raises
+        `LaunchError`.
+        """
         last = ""
         try:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
                 while True:
                     self.check_alive()
+                    agents = await urls()
                     nodes = await self._nodes(session)
                     ready = {node["address"] for node in nodes if node["state"] == "ready"}
-                    waiting = [name for name, agent in self.agents.items() if agent.url not in ready]
-                    words = f"{len(self.agents) - len(waiting)} of {len(self.agents)} agents ready"
+                    waiting = [name for name, url in agents.items() if url not in ready]
+                    words = f"{len(agents) - len(waiting)} of {len(agents)} agents ready"
                     if waiting:
                         words += f", waiting for {', '.join(sorted(waiting))}"
                     if words != last:
@@ -251,10 +315,7 @@ class Cluster:
                 )
 
     async def keep_running(self, progress: Callable[[str], None]) -> None:
-        """Restart every process that ends, until cancelled; `progress` is called with what happens.
-
-        Each pause before a restart is twice the one before, unless the process ran for `STABLE_S` meanwhile.
-        """
+        """Restart every process that ends, until cancelled; `progress` is called with what happens."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep("proxy", lambda: self.proxy, self._restart_proxy, progress))
             for agent in self.spec.agents:
@@ -271,18 +332,16 @@ class Cluster:
         restart: Callable[[], Awaitable[Process]],
         progress: Callable[[str], None],
     ) -> None:
-        pause_s, clock = MIN_RESTART_PAUSE_S, asyncio.get_running_loop().time
+        backoff, clock = Backoff(), asyncio.get_running_loop().time
         while True:
             process, since = current(), clock()
             status = await process.process.wait()
-            if clock() - since > STABLE_S:
-                pause_s = MIN_RESTART_PAUSE_S
+            pause_s = backoff.after(clock() - since)
             progress(
                 f"{name} ended with {status}: {process.log_tail(1) or 'its log is empty'}; "
                 f"it is started again in {pause_s:.0f} s"
             )
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
             with suppress(LaunchError):  # then the process that has ended is still the current one
                 again = await restart()
                 progress(f"{name} is started again: process {again.pid}, {again.url}")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry status URL`: the agents that a proxy knows, their load, and why some are not used."""
+"""`kvferry status URL`: the agents that a proxy knows, their load, and why some are not used.
+
+With `--on ray`: those that Ray runs, and on which nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from kvferry.deploy.ray.down import add_ray_arguments
+from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import NodeList, NodeView
 from kvferry.proxy.wire.flags import CommandParser
 from kvferry.proxy.wire.tls import BadCertificate, client_context
@@ -26,6 +31,7 @@ MAX_PAGE_BYTES = 16 << 20
 """A thousand agents take about half a megabyte."""
 PIPED_COLUMNS = 240
 """How wide the table may be where no terminal sets it."""
+RAY_COLUMNS = ("agent", "node", "state", "process", "starts", "address", "how its last run ended")
 COLUMNS = ("agent", "role", "state", "engine", "model", "running", "waiting", "KV used", "last ping")
 
 
@@ -113,6 +119,36 @@ async def show(url: str, headers: dict[str, str], ca: Path | None, watch: bool, 
             screen.print(render(nodes), highlight=False, markup=False)
 
 
+def render_placed(agents: Sequence[PlacedAgent]) -> RenderableType:
+    """Return the agents that Ray runs as a table."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in RAY_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for agent in agents:
+        report = agent.report
+        cells = ("", "", "") if report is None else (str(report.pid or ""), str(report.starts), report.url)
+        table.add_row(agent.name, agent.node, agent.state, *cells, report.note if report else agent.death)
+    return table
+
+
+def show_on_ray(address: str | None, namespace: str, as_json: bool) -> None:
+    """Print what Ray runs of a fleet. Raises `RayUnusable`."""
+    with connected(address, namespace):
+        fleet = RayFleet.find(namespace)
+        asyncio.run(fleet.refresh())
+    if as_json:
+        agents = [
+            {"name": agent.name, "node": agent.node, "state": agent.state, "url": agent.url}
+            for agent in fleet.agents
+        ]
+        print(json.dumps({"agents": agents}, indent=2))
+    elif fleet.agents:
+        screen = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+        screen.print(render_placed(fleet.agents), highlight=False, markup=False)
+    else:
+        print(f"no agents run in the Ray namespace {namespace}")
+
+
 def _message(page: bytearray) -> str:
     try:
         error: Any = msgspec.json.decode(page)["error"]["message"]
@@ -128,6 +164,13 @@ def build_parser() -> CommandParser:
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})")
     parser.add_argument("--key", type=Path, help="file that holds the operator's key, if the proxy has one")
     parser.add_argument("--ca", type=Path, help="PEM file of who signed the proxy's certificate")
+    parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: list what runs on which node of a Ray cluster, in place of what a proxy knows",
+    )
+    add_ray_arguments(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--watch", action="store_true", help="show it anew every second, until Ctrl-C")
     shown.add_argument("--json", action="store_true", help="print the proxy's whole answer as JSON")
@@ -138,11 +181,14 @@ def main(argv: Sequence[str]) -> int:
     """Show a fleet. Returns 0, or 1 if the proxy cannot be asked."""
     options = build_parser().parse_args(argv)
     try:
+        if options.on == "ray":
+            show_on_ray(options.ray_address, options.ray_namespace, options.json)
+            return 0
         headers = {}
         if options.key is not None:
             headers["Authorization"] = f"Bearer {options.key.read_text().strip()}"
         asyncio.run(show(options.url.rstrip("/"), headers, options.ca, options.watch, options.json))
-    except (StatusFailed, OSError, BadCertificate) as error:
+    except (StatusFailed, RayUnusable, OSError, BadCertificate) as error:
         print(f"kvferry status: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up`: run a proxy and its agents on this machine until Ctrl-C, and restart what ends.
+"""`kvferry up`: run a proxy and its agents until Ctrl-C, and restart what ends.
+
+The proxy runs on this machine; the agents do too, or with `--on ray` where Ray places them.
 
 `kvferry serve MODEL` is the same with one agent that serves both legs.
 """
@@ -10,8 +12,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +24,11 @@ import yaml
 from rich.console import Console
 
 from kvferry.agent.cli import parse_config as parse_agent_config
+from kvferry.agent.config import AgentConfig
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
+from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
+from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
+from kvferry.deploy.ray.serving import serve_on_ray
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
@@ -37,7 +45,8 @@ CHOSEN = {
 }
 """Options of each part that `kvferry up` sets itself."""
 DESCRIPTION = (
-    "Start a proxy and its agents on this machine, and restart what ends. Any option of the processes can be "
+    "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
+    "the nodes of a Ray cluster to which this machine belongs. Any option of the processes can be "
     "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
     "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. In the YAML "
     "file of --config they are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
@@ -60,6 +69,12 @@ class UpConfig:
         port: HTTP port of the proxy.
         discovery_port: Port at which agents announce themselves to the proxy.
         log_dir: Folder for one log file per process.
+        on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
+            elsewhere when their node dies. kvferry down ends them.
+        ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
+        ray_namespace: Ray namespace of these agents: another one for each fleet in a Ray cluster.
+        ray_resources: What an agent takes of its node, NAME=AMOUNT, beside a CPU and, with device cuda, a GPU
+            per rank; CPU=AMOUNT for another number of CPUs.
     """
 
     model: str = "ferry-tiny"
@@ -73,6 +88,10 @@ class UpConfig:
     port: int = 10001
     discovery_port: int = 36367
     log_dir: Path = Path("logs")
+    on: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    ray_namespace: str = DEFAULT_NAMESPACE
+    ray_resources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("tp", 1), ("prefill", 0), ("decode", 0), ("both", 0)):
@@ -81,6 +100,14 @@ class UpConfig:
         if not self.both and not (self.prefill and self.decode):
             name = "decode" if self.prefill else "prefill"
             raise ValueError(f"{name} must be at least 1 where no agent serves both legs, got 0")
+        if self.on == "ray":
+            bundle_of(self.tp, self.device, self.ray_resources)
+            if not re.fullmatch(r"[\w.-]+", self.ray_namespace):
+                raise ValueError(
+                    f"ray_namespace must be of letters, digits, . _ and -: {self.ray_namespace!r}"
+                )
+        elif self.ray_address or self.ray_resources or self.ray_namespace != DEFAULT_NAMESPACE:
+            raise ValueError("ray_address, ray_namespace and ray_resources are for --on ray")
 
 
 class PassedOn:
@@ -120,10 +147,17 @@ class PassedOn:
             option = self._words[role][0].removeprefix("--").partition("=")[0]
             exit_with(self._prog, f"--{role}.{option}: no agent of this role is started")
 
-    def agent(self, role: Role, model: str) -> tuple[str, ...]:
-        """Return the options of the agents of one role."""
+    def agent(self, role: Role, model: str, *, is_here: bool = True) -> tuple[str, ...]:
+        """Return the options of the agents of one role.
+
+        `is_here`: they run on this machine, so the model and the files that are named must be here too.
+        """
         words = (*self._words["agent"], *self._words[role])
-        parse_agent_config(("--model", model, "--role", role, *words))
+        all_words = ("--model", model, "--role", role, *words)
+        if is_here:
+            parse_agent_config(all_words)
+        else:
+            parse_flags(AgentConfig, all_words, prog="kvferry agent", description="")
         return words
 
 
@@ -171,9 +205,12 @@ def _flag_words(name: str, value: Any) -> list[str]:
 
 
 def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
-    """Return the processes to start. Cores are divided evenly among all ranks."""
-    ranks = (config.prefill + config.decode + config.both) * config.tp
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    """Return the processes to start. The cores are divided evenly among the ranks."""
+    if config.on == "ray":
+        cores, ranks = int(bundle_of(config.tp, config.device, config.ray_resources)["CPU"]), config.tp
+    else:
+        cores, ranks = os.cpu_count() or 1, (config.prefill + config.decode + config.both) * config.tp
+    threads = max(1, cores // ranks)
     args = (
         "--tp", str(config.tp), "--transfer", config.transfer,
         "--device", config.device, "--threads", str(threads),
@@ -183,11 +220,14 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         ("decode", config.decode),
         ("both", config.both),
     )
+    own: dict[Role, tuple[str, ...]] = {}
     for role, count in counts:
-        if not count:
+        if count:
+            own[role] = passed_on.agent(role, config.model, is_here=config.on == "local")
+        else:
             passed_on.check_unused(role)
     agents = tuple(
-        AgentSpec(name=f"{role}-{index}", role=role, args=(*args, *passed_on.agent(role, config.model)))
+        AgentSpec(name=f"{role}-{index}", role=role, args=(*args, *own[role]))
         for role, count in counts
         for index in range(count)
     )
@@ -205,33 +245,30 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
     )
 
 
-async def run(spec: ClusterSpec, console: Console) -> int:
-    """Run the cluster until a signal (returns 0); returns 1 if it does not start."""
+async def run(serving: Coroutine[Any, Any, None], console: Console) -> int:
+    """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.ensure_future(stop.wait())
-    serving = asyncio.ensure_future(_serve(spec, console))
+    served = asyncio.ensure_future(serving)
     try:
-        await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving
+        await asyncio.wait({stopped, served}, return_when=asyncio.FIRST_COMPLETED)
+        if served.done():
+            await served
         return 0
     except LaunchError as error:
         console.print(f"[red]kvferry:[/red] {error}", highlight=False)
         return 1
     finally:
         stopped.cancel()
-        serving.cancel()
+        served.cancel()
         with contextlib.suppress(asyncio.CancelledError, LaunchError):
-            await serving
+            await served
 
 
-async def _serve(spec: ClusterSpec, console: Console) -> None:
-    def show(words: str) -> None:
-        console.print(words, highlight=False, markup=False)
-
+async def _serve(spec: ClusterSpec, show: Callable[[str], None]) -> None:
     async with Cluster(spec) as cluster:
         await cluster.wait_ready(progress=show)
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
@@ -257,4 +294,17 @@ def _main(prog: str, argv: list[str]) -> int:
         spec = cluster_spec(config, passed_on)
     except (BadKeyFile, BadCertificate) as error:
         exit_with(prog, f"--proxy: {error}")
-    return asyncio.run(run(spec, Console(soft_wrap=True)))
+    console = Console(soft_wrap=True)
+
+    def show(words: str) -> None:
+        console.print(words, highlight=False, markup=False)
+
+    if config.on == "local":
+        return asyncio.run(run(_serve(spec, show), console))
+    bundle = bundle_of(config.tp, config.device, config.ray_resources)
+    try:
+        with connected(config.ray_address, config.ray_namespace):
+            return asyncio.run(run(serve_on_ray(spec, config.ray_namespace, bundle, show), console))
+    except RayUnusable as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1

@@ -21,6 +21,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
 from kvferry.deploy import doctor, drain, keygen, status
 from kvferry.deploy.cli import COMMANDS
+from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
@@ -54,6 +55,7 @@ OPEN_LABELS = ("model", "agent", "backend", "version", "python")
 """Labels whose values the code does not know."""
 PARSERS = {
     "kvferry status": status.build_parser,
+    "kvferry down": down.build_parser,
     "kvferry drain": drain.build_parser,
     "kvferry keygen": keygen.build_parser,
     "kvferry doctor": doctor.build_parser,

@@ -26,6 +26,7 @@ import pytest
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.deploy import doctor, drain, keygen, status
 from kvferry.deploy.cli import COMMANDS
+from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import PassedOn, UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
@@ -246,7 +247,7 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
         words = ["--model", *words] if name == "serve" and not words[0].startswith("-") else words
         passed_on = PassedOn(f"kvferry {name}", words)
         parse_flags(UpConfig, passed_on.rest, prog=f"kvferry {name}", description="")
-    elif name in (parsers := {"doctor": doctor, "drain": drain, "status": status}):
+    elif name in (parsers := {"doctor": doctor, "down": down, "drain": drain, "status": status}):
         parsers[name].build_parser().parse_args(words)
     else:
         assert name == "keygen"

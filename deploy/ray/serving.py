@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The course of `kvferry up --on ray`: the proxy on this host, the agents where Ray places them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from ipaddress import ip_address
+
+from kvferry.agent.config import START_TIMEOUT_S
+from kvferry.deploy.launcher import Cluster, ClusterSpec, LaunchError
+from kvferry.deploy.ray.agent_actor import AgentOrder
+from kvferry.deploy.ray.fleet import RayFleet, node_addresses, nodes_that_could_take, own_address
+from kvferry.proxy.wire.addresses import WILDCARDS, host_port
+
+
+async def serve_on_ray(
+    spec: ClusterSpec, namespace: str, bundle: Mapping[str, float], show: Callable[[str], None]
+) -> None:
+    """Serve until cancelled, or until `kvferry down` has ended all agents; then end what was started.
+
+    Raises `LaunchError` if it does not start. We are connected to Ray.
+    """
+    if RayFleet.find(namespace).agents:
+        raise LaunchError(
+            f"agents run in the Ray namespace {namespace} already: kvferry down ends them, and "
+            "--ray-namespace takes another one"
+        )
+    host = _proxy_host(spec.host)
+    fleet = RayFleet()
+    async with Cluster(replace(spec, agents=())) as cluster:
+        proxy = host_port(host, cluster.proxy.listening["discovery_port"])
+        try:
+            nodes: list[str] | list[None] = nodes_that_could_take(bundle) or [None]
+            for agent in spec.agents:
+                # The death of a node should not take all agents of a role.
+                node = nodes[int(agent.name.rpartition("-")[2]) % len(nodes)]
+                order = AgentOrder(agent=agent, model=spec.model, proxy=proxy)
+                fleet.place(namespace, order, bundle, node)
+            await _wait_ready(cluster, fleet, show)
+            for placed in fleet.agents:
+                show(placed.describe())
+            show(
+                f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; "
+                "Ctrl-C, or kvferry down, ends it"
+            )
+            async with asyncio.TaskGroup() as tasks:
+                proxy_kept = tasks.create_task(cluster.keep_running(show))
+                await fleet.watch(spec.log_dir, show)
+                proxy_kept.cancel()
+            show("all agents were ended: the proxy ends too")
+        finally:
+            await fleet.end()
+
+
+async def _wait_ready(cluster: Cluster, fleet: RayFleet, show: Callable[[str], None]) -> None:
+    async def urls() -> Mapping[str, str]:
+        await fleet.refresh(cluster.spec.log_dir)
+        fleet.check_started()
+        return {agent.name: agent.url for agent in fleet.agents}
+
+    try:
+        await cluster.wait_listed(urls, START_TIMEOUT_S, show)
+    except LaunchError as error:
+        waiting = [agent.describe() for agent in fleet.agents if agent.report is None]
+        raise LaunchError("; ".join([str(error), *waiting])) from error
+
+
+def _proxy_host(host: str) -> str:
+    """Return where agents find the proxy, which binds `host`.
+
+    Raises `LaunchError` if that is this machine alone, and there are nodes elsewhere.
+    """
+    if host in WILDCARDS:
+        return own_address()
+    elsewhere = [node for node in node_addresses() if not _is_loopback(node)]
+    if _is_loopback(host) and elsewhere:
+        raise LaunchError(
+            f"--host {host}: agents on {', '.join(elsewhere[:3])} cannot find the proxy there; "
+            f"give --host {own_address()}, or 0.0.0.0"
+        )
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
