@@ -25,7 +25,7 @@ def test_an_agent_takes_a_cpu_and_a_gpu_per_rank() -> None:
 
 @pytest.mark.parametrize("resource", ["slot", "=1", "slot=", "slot=0", "slot=-1", "slot=inf", "GPU=1"])
 def test_a_wrong_resource_is_refused(resource: str) -> None:
-    with pytest.raises(ValueError, match="^ray_resources"):
+    with pytest.raises(ValueError, match=r"^ray_resources"):
         UpConfig(on="ray", ray_resources=(resource,))
 
 
