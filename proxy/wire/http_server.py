@@ -15,11 +15,12 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -60,7 +61,11 @@ _CANDIDATES = 64
 
 Header = tuple[bytes, bytes]
 CLOSE: Header = (b"connection", b"close")
-RETRY_LATER: Header = (b"retry-after", b"1")
+_MORE_HEADERS: dict[int, tuple[Header, ...]] = {
+    426: ((b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")),  # RFC 9110 §15.5.22
+    503: ((b"retry-after", b"1"),),
+}
+"""Of a response with this status that is an error of the guard's."""
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +219,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Bytes that the pending head (or trailers) may still have; unlimited while a body is received."""
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
-        self._num_hosts = 0
         self._num_chunks = 0
-        self._expects = b""
         self._body_bytes = 0
         """Of the bodies of its requests that have no complete response yet."""
         self._is_partial = False
@@ -233,7 +236,13 @@ class GuardedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         now, later = data[: self._head_room], data[self._head_room :]
         self._head_room -= len(now)
-        super().data_received(now)
+        try:
+            self.parser.feed_data(now)
+        except httptools.HttpParserUpgrade:
+            pass  # what the client would like to speak is ignored, or was refused
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self._reject(400, "bad_request", "this is not HTTP")
         if self.transport.is_closing():
             return
         if self._body_bytes and self.cycle.more_body:
@@ -248,26 +257,21 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_hosts, self._num_chunks, self._expects = 0, 0, b""
+        self._num_chunks = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"host":
-            self._num_hosts += 1
-        elif name == b"expect":
-            self._expects = value.lower()
-        self.headers.append((name, value))
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._head_room = sys.maxsize
         self._cancel_head_deadline()
-        if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
-            self._reject(400, "bad_request", "a request must have exactly one Host header")
-            raise RequestRejected
-        self.expect_100_continue = self._expects == b"100-continue"
-        if self._expects and not self.expect_100_continue:
-            self._reject(417, "bad_request", "only 100-continue can be expected")
-            raise RequestRejected
+        headers = dict(self.headers)
+        refusal = _refusal(self.headers, headers, self.parser.get_http_version())
+        if refusal is not None:
+            status, message = refusal
+            self._reject(status, "bad_request", message)
+            raise RequestRejected(message)
+        self.expect_100_continue = b"expect" in headers
         super().on_headers_complete()
         if self._is_stopping:
             self.cycle.keep_alive = False
@@ -351,14 +355,6 @@ class GuardedConnection(HttpToolsProtocol):
         self.cycle.disconnected = True  # the application's own response would come too late
         self._send_error(503, "too_many_bodies", "the server holds as much of requests' bodies as it may")
 
-    def send_400_response(self, msg: str) -> None:
-        """Called for what the parser rejects."""
-        if not self.transport.is_closing():
-            self._reject(400, "bad_request", msg)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: a request for another protocol is served as if it had not asked for one."""
-
     @property
     def _is_serving(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -430,10 +426,32 @@ class GuardedConnection(HttpToolsProtocol):
         error = {"message": message, "type": kind, "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
         content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
-        later = (RETRY_LATER,) if status == 503 else ()
-        head = response_head(status, (*self.server_state.default_headers, *content, *later))
+        more = _MORE_HEADERS.get(status, ())
+        head = response_head(status, (*self.server_state.default_headers, *content, *more))
         self.transport.write(head + body)
         self.transport.close()
+
+
+def _refusal(fields: Sequence[Header], headers: dict[bytes, bytes], version: str) -> tuple[int, str] | None:
+    """Return the status and the reason with which a request's head is refused; None if it is not.
+
+    Args:
+        fields: All header fields, names in lower case; `headers`: the last of each name.
+    """
+    if len(headers) < len(fields) or b"host" not in headers:
+        hosts = sum(name == b"host" for name, _ in fields)
+        if hosts > 1 or (not hosts and version == "1.1"):
+            return 400, "a request must have exactly one Host header"
+    if b"transfer-encoding" in headers:
+        codings = [value.strip().lower() for name, value in fields if name == b"transfer-encoding"]
+        if codings != [b"chunked"]:  # RFC 9112 §6.1; the parser would take any before it for none
+            return 400, "no transfer coding but chunked is understood"
+    if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
+        return 417, "only 100-continue can be expected"
+    # Other protocols may be ignored, and h2c must be: some clients offer it with every request.
+    if b"websocket" in headers.get(b"upgrade", b"").lower() and version == "1.1":
+        return 426, "there are no WebSockets here"
+    return None
 
 
 def response_head(status: int, headers: Iterable[Header]) -> bytes:

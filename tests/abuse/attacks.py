@@ -299,6 +299,7 @@ ENDLESS_HEAD = head()[:-2] + b"X-Pad: "
 ENDLESS_CHUNK = head(COMPLETIONS, "POST", "Transfer-Encoding: chunked") + b"1;"
 BODY_IN_CHUNKS = head(COMPLETIONS, "POST", "Transfer-Encoding: chunked")
 CHUNKS_OF_A_BYTE = b"1\r\n \r\n" * 50_000
+COMPRESSED = head(COMPLETIONS, "POST", "Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n"
 HALF_A_BODY = head(COMPLETIONS, "POST", f"Content-Length: {MAX_BODY}") + b" " * (MAX_BODY // 4)
 UPGRADE = (
     "Upgrade: websocket",
@@ -314,10 +315,9 @@ def is_400(reply: Reply | None) -> None:
     check_refused(reply, 400)
 
 
-def is_served_as_any_other(reply: Reply | None) -> None:
-    """An upgrade is no reason for anything."""
+def is_no_websocket(reply: Reply | None) -> None:
     assert reply is not None
-    assert reply.status in (200, 401, 404, 405), reply
+    check_refused(reply, 426)
 
 
 def keeps_its_own_id(reply: Reply | None) -> None:
@@ -482,25 +482,29 @@ def registered(count: int) -> Callable[[], Action]:
     return make
 
 
-def misspelt_host() -> Action:
-    """A pair of agents, and a third agent whose host cannot be looked up: no request may notice it."""
+def undiallable(host: str, *, registers: bool) -> Callable[[], Action]:
+    """A pair of agents, and a third agent at a host that cannot be looked up: no request may notice it."""
 
-    async def action(target: Target) -> None:
-        proxies = (target.discovery,)
-        misspelt = {"address": "http://gpu..7:8000"}
-        async with (
-            StandInAgent("prefill", proxies) as prefill,
-            StandInAgent("decode", proxies) as decode,
-            StandInAgent("decode", proxies, overrides=misspelt) as wrong,
-        ):
-            for agent in (prefill, decode):
-                await agent.until(lambda agent=agent: agent.acks)
-            await asyncio.sleep(3 * wrong.ping_interval_s)  # its pings are not answered
-            for _ in range(12):
-                body = json.dumps({"model": "stand-in", "prompt": "a", "max_tokens": 4}).encode()
-                check_served(await post(target.urls["proxy"], body))
+    def make() -> Action:
+        async def action(target: Target) -> None:
+            proxies, model = (target.discovery,), f"undiallable-{secrets.token_hex(4)}"
+            wrong = {"address": f"http://{host}:8000"}
+            async with (
+                StandInAgent("prefill", proxies, model=model) as prefill,
+                StandInAgent("decode", proxies, model=model) as decode,
+                StandInAgent("decode", proxies, model=model, overrides=wrong) as third,
+            ):
+                for agent in (prefill, decode, third) if registers else (prefill, decode):
+                    await agent.until(lambda agent=agent: agent.acks)
+                if not registers:
+                    await asyncio.sleep(3 * third.ping_interval_s)  # its pings are not answered
+                for _ in range(12):
+                    body = json.dumps({"model": model, "prompt": "a", "max_tokens": 4}).encode()
+                    check_served(await post(target.urls["proxy"], body))
 
-    return action
+        return action
+
+    return make
 
 
 DEADLY_ROLES = ("prefill", "decode", "decode", "decode")
@@ -569,6 +573,7 @@ FULL_ONLY = frozenset(
         "300 slow heads at the proxy",
         *("an upgrade at the agent", "a request id in a trailer to the agent"),
         *("no Host at the agent", "two Hosts at the agent", "two Hosts at the proxy"),
+        *(f"a compressed transfer at the {to}" for to in BOTH),
         "500 idle connections to the proxy",
         f"{SIDE_BY_SIDE} bodies of 8 MB, piece by piece, to the agent",
         *(f"{name} to the {to}" for name in ODD for to in BOTH if f"{name} to the {to}" not in SHORT_BODIES),
@@ -607,11 +612,12 @@ def _attacks() -> list[Attack]:
         add(
             "D7",
             f"an upgrade at the {to}",
-            sent_raw(head("/health", "GET", *UPGRADE), is_served_as_any_other, to),
+            sent_raw(head("/health", "GET", *UPGRADE), is_no_websocket, to),
         )
         add("D9", f"a request id in a trailer to the {to}", sent_raw(TRAILERS, keeps_its_own_id, to))
         add("D16", f"no Host at the {to}", sent_raw(b"GET /health HTTP/1.1\r\n\r\n", is_400, to))
         add("D16", f"two Hosts at the {to}", sent_raw(head("/health", "GET", "Host: y"), is_400, to))
+        add("D16", f"a compressed transfer at the {to}", sent_raw(COMPRESSED, is_400, to))
         add(
             "connections",
             f"a chunk extension without an end to the {to}",
@@ -642,7 +648,8 @@ def _attacks() -> list[Attack]:
         floods=True,
     )
     add("D4", "1,000 agents", registered(1000))
-    add("D5", "an agent whose host cannot be looked up", misspelt_host)
+    for host, registers in (("gpu..7", False), ("no-such-host.invalid", True)):
+        add("D5", f"an agent at {host}", undiallable(host, registers=registers))
     add("suspects", "a prompt that kills who decodes it", deadly_prompt)
     for to in BOTH:
         bodies = kept_open(100, HALF_A_BODY, to)

@@ -44,14 +44,14 @@ async def test_without_a_key_nothing_is_had(tmp_path: Path, log_dir: Path) -> No
         trailers = head(
             COMPLETIONS, "POST", "Transfer-Encoding: chunked"
         ) + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % (len(body), body, KEY.encode())
-        for sent in (
-            trailers,
-            head("/nodes", "GET", *UPGRADE),
-            head(COMPLETIONS, "POST", "Content-Length: 0"),
+        for sent, expected in (
+            (trailers, (401, "invalid_api_key")),
+            (head("/nodes", "GET", *UPGRADE), (426, "bad_request")),
+            (head(COMPLETIONS, "POST", "Content-Length: 0"), (401, "invalid_api_key")),
         ):
             reply = await exchange(proxy.url, sent)
             assert reply is not None
-            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+            assert (reply.status, reply.error["code"]) == expected
         for first, more in ((PIPELINED, PIPELINED), (ENDLESS_HEAD, PAD)):
             await flood(proxy.url, first, more, FLOOD_S)
             assert process.memory_info().rss - before < GROWTH * MAX_BODY

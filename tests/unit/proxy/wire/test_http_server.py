@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -188,6 +189,50 @@ async def test_a_request_has_one_host(hosts: bytes) -> None:
         writer.write(b"GET / HTTP/1.1\r\n" + hosts + b"\r\n")
         assert (await rest(reader)).startswith(b"HTTP/1.1 400 ")
         assert not app.scopes
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "codings",
+    [b"Transfer-Encoding: gzip, chunked\r\n", b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n"],
+    ids=["one line", "two lines"],
+)
+async def test_a_transfer_coding_is_not_taken_for_none(codings: bytes) -> None:
+    """D16: the compressed body was read as if it were plain."""
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\n" + codings + b"\r\n1\r\na\r\n0\r\n\r\n")
+        assert await typed(reader) == (400, "bad_request")
+        assert not app.scopes
+        writer.close()
+
+
+async def test_websockets_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """D7: it was a 500 with a traceback in the log."""
+    caplog.set_level(logging.WARNING)
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: WebSocket\r\n\r\n")
+        head = (await rest(reader)).lower()
+        assert head.startswith(b"http/1.1 426 ")
+        assert b"\r\nupgrade: http/1.1\r\n" in head
+        assert not app.scopes
+        writer.close()
+    assert not caplog.records
+
+
+async def test_other_upgrades_are_ignored() -> None:
+    """Java's client offers h2c with every request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        for count, (method, end) in enumerate([(b"GET", b""), (b"POST", b"Content-Length: 2\r\n")] * 2):
+            body = b"{}" if end else b""
+            writer.write(method + b" / HTTP/1.1\r\nHost: x\r\n" + offer + end + b"\r\n" + body)
+            await until(lambda count=count: len(app.gates) > count)
+            app.gates[count].set()
+            async with asyncio.timeout(WAIT_S):
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
 
