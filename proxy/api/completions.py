@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.rate_limit import RateLimit
@@ -27,10 +27,14 @@ from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.exceptions import release_locals
 from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 INLINE_BODY_BYTES = 64 * 1024
-"""Larger bodies are parsed beside the event loop: 8 MiB take up to 50 ms, of which no call more than 14."""
+"""Larger bodies, of requests and of whole responses, are read beside the event loop: 8 MiB take up to 50 ms,
+of which no call more than 14.
+"""
 SHORT_BODY_BYTES = 1024 * 1024
 """These do not wait for larger ones."""
 MAX_PARSED_BYTES = 256 * 1024 * 1024
@@ -130,7 +134,8 @@ class Completions:
             if rate_limit.counts_tokens:
                 log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
-            request = await self._parse(partial(_parse_body, endpoint, raw, translation), len(raw))
+            parse = partial(_parse_body, endpoint, raw, translation)
+            request = await self._run_beside(len(raw), parse)
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -142,6 +147,8 @@ class Completions:
             exchange = self._new_exchange(request, ids, log)
             writer.include_timing = request.include_timing
             await exchange.run(writer)
+            if writer.num_unprepared:
+                await self._run_beside(writer.num_unprepared, writer.prepare)
             writer.end()
         except ProxyError as error:
             writer.fail(error)
@@ -158,12 +165,15 @@ class Completions:
             else:
                 writer.fail(ProxyError("internal error of the proxy"))
 
-    async def _parse(self, parse: Callable[[], ClientRequest], nbytes: int) -> ClientRequest:
-        """Validate a body, a large one beside the event loop. Raises `InvalidRequest` or `TooManyBodies`."""
+    async def _run_beside(self, nbytes: int, work: Callable[[], T]) -> T:
+        """Return what `work` makes of a body, of a large one beside the event loop.
+
+        Raises what `work` raises, and `TooManyBodies`.
+        """
         if nbytes <= INLINE_BODY_BYTES:
-            return parse()
+            return work()
         try:
-            return await self._parsers.run(nbytes, parse)
+            return await self._parsers.run(nbytes, work)
         except PoolBusy as busy:
             raise TooManyBodies(f"large bodies wait to be read: {busy}") from None
 

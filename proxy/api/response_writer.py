@@ -13,6 +13,7 @@ from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
+from kvferry.proxy.request import completion_tokens
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
 from kvferry.proxy.wire.http_server import Header
 
@@ -54,6 +55,8 @@ class ResponseWriter:
         self._sources: list[PausableSource] = []
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
+        self._num_tokens = 0
+        """Of a whole response, if they are counted."""
         self.is_started = False
         """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
         self.include_timing = False
@@ -103,18 +106,33 @@ class ResponseWriter:
         finally:
             self._sources.remove(source)
 
+    @property
+    def num_unprepared(self) -> int:
+        """How many bytes `prepare` has to work on."""
+        is_read = self._rewriter is not None or self._log.counts_tokens
+        return len(self._whole[1]) if is_read and self._whole is not None else 0
+
+    def prepare(self) -> None:
+        """Make a whole response what `end` is to send. May run in a thread. Raises `BadResponse`."""
+        if self._whole is None:
+            return
+        content_type, body = self._whole
+        if self._log.counts_tokens:
+            self._num_tokens = completion_tokens(body)
+        if self._rewriter is not None:
+            self._whole = content_type, self._rewriter.whole(body)
+
     def end(self) -> None:
-        """End the response, or send a whole one, and end its request."""
+        """End the response, or send a whole one (see `prepare`), and end its request."""
         if self._whole is None:
             self._response.end()
             self._log.end(self._status, self._code)
             return
         content_type, body = self._whole
-        rewritten = body if self._rewriter is None else self._rewriter.whole(body)
-        self._log.count_response(body)
+        self._log.count_tokens(self._num_tokens)
         self._log.end(200)
         content = (b"content-type", content_type.encode("latin-1"))
-        self._response.send(200, (content, *self._headers()), rewritten)
+        self._response.send(200, (content, *self._headers()), body)
 
     def fail(self, error: ProxyError) -> None:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""

@@ -298,28 +298,33 @@ def closing_events(request: ClientRequest, ids: Identity, prefill: NativePrefill
     return (sse.event(last) if has_news else b"") + sse.DONE
 
 
-def part_of_whole(raw: bytes, first_choice: int) -> tuple[bytes, dict[str, Any] | None]:
-    """One prompt's whole response with its choices counted from `first_choice`, and its usage.
+class WholePart(msgspec.Struct, frozen=True):
+    """One prompt's whole response. `choices` is the inside of a JSON list."""
 
-    Raises `BadResponse`.
-    """
+    envelope: dict[str, msgspec.Raw]
+    choices: bytes
+    usage: dict[str, Any] | None
+
+
+def part_of_whole(raw: bytes, first_choice: int) -> WholePart:
+    """Read one prompt's whole response and count its choices from `first_choice`. Raises `BadResponse`."""
     try:
         whole = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        choices = msgspec.json.decode(whole["choices"], type=list[dict[str, msgspec.Raw]])
+        choices = msgspec.json.decode(whole.pop("choices"), type=list[dict[str, msgspec.Raw]])
         usage = msgspec.json.decode(whole.pop("usage", NULL), type=dict[str, Any] | None)
     except (*NOT_JSON, LookupError) as error:
         raise BadResponse(f"the agent's answer cannot be read: {error}") from error
     for index, choice in enumerate(choices, start=first_choice):
         choice["index"] = msgspec.Raw(b"%d" % index)
-    whole["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-    return msgspec.json.encode(whole), usage
+    return WholePart(whole, msgspec.json.encode(choices)[1:-1], usage)
 
 
-def joined(parts: Sequence[bytes], usage: dict[str, Any] | None) -> bytes:
-    """The whole response of several prompts, from that of each (`part_of_whole`)."""
-    wholes = [msgspec.json.decode(part, type=dict[str, msgspec.Raw]) for part in parts]
-    choices = b",".join(bytes(whole["choices"])[1:-1] for whole in wholes)
-    return msgspec.json.encode({**wholes[0], "choices": msgspec.Raw(b"[%b]" % choices), "usage": usage})
+def joined(parts: Sequence[WholePart], usage: dict[str, Any] | None) -> bytes:
+    """The whole response of several prompts."""
+    choices = b",".join(part.choices for part in parts)
+    return msgspec.json.encode(
+        {**parts[0].envelope, "choices": msgspec.Raw(b"[%b]" % choices), "usage": usage}
+    )
 
 
 def last_event(event: bytes) -> LastEvent | None:

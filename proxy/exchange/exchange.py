@@ -38,7 +38,7 @@ from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
 from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.foreign_attempt import ForeignAttempt, ForeignTools
 from kvferry.proxy.exchange.kv_drops import KvDrops
-from kvferry.proxy.exchange.legs import Attempt, Legs, ResponseSink
+from kvferry.proxy.exchange.legs import Attempt, KeptResponses, Legs, ResponseSink
 from kvferry.proxy.exchange.native_attempt import NativeAttempt, PromptPart
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.retry import Retries, RetryBudget, Suspicion
@@ -106,24 +106,28 @@ class Exchange:
             can_retry=self._retries.has_more,
         )
         self._parts = [PromptPart(share) for share in split_by_prompt(request, ids)]
+        self._kept = KeptResponses(context.upstream.bounds, self._parts)
         self._exclude = NO_AGENTS
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
 
     async def run(self, sink: ResponseSink) -> None:
         """Give `sink` the whole response. Raises `ProxyError`, maybe when `sink` has events already."""
-        while True:
-            attempt = await self._begin()
-            try:
-                await attempt.run(sink)
-                return
-            except AgentLost as error:
-                lost = error
-                if lost.connection_refused:
-                    self._context.fleet.connection_refused(lost.agent)
-            finally:
-                attempt.end()
-            await self._plan_retry(attempt.pair, lost)
+        try:
+            while True:
+                attempt = await self._begin()
+                try:
+                    await attempt.run(sink)
+                    return
+                except AgentLost as error:
+                    lost = error
+                    if lost.connection_refused:
+                        self._context.fleet.connection_refused(lost.agent)
+                finally:
+                    attempt.end()
+                await self._plan_retry(attempt.pair, lost)
+        finally:
+            self._kept.release()
 
     async def _begin(self) -> Attempt:
         """Reserve a pair for another attempt."""
@@ -146,6 +150,7 @@ class Exchange:
             return NativeAttempt(
                 reservation,
                 self._parts,
+                self._kept,
                 transfer_id,
                 legs=self._legs,
                 log=self._log,
@@ -156,6 +161,7 @@ class Exchange:
         tools = ForeignTools(
             dialect=dialect,
             legs=self._legs,
+            kept=self._kept,
             kv_endpoints=context.kv_endpoints,
             expiry_counts=context.expiry_counts,
             drops=context.drops,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
 from kvferry.proxy.exchange.legs import (
     AGENT_FAILURES,
     Attempt,
+    KeptResponses,
     Legs,
     ResponseSink,
     join,
@@ -81,6 +83,7 @@ class ForeignTools(msgspec.Struct, frozen=True, kw_only=True):
 
     dialect: Dialect
     legs: Legs
+    kept: KeptResponses
     kv_endpoints: KvEndpointCache
     drops: KvDrops
     expiry_counts: ExpiryCounts
@@ -130,7 +133,14 @@ class ForeignAttempt(Attempt):
         if self._request.stream:
             sink.write(closing_events(responses))
         else:
-            sink.set_whole("application/json", merge(responses))
+            size = sum(response.size for response in responses)
+            merged = await self._tools.legs.upstream.read_beside(size, partial(merge, responses))
+            sink.set_whole("application/json", merged)
+
+    def end(self) -> None:
+        """Also count the responses as gone."""
+        super().end()
+        self._tools.kept.release()
 
     async def _run_all(self, sink: ResponseSink) -> list[SubResponse]:
         """The response of every sub-request, in order. Raises the `ProxyError` that says most."""
@@ -145,7 +155,9 @@ class ForeignAttempt(Attempt):
         try:
             if len(exchanges) == 1:  # a task of its own would cost more than all else here
                 return [await exchanges[0].run(self.pair)]
-            return await join([asyncio.ensure_future(each.run(self.pair)) for each in exchanges])
+            return await self._tools.kept.join(
+                [asyncio.ensure_future(each.run(self.pair)) for each in exchanges]
+            )
         except AGENT_FAILURES:
             self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
             raise
@@ -215,7 +227,7 @@ class _SubExchange:
             lease.answered()
             if prefilled.whole is not None:
                 self._free_kv(endpoints, prefilled)
-                return self._complete(endpoints, prefilled.whole)
+                return await self._complete(endpoints, prefilled.whole)
             return await self._decode(endpoints, kv_endpoint, prefilled, lease)
 
     async def _decode(
@@ -305,7 +317,9 @@ class _SubExchange:
         if leg is not None:
             try:
                 async with self._legs.open_prefill(server, leg) as response:
-                    prefilled = self._dialect.read_prefill(self._sub, await response.read())
+                    raw = await response.read()
+                    read = partial(self._dialect.read_prefill, self._sub, raw)
+                    prefilled = await self._legs.upstream.read_beside(len(raw), read)
             except BadResponse as error:  # another server may do better
                 raise AgentLost(f"{server.address}: {error.message}", server.incarnation) from error
         if prefilled.kv_endpoint is not None:
@@ -334,8 +348,13 @@ class _SubExchange:
                 raw = await response.read()
                 if check is not None:
                     await check()
-                sub_response.read_whole(raw)
+                await self._read_whole(sub_response, raw)
         return sub_response
+
+    async def _read_whole(self, sub_response: SubResponse, raw: bytes) -> None:
+        """Raises `TooManyResponses`, and as `SubResponse.read_whole` does."""
+        self._tools.kept.add(len(raw))
+        await self._legs.upstream.read_beside(len(raw), partial(sub_response.read_whole, raw))
 
     async def _receive_events(
         self, response: UpstreamResponse, server: Register, sub_response: SubResponse, check: Check | None
@@ -350,12 +369,16 @@ class _SubExchange:
         if not sub_response.complete:
             raise lost(server, "ended its stream without ending every choice")
 
-    def _complete(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
+    async def _complete(self, endpoints: Endpoints, whole: bytes) -> SubResponse:
         """The response ended with its first token, at the prefill server."""
         sub_response = SubResponse(self._sub, endpoints.prefill, self._dialect)
         if not self._sub.request.stream:
-            sub_response.read_whole(whole)
-        elif events := sub_response.rewrite(as_events(whole, self._sub)):
+            await self._read_whole(sub_response, whole)
+            return sub_response
+        events = await self._legs.upstream.read_beside(
+            len(whole), lambda: sub_response.rewrite(as_events(whole, self._sub))
+        )
+        if events:
             self._write(events)
         return sub_response
 

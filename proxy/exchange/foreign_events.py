@@ -75,6 +75,8 @@ class SubResponse:
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
         """Of a response that is not streamed."""
+        self.size = 0
+        """Its bytes, likewise."""
         self.envelope: dict[str, msgspec.Raw] = {}
         """The members around the choices, or around a stream's usage."""
         self._server = server
@@ -107,6 +109,7 @@ class SubResponse:
 
     def read_whole(self, raw: bytes) -> None:
         """Read a response that is not streamed. Raises `AgentLost`, `AgentRejected` or `BadResponse`."""
+        self.size = len(raw)
         response = self._typed(raw)
         self.choices = self._choices(response.pop("choices", _NULL))
         if not self.complete:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from kvferry.proxy import sse
 from kvferry.proxy.clock import now
@@ -25,9 +25,11 @@ from kvferry.proxy.errors import (
     BadResponse,
     KvUnproven,
     ProxyError,
+    TooManyResponses,
 )
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
+from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamPool, UpstreamRequest, UpstreamResponse
+from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.messages import Incarnation, Register
 
@@ -247,6 +249,65 @@ def require_json(response: UpstreamResponse, agent: Register) -> None:
 def lost(agent: Register, message: str) -> AgentLost:
     """An `AgentLost` whose message begins with the agent's address."""
     return AgentLost(f"{agent.address} {message}", agent.incarnation)
+
+
+class RequestPart(Protocol):
+    """A part of a request with a response of its own."""
+
+    def forget(self) -> None:
+        """Forget the response."""
+
+
+class KeptResponses:
+    """Counts what is kept of the responses to parts of one request, until they are one (`HeldResponse`).
+
+    Args:
+        bounds: Of all responses of the proxy. Beyond it, if this holds most, the parts forget theirs, and the
+            tasks that are joined, or are to be joined next, end.
+    """
+
+    def __init__(self, bounds: ResponseBounds, parts: Sequence[RequestPart]) -> None:
+        self._bounds = bounds
+        self._parts = parts
+        self._size = 0
+        self._tasks: Sequence[asyncio.Future[Any]] = ()
+        self._error: ProxyError | None = None
+
+    def add(self, size: int) -> None:
+        """Count a response. Raises `TooManyResponses` once they are too large, for one or for the proxy."""
+        self._size += size
+        if self._size > MAX_BODY_BYTES:
+            raise TooManyResponses(f"the responses to all parts of the request exceed {MAX_BODY_BYTES} bytes")
+        self._bounds.hold(self, self._size)
+        if self._error is not None:
+            raise self._error
+
+    async def join(self, tasks: Sequence[asyncio.Future[T]]) -> list[T]:
+        """`join`; also raises what this was ended with."""
+        self._tasks = tasks
+        try:
+            if self._error is not None:
+                self.fail(self._error)
+            return await join(tasks)
+        except asyncio.CancelledError:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        finally:
+            self._tasks = ()
+
+    def fail(self, error: ProxyError) -> None:
+        """See `HeldResponse`."""
+        self._error = error
+        for part in self._parts:
+            part.forget()
+        for task in self._tasks:
+            task.cancel()
+
+    def release(self) -> None:
+        """Count all as gone. Idempotent."""
+        self._size = 0
+        self._bounds.release(self)
 
 
 async def join(tasks: Sequence[asyncio.Future[T]]) -> list[T]:

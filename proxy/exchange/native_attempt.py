@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,13 +21,13 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.dialects.native import NativePrefill
-from kvferry.proxy.errors import AgentLost, AgentRejected, TooManyResponses, agent_error
+from kvferry.proxy.errors import AgentLost, AgentRejected, agent_error
 from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import (
     Attempt,
+    KeptResponses,
     Legs,
     ResponseSink,
-    join,
     lost,
     raise_one,
     read_events,
@@ -38,7 +39,7 @@ from kvferry.proxy.exchange.resume import MARK, Progress
 from kvferry.proxy.exchange.sub_requests import PromptShare, add_counts
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamResponse
+from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.ids import TransferId, new_transfer_id
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -63,9 +64,13 @@ class PromptPart:
         self.whole: bytes | None = None
         """The response, if it is not streamed."""
         self.usage: dict[str, Any] | None = None
-        """Its usage, if that has come."""
+        """That of a stream, if it has come."""
         self.timing = native.NULL
         """How long its parts took, as JSON, if it is streamed and that has come."""
+
+    def forget(self) -> None:
+        """See `RequestPart`."""
+        self.whole = None
 
     @property
     def is_complete(self) -> bool:
@@ -78,6 +83,7 @@ class NativeAttempt(Attempt):
 
     Args:
         parts: The request's prompts. Each is a transfer of its own.
+        kept: Counts the responses to several prompts.
         transfer_id: That of the first one.
         is_retry: Whether another attempt came before.
     """
@@ -86,6 +92,7 @@ class NativeAttempt(Attempt):
         self,
         reservation: Reservation,
         parts: Sequence[PromptPart],
+        kept: KeptResponses,
         transfer_id: TransferId,
         *,
         legs: Legs,
@@ -96,7 +103,9 @@ class NativeAttempt(Attempt):
     ) -> None:
         super().__init__(reservation)
         self._log = log
+        self._legs = legs
         self._parts = parts
+        self._kept = kept
         left = [part for part in parts if not part.is_complete]
         self._num_in_prefill = len(left)
         pair, ids = self.pair, [transfer_id]
@@ -119,13 +128,13 @@ class NativeAttempt(Attempt):
 
         async def run(exchange: _PromptExchange) -> None:
             async with room:
-                await exchange.run(_PartSink(sink, exchange.part, self._check_size))
+                await exchange.run(_PartSink(sink, exchange.part, self._kept))
 
         try:
-            await join([asyncio.ensure_future(run(exchange)) for exchange in self._exchanges])
+            await self._kept.join([asyncio.ensure_future(run(exchange)) for exchange in self._exchanges])
         except BaseExceptionGroup as failures:
             raise_one(failures)
-        self._close(sink)
+        await self._close(sink)
 
     def end(self) -> None:
         """Also drop KV that is still pinned."""
@@ -145,21 +154,29 @@ class NativeAttempt(Attempt):
         if not self._num_in_prefill:
             self._reservation.prefill_over()
 
-    def _check_size(self) -> None:
-        """Raise `TooManyResponses` once the prompts' responses are together larger than any may be."""
-        if sum(len(part.whole) for part in self._parts if part.whole is not None) > MAX_BODY_BYTES:
-            raise TooManyResponses(f"the responses of all prompts exceed {MAX_BODY_BYTES} bytes")
-
-    def _close(self, sink: ResponseSink) -> None:
+    async def _close(self, sink: ResponseSink) -> None:
         """End the response of several prompts."""
         share = self._parts[0].share
-        usages = [part.usage for part in self._parts if part.usage is not None]
-        usage = add_counts(usages) if usages else None
         if share.request.stream:
+            usage = _sum([part.usage for part in self._parts])
             sink.write(native.joined_closing_events(share.request, share.ids, usage, self._parts[0].timing))
-        else:
-            wholes = [part.whole for part in self._parts if part.whole is not None]
-            sink.set_whole("application/json", native.joined(wholes, usage))
+            return
+        wholes = [part.whole for part in self._parts if part.whole is not None]
+        size = sum(map(len, wholes))
+        joined = await self._legs.upstream.read_beside(size, partial(_joined, wholes, share.request.n))
+        sink.set_whole("application/json", joined)
+
+
+def _joined(wholes: Sequence[bytes], n: int) -> bytes:
+    """The whole response of several prompts, from that of each with `n` choices. Raises `BadResponse`."""
+    parts = [native.part_of_whole(whole, index * n) for index, whole in enumerate(wholes)]
+    return native.joined(parts, _sum([part.usage for part in parts]))
+
+
+def _sum(usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The usage of several prompts; None if no agent reported any."""
+    reported = [usage for usage in usages if usage is not None]
+    return add_counts(reported) if reported else None
 
 
 class _Tools(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +289,8 @@ class _PromptExchange:
             async with self._legs.open_prefill(self._pair.prefill.info, leg) as response:
                 raw = await response.read()
                 self._note_timing("prefill", response)
-                prefill = native.read_prefill(raw, self._request, self._transfer_id)
+                read = partial(native.read_prefill, raw, self._request, self._transfer_id)
+                prefill = await self._legs.upstream.read_beside(len(raw), read)
         except AgentRejected:
             self._pinned = False
             raise
@@ -309,7 +327,8 @@ class _PromptExchange:
             else:
                 require_json(response, agent)
                 body = await response.read()
-                native.require_whole(body, self._request)
+                check = partial(native.require_whole, body, self._request)
+                await self._legs.upstream.read_beside(len(body), check)
                 self._note_timing("decode", response)
                 sink.set_whole("application/json", body)
 
@@ -330,17 +349,16 @@ class _PromptExchange:
 class _PartSink:
     """The client's sink for one of several prompts (`ResponseSink`): what ends its response is kept back."""
 
-    def __init__(self, sink: ResponseSink, part: PromptPart, on_whole: Callable[[], None]) -> None:
+    def __init__(self, sink: ResponseSink, part: PromptPart, kept: KeptResponses) -> None:
         self._sink = sink
         self._part = part
-        self._on_whole = on_whole
-        self._first_choice = part.share.first_choice
+        self._kept = kept
         self.throttling = sink.throttling
 
     def set_whole(self, content_type: str, body: bytes) -> None:
-        """See `ResponseSink`. Raises `BadResponse`, and what `on_whole` raises."""
-        self._part.whole, self._part.usage = native.part_of_whole(body, self._first_choice)
-        self._on_whole()
+        """See `ResponseSink`. Raises `TooManyResponses`."""
+        self._part.whole = body
+        self._kept.add(len(body))
 
     def write_event(self, event: bytes) -> None:
         """See `ResponseSink`. Raises `BadResponse`."""

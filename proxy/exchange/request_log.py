@@ -15,7 +15,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
-from kvferry.proxy.request import ClientRequest, completion_tokens
+from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.state_machine import transition
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
@@ -132,10 +132,15 @@ class RequestLog:
         """Record further transfers of the attempt; other engines need one for each choice."""
         self._transfer_ids += transfer_ids
 
-    def count_response(self, body: bytes) -> None:
-        """Count the tokens of a whole response."""
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the response's tokens are charged."""
+        return self._token_limit is not None
+
+    def count_tokens(self, tokens: int) -> None:
+        """Charge the tokens of a whole response."""
         if self._token_limit is not None:
-            self._token_limit.charge(completion_tokens(body), time.monotonic())
+            self._token_limit.charge(tokens, time.monotonic())
 
     def events(self, events: bytes) -> None:
         """Count whole events that are about to be sent to the client."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.proxy.clock import now
@@ -21,6 +21,7 @@ from kvferry.proxy.errors import (
     BadResponse,
     OutOfDescriptors,
     ProxyError,
+    TooManyResponses,
     agent_error,
     shorten,
 )
@@ -35,6 +36,9 @@ from kvferry.proxy.http.upstream_connection import (
 )
 from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
 from kvferry.proxy.wire.tls import client_context
+from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Of a response that is not streamed."""
@@ -45,6 +49,13 @@ MAX_ERROR_BYTES = 1024 * 1024
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """Of what is fetched by GET: metrics, lists of ranks."""
 MAX_RETRY_AFTER_S = 3600
+LARGE_RESPONSE_BYTES = 64 * 1024
+"""More is read (parsed, joined) beside the event loop."""
+SHORT_RESPONSE_BYTES = 1024 * 1024
+"""These do not wait for larger ones."""
+MAX_READ_BYTES = 256 * 1024 * 1024
+"""Of large responses that wait to be read, or are being read."""
+READ_TIMEOUT_S = 30.0
 FINISH_GRACE_S = 1.0
 
 
@@ -252,7 +263,11 @@ class UpstreamPool:
         self._bearer = "" if settings.bearer is None else f"Authorization: Bearer {settings.bearer}\r\n"
         self._agent_tls = None if settings.agent_ca is None else client_context(settings.agent_ca)
         self._limit = ConnectionLimit(settings.max_connections)
-        self._bounds = bounds or ResponseBounds()
+        self.bounds = bounds or ResponseBounds()
+        """What all responses may hold, and what is kept of one after its end."""
+        self._readers = WorkPool(
+            "responses", short_bytes=SHORT_RESPONSE_BYTES, max_bytes=MAX_READ_BYTES, timeout_s=READ_TIMEOUT_S
+        )
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[Origin, dict[UpstreamConnection, None]] = {}
         self._idle_since: dict[UpstreamConnection, tuple[Origin, float]] = {}
@@ -322,6 +337,18 @@ class UpstreamPool:
         ) as response:
             return await response.read(MAX_PAGE_BYTES)
 
+    async def read_beside(self, size: int, read: Callable[[], T]) -> T:
+        """Return what `read` makes of `size` bytes of responses; of many, in a thread beside the event loop.
+
+        Raises what `read` raises, and `TooManyResponses`.
+        """
+        if size <= LARGE_RESPONSE_BYTES:
+            return read()
+        try:
+            return await self._readers.run(size, read)
+        except PoolBusy as busy:
+            raise TooManyResponses(f"large responses wait to be read: {busy}") from None
+
     def acquire_idle(self, origin: Origin) -> UpstreamConnection | None:
         """An idle connection, to be released; None if there is none, or others wait for one."""
         if not self._limit.free:
@@ -350,7 +377,7 @@ class UpstreamPool:
 
     def release(self, origin: Origin, connection: UpstreamConnection) -> None:
         """Return a connection to the idle pool if it can be reused, else close it."""
-        self._bounds.release(connection)
+        self.bounds.release(connection)
         if connection.reusable:
             self._add_idle(origin, connection)
         else:
@@ -378,7 +405,7 @@ class UpstreamPool:
         try:
             async with asyncio.timeout_at(min(by, loop.time() + self.settings.connect_timeout_s)):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self._discard, self._bounds),
+                    lambda: UpstreamConnection(self._discard, self.bounds),
                     origin.host,
                     origin.port,
                     ssl=self._tls if origin.is_tls else None,

@@ -7,13 +7,15 @@ import asyncio
 import errno
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError, TooManyResponses
-from kvferry.proxy.http.pool import ConnectionLimit, PoolSettings, UpstreamPool
+from kvferry.proxy.http import pool as pool_module
+from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
 from kvferry.proxy.http.response_bounds import ResponseBounds
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.builders import registration
@@ -142,6 +144,21 @@ async def test_a_cancelled_waiter_keeps_no_connection(steps: str) -> None:
     assert limit.free == 1
 
 
+async def test_large_responses_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining 64 MiB took the streams of all clients 0.2 s."""
+    monkeypatch.setattr(pool_module, "MAX_READ_BYTES", 2 * LARGE_RESPONSE_BYTES)
+    here, go = threading.get_ident(), threading.Event()
+    async with UpstreamPool(PoolSettings()) as upstream:
+        assert await upstream.read_beside(LARGE_RESPONSE_BYTES, threading.get_ident) == here
+        waiting = asyncio.ensure_future(upstream.read_beside(LARGE_RESPONSE_BYTES + 1, go.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyResponses):
+            await upstream.read_beside(LARGE_RESPONSE_BYTES + 1, threading.get_ident)
+        go.set()
+        assert await waiting
+        assert await upstream.read_beside(LARGE_RESPONSE_BYTES + 1, threading.get_ident) != here
+
+
 @asynccontextmanager
 async def half_an_answer(size: int, end: asyncio.Event) -> AsyncIterator[str]:
     """The address of a server that sends so many bytes of an answer, and the second half at the end."""
@@ -172,4 +189,4 @@ async def test_the_answer_that_holds_most_gives_way() -> None:
             await upstream.get(agent, large, deadline=by)
         end.set()
         assert [len(await each) for each in asking] == [2**19, 2**19]
-        assert upstream._bounds._room == 2**20, "what has ended holds nothing"
+        assert upstream.bounds._room == 2**20, "what has ended holds nothing"

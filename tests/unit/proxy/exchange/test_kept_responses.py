@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The responses to parts of one request count for as long as they are kept (`KeptResponses`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from kvferry.proxy.errors import ProxyError, TooManyResponses
+from kvferry.proxy.exchange import legs
+from kvferry.proxy.exchange.legs import KeptResponses
+from kvferry.proxy.http.response_bounds import ResponseBounds
+from tests.standins.agents import Fault, StandInAgent
+from tests.standins.engines import SERVERS, Fabric
+from tests.unit.proxy.conftest import Stage
+
+SOON_S = 10.0
+PARTS = 4
+BODY = {"model": "stand-in", "prompt": ["a", "b", "c", "d"], "seed": 7, "max_tokens": 8}
+
+
+class Trickle:
+    """A response that holds a byte (`HeldResponse`)."""
+
+    def fail(self, error: ProxyError) -> None:
+        raise error
+
+
+async def native(stage: Stage) -> StandInAgent:
+    """The decode agent of a pair."""
+    return (await stage.pair())[1]
+
+
+async def foreign(stage: Stage) -> object:
+    """The decode server of a pair of another engine's, which samples each choice in a leg of its own."""
+    fabric = Fabric()
+    for role in ("prefill", "decode"):
+        server = SERVERS["vllm-nixl"](role=role, proxies=(stage.discovery,), fabric=fabric)
+        await stage.bring(server)
+    return server
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A response may have a kilobyte."""
+    monkeypatch.setattr(legs, "MAX_BODY_BYTES", 1024)
+
+
+@pytest.mark.parametrize("bring", [native, foreign])
+async def test_they_are_counted_until_they_are_one(
+    stage: Stage, bring: Callable[[Stage], Awaitable[StandInAgent]]
+) -> None:
+    """Those that were complete were counted no more: up to 64 MiB a request, or 64 for each choice."""
+    decode = await bring(stage)
+    bounds = stage.proxy.services.upstream.bounds
+    unused = bounds._room
+    assert (await stage.ask(BODY))[0] == 200
+    for client_leaves in (True, False):
+        decode.asked.clear()
+        decode.faults.append(Fault("decode", "hang"))
+        asking = asyncio.ensure_future(stage.ask(BODY))
+        async with asyncio.timeout(SOON_S):
+            while len(decode.asked) < PARTS or sum(bounds._held.values()) < (PARTS - 1) * 100:
+                await asyncio.sleep(0.01)
+        assert len(bounds._held) == 1
+        if client_leaves:
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:  # it holds most when there is room for no more
+            room, bounds._room = bounds._room, 0
+            bounds.hold(trickle := Trickle(), 1)
+            status, body = await asking
+            assert (status, body["error"]["code"]) == (503, "too_many_responses")
+            bounds.release(trickle)
+            bounds._room += room
+        async with asyncio.timeout(SOON_S):
+            while bounds._held:
+                await asyncio.sleep(0.01)
+        assert bounds._room == unused
+
+
+@pytest.mark.parametrize("bring", [native, foreign])
+async def test_together_they_are_no_larger_than_one_may_be(
+    stage: Stage, few: None, bring: Callable[[Stage], Awaitable[StandInAgent]]
+) -> None:
+    await bring(stage)
+    assert (await stage.ask({**BODY, "prompt": ["a"]}))[0] == 200
+    status, body = await stage.ask({**BODY, "n": 4})
+    assert (status, body["error"]["code"]) == (503, "too_many_responses")
+
+
+class Part:
+    """A part of a request."""
+
+    forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+async def test_what_gives_way_between_two_attempts_ends_the_next() -> None:
+    bounds, part = ResponseBounds(100), Part()
+    kept = KeptResponses(bounds, [part])
+    kept.add(90)
+    with pytest.raises(TooManyResponses):
+        bounds.hold(Trickle(), 95)
+    assert not part.forgotten, "the other one held more"
+    bounds.hold(Trickle(), 20)
+    assert part.forgotten == 1
+    hanging = asyncio.ensure_future(asyncio.sleep(SOON_S))
+    with pytest.raises(TooManyResponses):
+        await kept.join([hanging])
+    assert hanging.cancelled()
