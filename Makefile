@@ -136,7 +136,7 @@ build/rivals/%:
 	$(PYTHON) -m venv $@
 	-$@/bin/pip install --quiet $*
 
-bench-fleet: $(STAMP) ## what the number of agents costs the proxy per request, per ping and per page
+bench-fleet: $(STAMP) build/rivals/vllm-router ## what the number of agents costs the proxy per request, per ping and per page
 	$(BIN)/python -m tests.bench.fleet_cost
 
 bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory

@@ -13,6 +13,7 @@ import asyncio
 import json
 import secrets
 import socket
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -159,9 +160,11 @@ class EngineConnection(asyncio.Protocol):
         self._timer = self._loop.call_later(self._interval_s, self._tick)
 
 
-async def ping(proxy: str, role: wire.Role, address: str, incarnation: str) -> None:
+async def ping(
+    context: zmq.asyncio.Context, proxy: str, role: wire.Role, address: str, incarnation: str
+) -> None:
     """Announce the engine, every second, until cancelled."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://{proxy}")
         index = 0
@@ -194,19 +197,22 @@ async def ping(proxy: str, role: wire.Role, address: str, incarnation: str) -> N
             await asyncio.sleep(wire.PING_INTERVAL_S)
 
 
-async def main(role: wire.Role, proxy: str | None, interval_s: float) -> None:
+async def main(role: wire.Role, proxy: str | None, interval_s: float, count: int) -> None:
     """Serve until killed."""
-    incarnation = secrets.token_hex(8)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = await asyncio.get_running_loop().create_server(
-        lambda: EngineConnection(role, interval_s, incarnation), sock=listener
-    )
-    print(json.dumps({"listening": {"url": url}}), flush=True)
-    async with server, asyncio.TaskGroup() as tasks:
-        if proxy is not None:
-            tasks.create_task(ping(proxy, role, url, incarnation))
-        await server.serve_forever()
+    engines: dict[str, str] = {}
+    for _ in range(count):
+        incarnation = secrets.token_hex(8)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        engines[f"http://127.0.0.1:{listener.getsockname()[1]}"] = incarnation
+        await asyncio.get_running_loop().create_server(
+            partial(EngineConnection, role, interval_s, incarnation), sock=listener
+        )
+    print(json.dumps({"listening": {"url": next(iter(engines)), "urls": list(engines)}}), flush=True)
+    with zmq.asyncio.Context() as context:
+        async with asyncio.TaskGroup() as tasks:
+            for url, incarnation in engines.items() if proxy is not None else ():
+                tasks.create_task(ping(context, proxy, role, url, incarnation))
+            await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
@@ -214,5 +220,6 @@ if __name__ == "__main__":
     parser.add_argument("--role", choices=["prefill", "decode", "both"], default="both")
     parser.add_argument("--proxy", help="host:port to announce itself to")
     parser.add_argument("--interval-s", type=float, default=0.02)
+    parser.add_argument("--count", type=int, default=1, help="so many engines, in this one process")
     options = parser.parse_args()
-    uvloop.run(main(options.role, options.proxy, options.interval_s))
+    uvloop.run(main(options.role, options.proxy, options.interval_s, options.count))

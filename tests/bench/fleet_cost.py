@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the number of agents costs the proxy: CPU time per request, per ping and per page, in this process,
-and how long a page keeps requests from being served.
+and how long a page keeps requests from being served. Then, with real sockets and processes, what a whole
+request costs the proxy and another router in front of few and of many stand-in engines.
 
 python -m tests.bench.fleet_cost [--agents 2,32,128,512,1000] [--policy round_robin]
 """
@@ -27,10 +28,21 @@ from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Load, Register
+from tests.bench.proxy_cost import PAIR, missing_rivals, request_cost, router
 
 SIZES = (2, 32, 128, 512, 1000)
 LEAST_S = 0.3
 PAGES: tuple[PageName, ...] = ("nodes", "ready", "metrics", "dashboard")
+ROUTERS = {
+    "vllm-router": "vllm-router",
+    "kvferry, one agent": "kvferry",
+    "vllm-router" + PAIR: "vllm-router, pairs",
+    "kvferry native" + PAIR: "kvferry, pairs",
+}
+"""By their names in `proxy_cost`, how they are shown. Of pairs, half of the engines have each role."""
+ROUTED = (2, 128)
+"""Engines behind each of them."""
+REQUESTS = 3200
 MISFITS = 4
 """Layouts in the fleet where nothing fits; each prefill agent has one, and no decode agent has it."""
 
@@ -190,6 +202,24 @@ async def measure(agents: int, policy: PolicyName) -> list[str]:
     return [*(f"{each:.3f}" for each in figures), *(f"{cpu:.2f} ({hold:.1f})" for cpu, hold in pages)]
 
 
+async def routers_table() -> list[str]:
+    """Return the lines of the table of routers; those that are not installed are named in one."""
+    missing = missing_rivals()
+    lines = [f"{name} is not installed (make bench-fleet tries to): left out" for name in missing]
+    lines += ["", f"| CPU ms per request | {' | '.join(f'{count} engines' for count in ROUTED)} | ratio |"]
+    lines.append("|---" * (len(ROUTED) + 2) + "|")
+    for name, shown in ROUTERS.items():
+        if name.removesuffix(PAIR) in missing:
+            continue
+        costs = []
+        for count in ROUTED:
+            async with router(name, count // 2 if name.endswith(PAIR) else count) as at:
+                costs.append((await request_cost(name, at, REQUESTS)).cpu_ms_per_request)
+        figures = " | ".join(f"{cost:.3f}" for cost in costs)
+        lines.append(f"| {shown} | {figures} | {costs[-1] / costs[0]:.2f} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", default=",".join(map(str, SIZES)))
@@ -208,6 +238,7 @@ def main() -> None:
         except Overloaded as error:
             raise SystemExit(str(error)) from error
         print(f"| {size} | {' | '.join(row)} |", flush=True)
+    print("\n".join(asyncio.run(routers_table())))
 
 
 if __name__ == "__main__":

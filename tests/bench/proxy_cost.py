@@ -161,40 +161,36 @@ async def child(*argv: str) -> AsyncIterator[Child]:
 
 
 @asynccontextmanager
-async def router(name: str) -> AsyncIterator[Child]:
-    """One router with the stand-in engines that it needs, ready to serve."""
-    engine = ("tests.bench.engine", "--interval-s", str(EVENT_INTERVAL_S))
+async def router(name: str, count: int = 1) -> AsyncIterator[Child]:
+    """One router with the stand-in engines that it needs, so many of each role, ready to serve."""
+    engine = ("tests.bench.engine", "--interval-s", str(EVENT_INTERVAL_S), "--count", str(count))
     roles = ("prefill", "decode") if name.endswith(PAIR) else ("both",)
     async with AsyncExitStack() as stack:
 
-        async def engines(*options: str) -> list[str]:
+        async def engines(*options: str) -> list[list[str]]:
+            """The URLs of each role."""
             started = [
                 await stack.enter_async_context(child(*engine, "--role", role, *options)) for role in roles
             ]
-            return [each.listening["url"] for each in started]
+            return [each.listening["urls"] for each in started]
 
         if name == DIRECT:
             yield await stack.enter_async_context(child(*engine))
         elif name == PLAIN:
-            yield await stack.enter_async_context(child("tests.bench.plain_relay", *await engines()))
+            yield await stack.enter_async_context(child("tests.bench.plain_relay", *(await engines())[0]))
         elif name.startswith("kvferry"):
             named = ()
             if (dialect := name.removesuffix(PAIR).partition(" ")[2]) in ("vllm-nixl", "sglang"):
-                prefill, decode = await engines()
-                named = (
-                    "--dialect",
-                    dialect,
-                    "--prefill",
-                    _at_bootstrap(dialect, prefill),
-                    "--decode",
-                    decode,
-                )
+                prefills, decodes = await engines()
+                prefills = [_at_bootstrap(dialect, prefill) for prefill in prefills]
+                named = ("--dialect", dialect, "--prefill", *prefills, "--decode", *decodes)
             proxy = await stack.enter_async_context(
                 child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning", *named)
             )
             if not named:
                 await engines("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}")
             await _until_served(proxy.listening["url"])
+            await _until_known(proxy.listening["url"], count * len(roles))
             yield proxy
         else:
             yield await stack.enter_async_context(rival(name, await engines()))
@@ -205,14 +201,15 @@ def _at_bootstrap(dialect: str, prefill: str) -> str:
 
 
 @asynccontextmanager
-async def rival(name: str, engines: Sequence[str]) -> AsyncIterator[Child]:
-    """A router from the package index in front of one engine or a pair, for as long as it is open."""
+async def rival(name: str, engines: Sequence[Sequence[str]]) -> AsyncIterator[Child]:
+    """A router from the package index in front of engines of one or two roles, for as long as it is open."""
     product = name.removesuffix(PAIR)
-    workers: tuple[str, ...] = ("--worker-urls", *engines)
+    workers: tuple[str, ...] = ("--worker-urls", *engines[0])
     if name.endswith(PAIR):
-        prefill, decode = engines
+        prefills, decodes = engines
         bootstrap = (BOOTSTRAP_PORT,) if product == "sglang-router" else ()
-        workers = (*PAIR_FLAGS[product], "--prefill", prefill, *bootstrap, "--decode", decode)
+        named = [word for prefill in prefills for word in ("--prefill", prefill, *bootstrap)]
+        workers = (*PAIR_FLAGS[product], *named, *(word for url in decodes for word in ("--decode", url)))
     ports = [free_port(), free_port()]
     process = await asyncio.create_subprocess_exec(
         *RIVALS[product], "--host", "127.0.0.1", "--port", str(ports[0]), *workers,
@@ -240,6 +237,17 @@ async def _until_served(url: str) -> None:
                         return
             except aiohttp.ClientError:
                 pass
+            await asyncio.sleep(0.1)
+
+
+async def _until_known(url: str, count: int) -> None:
+    """Wait until a proxy knows so many agents."""
+    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/nodes") as response:
+                nodes = (await response.json())["nodes"]
+            if sum(node["state"] == "ready" for node in nodes) >= count:
+                return
             await asyncio.sleep(0.1)
 
 
@@ -288,7 +296,7 @@ async def length_cost(name: str, at: Child, length: int) -> LengthCost:
     return LengthCost(name, length, events / elapsed, spent / events * 1e6)
 
 
-async def request_cost(name: str, at: Child) -> RequestCost:
+async def request_cost(name: str, at: Child, requests: int = WHOLE_REQUESTS) -> RequestCost:
     """CPU per request that does not stream, over kept connections."""
     connector = aiohttp.TCPConnector(limit=WHOLE_CONCURRENCY)
     async with aiohttp.ClientSession(connector=connector) as http:
@@ -300,7 +308,7 @@ async def request_cost(name: str, at: Child) -> RequestCost:
                     assert response.status == 200
                     await response.read()
 
-        share = WHOLE_REQUESTS // WHOLE_CONCURRENCY
+        share = requests // WHOLE_CONCURRENCY
         await asyncio.gather(*(ask(2) for _ in range(WHOLE_CONCURRENCY)))  # open the connections
         before = cpu_s(at.pid)
         await asyncio.gather(*(ask(share) for _ in range(WHOLE_CONCURRENCY)))
@@ -414,7 +422,12 @@ def _median(figures: Iterable[float]) -> float:
     return statistics.median(figures)
 
 
-def _versions() -> dict[str, str]:
+def missing_rivals() -> list[str]:
+    """The rivals that are not installed."""
+    return [name for name, command in RIVALS.items() if not Path(command[0]).exists()]
+
+
+def versions() -> dict[str, str]:
     """What ran, and when: this machine, Python, and the rivals as their environments name them."""
     found = {
         "python": platform.python_version(),
@@ -444,7 +457,7 @@ async def main(routers: Sequence[str], rounds: int, only: Sequence[str], json_fi
     """Measure every router in turn, so that they never compete with each other."""
     figures = Figures()
     console = Console()
-    missing = [name for name, command in RIVALS.items() if not Path(command[0]).exists()]
+    missing = missing_rivals()
     for name in missing:
         console.print(f"{name} is not installed (make bench-proxy tries to): left out")
     for _ in range(rounds):
@@ -453,7 +466,7 @@ async def main(routers: Sequence[str], rounds: int, only: Sequence[str], json_fi
                 await measure(name, figures, only)
     show(figures, console)
     if json_file is not None:
-        json_file.write_text(json.dumps({"versions": _versions(), **asdict(figures)}, indent=2) + "\n")
+        json_file.write_text(json.dumps({"versions": versions(), **asdict(figures)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
