@@ -20,7 +20,7 @@ from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, TooManyB
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
-from kvferry.proxy.ids import Endpoint, Identity, RequestId, new_identity, request_id_from
+from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -85,13 +85,14 @@ class Completions:
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._log_prompts = log_prompts
+        self._random = RandomBytes()
         self._parsers = WorkPool(
             "bodies", short_bytes=SHORT_BODY_BYTES, max_bytes=MAX_PARSED_BYTES, timeout_s=PARSE_TIMEOUT_S
         )
 
     async def __call__(self, scope: Scope, receive: Receive, response: ClientResponse) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = request_id_from(_text(headers.get(b"x-request-id")))
+        request_id = request_id_from(_text(headers.get(b"x-request-id")), self._random)
         make_translation = TRANSLATIONS.get(scope["path"])
         translation = None if make_translation is None else make_translation()
         if scope["path"] == messages.PATH and b"x-api-key" in headers:
@@ -143,6 +144,7 @@ class Completions:
                 request.seed,
                 _text(headers.get(b"traceparent")),
                 _text(headers.get(b"x-session-id")),
+                self._random,
             )
             exchange = self._new_exchange(request, ids, log)
             writer.include_timing = request.include_timing

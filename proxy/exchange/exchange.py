@@ -28,7 +28,7 @@ what another server has begun, so step 6 ends with the first event.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects import native
@@ -48,7 +48,7 @@ from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.http.pool import UpstreamPool
-from kvferry.proxy.ids import Identity, new_transfer_id
+from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.exceptions import release_locals
@@ -79,6 +79,8 @@ class ExchangeContext:
     kv_endpoints: KvEndpointCache
     expiry_counts: ExpiryCounts
     metrics: Metrics
+    random: RandomBytes = field(default_factory=RandomBytes)
+    """For transfer ids."""
 
 
 class Exchange:
@@ -144,7 +146,7 @@ class Exchange:
         dialect = context.dialects.get(pair.prefill.info.dialect)
         check_context(self._request, _max_model_len(pair))
         (dialect or native).check(self._request)
-        transfer_id = new_transfer_id()
+        transfer_id = new_transfer_id(context.random)
         self._log.add_attempt(pair, transfer_id)
         if dialect is None:
             return NativeAttempt(

@@ -306,8 +306,9 @@ class KeptResponses:
 
     def release(self) -> None:
         """Count all as gone. Idempotent."""
-        self._size = 0
-        self._bounds.release(self)
+        if self._size:
+            self._size = 0
+            self._bounds.release(self)
 
 
 async def join(tasks: Sequence[asyncio.Future[T]]) -> list[T]:

@@ -335,7 +335,7 @@ class _PromptExchange:
     def _note_timing(self, leg: str, response: UpstreamResponse) -> None:
         """Note an agent's own timing; of several prompts the first one's."""
         if not self._first_choice:
-            self._log.add_agent_timing(leg, response.header("server-timing"))
+            self._log.add_agent_timing(leg, response.header(b"server-timing"))
 
     def _open_last(self, body: bytes, patience: int = 1) -> AbstractAsyncContextManager[UpstreamResponse]:
         return self._legs.open_last(

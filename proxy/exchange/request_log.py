@@ -178,12 +178,13 @@ class RequestLog:
 
     def leg_seconds(self) -> dict[str, float]:
         """How long routing and each leg took, as measured here; only those that have begun."""
-        since = 0.0 if self.phase is Phase.ENDED else time.monotonic() - self._phase_since
+        spent = dict(self._seconds)
+        if self.phase is not Phase.ENDED:
+            spent[self.phase] = spent.get(self.phase, 0.0) + time.monotonic() - self._phase_since
         seconds: dict[str, float] = {}
         for phase, name in _LEGS.items():
-            if phase in self._seconds or phase is self.phase:
-                spent = self._seconds.get(phase, 0.0) + (since if phase is self.phase else 0.0)
-                seconds[name] = seconds.get(name, 0.0) + spent
+            if phase in spent:
+                seconds[name] = seconds.get(name, 0.0) + spent[phase]
         return seconds
 
     def server_timing(self) -> str:

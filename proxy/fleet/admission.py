@@ -119,7 +119,8 @@ class Admission:
     def free(self, agent: Incarnation, count: int) -> None:
         """Release slots, and admit waiting requests that fit now."""
         self._slots.release(agent, count)
-        self.pump()
+        if self._queues:
+            self.pump()
 
     def pump(self) -> None:
         """Admit all waiting requests that fit now; to be called when an agent has pinged or has less to do.

@@ -81,6 +81,10 @@ class Ranked(Candidates):
             insort(equals, position)
         return before is None
 
+    def update(self, position: int, load: int | None) -> bool:
+        """`put`, or `discard` without a load. Returns whether the agent came or went."""
+        return self.discard(position) if load is None else self.put(position, load)
+
     def discard(self, position: int) -> bool:
         """Remove an agent. Returns whether it was there."""
         load = self._load_of.pop(position, None)
@@ -288,14 +292,12 @@ class Openings:
         node = self.nodes[position]
         sets = self._terms.sets_of.get(position)
         if sets:
-            is_open = node.state is NodeState.READY and self._loads.has_room(node, "decode", pairs.n)
-            load = self._loads.at(node)
+            load = self._loads.with_room(node, "decode", pairs.n) if node.state is NodeState.READY else None
             for at in sets:
                 decodes = pairs.decodes[at]
-                changed = decodes.put(position, load) if is_open else decodes.discard(position)
-                if changed:
+                if decodes.update(position, load):
                     # To most, only the first partner that comes and the last that goes make a difference.
-                    is_decisive = len(decodes) == (1 if is_open else 0)
+                    is_decisive = len(decodes) == (0 if load is None else 1)
                     users = self._terms.users if is_decisive else self._terms.careful_users
                     for user in users[at]:
                         self._update_prefill(pairs, user)
@@ -303,21 +305,15 @@ class Openings:
             self._update_prefill(pairs, position)
 
     def _update_prefill(self, pairs: _Pairs, position: int) -> None:
-        node = self.nodes[position]
-        prefills = pairs.prefills[node.info.model]
-        if (
-            node.state is NodeState.READY
-            and self._has_partner(pairs, position)
-            and self._loads.has_room(node, "prefill", 1)
-        ):
-            prefills.put(position, self._loads.at(node))
-        else:
-            prefills.discard(position)
+        node, load = self.nodes[position], None
+        if node.state is NodeState.READY and self._has_partner(pairs, position):
+            load = self._loads.with_room(node, "prefill", 1)
+        pairs.prefills[node.info.model].update(position, load)
 
     def _has_partner(self, pairs: _Pairs, position: int) -> bool:
         if position in self._terms.careful:
             return bool(self._careful_partners(pairs, position))
-        return bool(pairs.decodes[self._terms.partners_of[position]])
+        return bool(pairs.decodes[self._terms.partners_of[position]].positions)
 
     def _careful_partners(self, pairs: _Pairs, position: int) -> list[int]:
         groups, node = self._terms.groups, self.nodes[position]
@@ -340,10 +336,8 @@ class Openings:
         ranked = lone.get(model)
         if ranked is None:
             ranked = lone[model] = Ranked(self, self._terms.groups.serving(model, leg))
-        if node.state is NodeState.READY and self._loads.has_room(node, leg, n):
-            ranked.put(position, self._loads.at(node))
-        else:
-            ranked.discard(position)
+        load = self._loads.with_room(node, leg, n) if node.state is NodeState.READY else None
+        ranked.update(position, load)
 
 
 def _holds(ordered: Sequence[int], value: int) -> bool:

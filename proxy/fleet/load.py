@@ -19,27 +19,28 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self._taken: dict[Incarnation, int] = {}
+        self.taken: dict[Incarnation, int] = {}
+        """By agent; to be read only. Those with none are not in it."""
         self._changed: set[Incarnation] = set()
 
     def acquire(self, agent: Incarnation, count: int) -> None:
         """Count sequences that go to the agent."""
-        self._taken[agent] = self._taken.get(agent, 0) + count
+        self.taken[agent] = self.taken.get(agent, 0) + count
         self._changed.add(agent)
 
     def release(self, agent: Incarnation, count: int) -> None:
         """Uncount sequences that have ended; exactly once."""
         self._changed.add(agent)
-        left = self._taken[agent] - count
+        left = self.taken[agent] - count
         assert left >= 0, "a slot was released twice"
         if left:
-            self._taken[agent] = left
+            self.taken[agent] = left
         else:
-            del self._taken[agent]
+            del self.taken[agent]
 
     def in_flight(self, agent: Incarnation) -> int:
         """Return how many sequences are now at this agent, or on their way to it."""
-        return self._taken.get(agent, 0)
+        return self.taken.get(agent, 0)
 
     def take_changed(self) -> set[Incarnation]:
         """Return the agents whose slots have changed since the last call."""
@@ -49,7 +50,7 @@ class Slots:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight anywhere."""
-        return not self._taken
+        return not self.taken
 
 
 class Loads:
@@ -69,22 +70,28 @@ class Loads:
     def at(self, node: Node) -> int:
         """Return the number of sequences at the agent, running and waiting."""
         reported = node.info.load.running + node.info.load.waiting
-        return max(0, reported - node.ours_at_ping) + self._slots.in_flight(node.incarnation)
+        return max(0, reported - node.ours_at_ping) + self._slots.taken.get(node.info.incarnation, 0)
+
+    def with_room(self, node: Node, leg: Leg, count: int) -> int | None:
+        """Return the number of sequences at the agent if it could start `count` more at once, instead of
+        letting them wait; else None.
+
+        An agent that has nothing to do always has room: it alone knows what it can never serve.
+        """
+        now = self.at(node)
+        if not now:
+            return now
+        limit = self._limits[leg] or node.info.load.max_running
+        has_room = (limit is None or now + count <= limit) and self._has_blocks(node)
+        return now if has_room else None
 
     def take_changed(self) -> set[Incarnation]:
         """Return the agents whose loads have changed since the last call, without a ping."""
         return self._slots.take_changed()
 
     def has_room(self, node: Node, leg: Leg, count: int) -> bool:
-        """Return whether the agent could start `count` more sequences at once, instead of letting them wait.
-
-        An agent that has nothing to do always has room: it alone knows what it can never serve.
-        """
-        now = self.at(node)
-        if not now:
-            return True
-        limit = self._limits[leg] or node.info.load.max_running
-        return (limit is None or now + count <= limit) and self._has_blocks(node)
+        """Return whether the agent could start `count` more sequences at once (see `with_room`)."""
+        return self.with_room(node, leg, count) is not None
 
     def _has_blocks(self, node: Node) -> bool:
         """Return whether blocks are left for one more, if those sent since its ping take the usual share."""
@@ -93,7 +100,7 @@ class Loads:
             return True  # not reported
         used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_leased
         share = max(1.0, used / max(1, load.running))
-        since = self._slots.in_flight(node.incarnation) - node.ours_at_ping
+        since = self._slots.taken.get(node.info.incarnation, 0) - node.ours_at_ping
         return load.kv_blocks_free - since * share >= share
 
 

@@ -135,11 +135,11 @@ class UpstreamResponse:
     @property
     def content_type(self) -> str:
         """The media type with its parameters, as the agent sent it but for its length."""
-        return shorten(self.header("content-type") or "application/octet-stream")
+        return shorten(self.header(b"content-type") or "application/octet-stream")
 
-    def header(self, name: str) -> str | None:
+    def header(self, name: bytes) -> str | None:
         """A header of the response; `name` in lower case."""
-        value = self._connection.headers.get(name.encode())
+        value = self._connection.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     async def read(self, limit: int = MAX_BODY_BYTES) -> bytes:

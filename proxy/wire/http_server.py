@@ -82,7 +82,7 @@ class _Reading(FlowControl):
         self._queued = queued
 
     def resume_reading(self) -> None:
-        if not self._queued:
+        if self.read_paused and not self._queued:
             super().resume_reading()
 
 
@@ -394,9 +394,10 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _release_bodies(self) -> None:
         """Free bodies that are not read any more: connections and requests wait for the garbage collector."""
-        for cycle in (self.cycle, *(cycle for cycle, _ in self.pipeline)):
-            if cycle is not None:
-                cycle.body = bytearray()
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
+        for cycle, _ in self.pipeline:
+            cycle.body = bytearray()
         self._bounds.release(self._body_bytes)
         self._body_bytes = 0
         self._note_whole()
