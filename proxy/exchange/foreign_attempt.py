@@ -156,7 +156,7 @@ class ForeignAttempt(Attempt):
             if len(exchanges) == 1:  # a task of its own would cost more than all else here
                 return [await exchanges[0].run(self.pair)]
             return await self._tools.kept.join(
-                [asyncio.ensure_future(each.run(self.pair)) for each in exchanges]
+                [asyncio.ensure_future(self._run_counted(each)) for each in exchanges]
             )
         except AGENT_FAILURES:
             self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
@@ -165,6 +165,12 @@ class ForeignAttempt(Attempt):
             if failures.subgroup(AGENT_FAILURES):
                 self._tools.kv_endpoints.forget(self.pair.prefill.incarnation)
             raise_one(failures)
+
+    async def _run_counted(self, exchange: _SubExchange) -> SubResponse:
+        """Raises `TooManyResponses`, and as `_SubExchange.run` does."""
+        sub_response = await exchange.run(self.pair)
+        self._tools.kept.add(sub_response.size)
+        return sub_response
 
     def _on_prefilled(self) -> None:
         """One more prefill leg has ended well."""
@@ -348,13 +354,8 @@ class _SubExchange:
                 raw = await response.read()
                 if check is not None:
                     await check()
-                await self._read_whole(sub_response, raw)
+                await self._legs.upstream.read_beside(len(raw), partial(sub_response.read_whole, raw))
         return sub_response
-
-    async def _read_whole(self, sub_response: SubResponse, raw: bytes) -> None:
-        """Raises `TooManyResponses`, and as `SubResponse.read_whole` does."""
-        self._tools.kept.add(len(raw))
-        await self._legs.upstream.read_beside(len(raw), partial(sub_response.read_whole, raw))
 
     async def _receive_events(
         self, response: UpstreamResponse, server: Register, sub_response: SubResponse, check: Check | None
@@ -373,7 +374,7 @@ class _SubExchange:
         """The response ended with its first token, at the prefill server."""
         sub_response = SubResponse(self._sub, endpoints.prefill, self._dialect)
         if not self._sub.request.stream:
-            await self._read_whole(sub_response, whole)
+            await self._legs.upstream.read_beside(len(whole), partial(sub_response.read_whole, whole))
             return sub_response
         events = await self._legs.upstream.read_beside(
             len(whole), lambda: sub_response.rewrite(as_events(whole, self._sub))
