@@ -23,7 +23,6 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "guided_decoding_backend": "llguidance constrains, whatever is named",
         "include_obfuscation": "a padding of streams that some servers add",
         "metadata": "notes of the client",
-        "parallel_tool_calls": "there are no tools to call",
         "prompt_cache_key": "requests are routed by their prompt's beginning",
         "prompt_cache_options": "requests are routed by their prompt's beginning",
         "prompt_cache_retention": "a hint on how long to keep a prefix",
@@ -37,7 +36,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
 )
 
 _CONSTRAINED = "use structured_outputs"
-_TOOLS = "tools are not supported"
+_FUNCTIONS = "use tools and tool_choice"
 _MEDIA = "only text goes in and comes out"
 _ROUTING = "it belongs to SGLang's own routing and transfer"
 _PLUGIN = "code and settings of plugins are not supported"
@@ -59,10 +58,9 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "ebnf": (_CONSTRAINED, ()),
         "ec_transfer_params": (_MEDIA, ()),
         "extra_key": ("use cache_salt to keep prefixes apart", ()),
-        "function_call": (_TOOLS, ("none", "auto")),
-        "functions": (_TOOLS, ([],)),
+        "function_call": (_FUNCTIONS, ("none", "auto")),
+        "functions": (_FUNCTIONS, ([],)),
         "images_config": (_MEDIA, ()),
-        "include_reasoning": ("reasoning and text are one", (True,)),
         "input_ids": ("use /v1/completions for a prompt of token ids", ()),
         "json_schema": (_CONSTRAINED, ()),
         "length_penalty": ("beam search is not supported", (1, 1.0)),
@@ -94,18 +92,15 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
         "routed_dp_rank": (_ROUTING, ()),
         "routed_experts_start_len": (_HIDDEN, (0,)),
-        "separate_reasoning": ("reasoning and text are one", (False,)),
         "session_id": ("a session is named by a header (docs/dialects/README.md)", ()),
         "session_params": (_ROUTING, ()),
         "spaces_between_special_tokens": ("fast tokenizers have no such choice", (True,)),
         "steer_vector_request": (_PLUGIN, ()),
         "stop_regex": ("use stop", ([],)),
-        "stream_reasoning": ("reasoning and text are one", (True,)),
+        "stream_reasoning": ("reasoning is streamed as it comes", (True,)),
         "suffix": ("suffix is not supported", ("",)),
         "task": ("use chat_template_kwargs", ()),
-        "thinking_token_budget": ("reasoning and text are one", ()),
-        "tool_choice": (_TOOLS, ("none", "auto")),
-        "tools": (_TOOLS, ([],)),
+        "thinking_token_budget": ("max_tokens limits reasoning and content together", ()),
         "truncation_side": ("the beginning of a prompt is cut off, never its end", ("left",)),
         "use_audio_in_video": (_MEDIA, (False,)),
         "use_beam_search": ("beam search is not supported", (False,)),
@@ -125,7 +120,10 @@ FieldDecoder = msgspec.json.Decoder[Any]
 
 
 def field_decoder(honoured: Collection[str]) -> FieldDecoder:
-    """Make the decoder of an endpoint's bodies for `check_fields`. It stops at the first unknown field."""
+    """Make the decoder of bodies for `check_fields`, with the names that some endpoint honours.
+
+    It stops at the first unknown field.
+    """
     names = sorted({*honoured, *HARMLESS, *REFUSED})
     fields = [(name, msgspec.Raw, _NULL) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Fields", fields, forbid_unknown_fields=True))
@@ -138,7 +136,7 @@ def check_fields(
 
     Args:
         raw: The body.
-        decoder: The endpoint's.
+        decoder: That of `field_decoder`.
         honoured: Names that this endpoint honours.
         elsewhere: Names that some endpoint honours.
 
@@ -157,6 +155,9 @@ def check_fields(
         value = bytes(getattr(fields, name))
         if value != bytes(_NULL) and not _is_one_of(value, neutral):
             raise bad_request(f"{name}: {reason}", name, "unsupported_field")
+    for name in elsewhere:
+        if name not in honoured and bytes(getattr(fields, name)) != bytes(_NULL):
+            raise _unknown(name, honoured, elsewhere)
 
 
 def _is_one_of(value: bytes, neutral: tuple[Any, ...]) -> bool:

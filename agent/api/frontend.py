@@ -29,6 +29,9 @@ from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.kv_params import KVTransferParams, prefill_response_params
 from kvferry.agent.api.lifecycle import Lifecycle
+from kvferry.agent.api.message.forced_calls import forced_calls
+from kvferry.agent.api.message.message_parser import MessageFormat
+from kvferry.agent.api.message.response_form import ResponseForm
 from kvferry.agent.api.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -64,6 +67,8 @@ _LAST_OUTPUT_TIMEOUT_S = 5.0
 # Longer texts, and chats of more messages, are worked on beside the event loop.
 _INLINE_BYTES = 4096
 _INLINE_MESSAGES = 16
+_TAIL_TOKENS = 64
+"""Of a prompt, where nearly every one has the beginning of the assistant's message."""
 _BYTES_PER_ID = 4
 """Of the text of token ids, about."""
 _INLINE_BODY_BYTES = 64 * 1024
@@ -92,6 +97,7 @@ class Frontend:
         lifecycle: Lifecycle,
         defaults: SamplingDefaults,
         grammars: GrammarChecker,
+        form: ResponseForm | None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -99,6 +105,13 @@ class Frontend:
         self._engine = engine
         self._lifecycle = lifecycle
         self._grammars = grammars
+        self._form = form
+        """How the model's answers are written; None where they are text and nothing else."""
+        self._marks = frozenset(
+            token_id
+            for token, token_id in tokenizer.added_ids.items()
+            if form is not None and token_id in tokenizer.special_ids and form.is_mark(token)
+        )
         self._texts = TextPool()
 
     async def decode(self, raw: bytes, body_type: type[_Body], max_model_len: int | None) -> _Body:
@@ -290,7 +303,11 @@ class Frontend:
         else:
             prompt_ids = await self._encode_prompt(body)
         check_token_ids(prompt_ids, self._tokenizer.vocab_size, "prompt")
+        message = await self._message_format(body, prompt_ids) if isinstance(body, ChatBody) else None
         constraint = body.constraint()
+        if isinstance(body, ChatBody) and body.tool_use.must_call:
+            assert message is not None
+            constraint = forced_calls(body.tool_use, message, self._tokenizer.added_ids)
         if constraint is not None:
             await self._grammars.check(constraint)
         sampling = sampling_params(
@@ -331,7 +348,37 @@ class Frontend:
             first_choice=body.kvferry_first_choice or 0,
             echo=await self._echoed(body, prompt_ids) if body.echo else None,
             prompt_logprobs=body.prompt_logprobs,
+            message=message,
         )
+
+    async def _message_format(self, body: ChatBody, prompt_ids: tuple[int, ...]) -> MessageFormat | None:
+        """Return how the text of an answer is read as a message; None where all of it is content.
+
+        Raises `ApiError` 400 for tools that this model cannot be given, or calls of which are not known.
+        """
+        form, tools = self._form, body.tool_use.tools
+        if tools and (form is None or not form.has_calls):
+            raise bad_request("tools: how this model writes calls is not known", "tools", "no_tools")
+        # A constrained answer is what it was asked to be.
+        reasoning = body.separate_reasoning is not False and not body.is_constrained
+        if form is None or not (tools or (reasoning and form.has_reasoning)):
+            return None
+        return MessageFormat(
+            form=form,
+            begun=await self._begun_message(form, prompt_ids),
+            marks=self._marks,
+            tools=tuple(tool.shown() for tool in tools),
+            one_call=body.tool_use.one_call,
+            reasoning=reasoning,
+            show_reasoning=body.include_reasoning is not False,
+        )
+
+    async def _begun_message(self, form: ResponseForm, prompt_ids: tuple[int, ...]) -> str:
+        """Return what the prompt has of the assistant's message: it follows from the ids, on every agent."""
+        begun = form.begun_message(await self._decode(prompt_ids[-_TAIL_TOKENS:], show_special=True))
+        if begun is None and len(prompt_ids) > _TAIL_TOKENS:  # a long message may be continued
+            begun = form.begun_message(await self._decode(prompt_ids, show_special=True))
+        return begun or ""
 
     async def _echoed(self, body: GenerationBody, prompt_ids: tuple[int, ...]) -> str:
         """Return the prompt's text: the client's own, or that of its ids, if it gave ids or has them cut."""
@@ -418,6 +465,7 @@ class Frontend:
             raise bad_request(message, "chat_template", "unsupported_field")
         if template is None:
             raise bad_request("this model has no chat template", "messages", "no_chat_template")
+        tools = [tool.shown() for tool in body.tool_use.tools]
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
@@ -425,8 +473,11 @@ class Frontend:
         try:
             if body.chat_template is not None:
                 template = template.replaced(body.chat_template)
+            if tools and not template.reads_tools:
+                raise bad_request("tools: this model's chat template has no tools", "tools", "no_tools")
             return template.render(
                 chat_messages(body),
+                tools=tools,
                 variables=variables,
                 add_generation_prompt=not continues
                 if body.add_generation_prompt is None

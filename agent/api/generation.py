@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.agent.api.kv_params import Resume
+from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, MessageParser
 from kvferry.agent.api.text.detokenizer import Detokenizer
 from kvferry.agent.api.text.logprobs import (
     RENDER_LOGPROBS,
@@ -40,6 +41,7 @@ class GenerationRequest:
     `continuous_usage` its choice's token counts. With `include_stop` the text ends with what stopped it, with
     `show_special` special tokens are text. `echo` is what the text begins with, before any token. Of the
     prompt's tokens `prompt_logprobs` likeliest are reported. A stream's choices count from `first_choice`.
+    `message` says how the answer's text is read as a message; without it, all of it is content.
     """
 
     kind: AnswerKind
@@ -65,6 +67,7 @@ class GenerationRequest:
     first_choice: int = 0
     echo: str | None = None
     prompt_logprobs: int | None = None
+    message: MessageFormat | None = None
 
     @property
     def streamed(self) -> bool:
@@ -88,7 +91,8 @@ class Delta:
     """What a choice gained: text that may be shown, and the tokens of it or of text still held back.
 
     `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token,
-    `num_tokens` counts all up to and including these.
+    `num_tokens` counts all up to and including these. Where the text is read as a message, `message` is what
+    that gained, and `called` whether it has any calls so far.
     """
 
     index: int
@@ -99,10 +103,16 @@ class Delta:
     logprobs: dict[str, Any] | None = None
     margins: list[float | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    message: MessageDelta | None = None
+    called: bool = False
 
     def add(self, later: Delta) -> None:
         """Append the same choice's next delta."""
         self.text += later.text
+        if later.message is not None:
+            self.message = self.message or MessageDelta()
+            self.message.add(later.message)
+            self.called = later.called
         self.token_ids += later.token_ids
         self.margins += later.margins
         self.logprobs = merge_logprobs(self.logprobs, later.logprobs)
@@ -123,6 +133,10 @@ class GeneratedChoice:
             sampling.min_tokens,
             include_stop=request.include_stop,
             show_special=request.show_special,
+            shown=() if request.message is None else request.message.marks,
+        )
+        self._parser = (
+            None if request.message is None else MessageParser(request.message, request.answer_id, index)
         )
         self._include_stop = request.include_stop
         self._render = RENDER_LOGPROBS[request.kind] if sampling.logprobs is not None else None
@@ -141,11 +155,13 @@ class GeneratedChoice:
         delta = Delta(self._index, first=True, text=self._echo, logprobs=first.logprobs)
         if first.logprobs is not None:
             delta.margins.append(first.margin)
-        self._add_token(delta, first.id, None)
-        if first.finish_reason is not None:
+        if first.finish_reason is None:
+            self._add_token(delta, first.id, None)
+        else:
             # All its text was shown, and whether a stop string ended it is not in the ids alone.
-            delta.text = first.text
-            self.finish_reason = delta.finish_reason = first.finish_reason
+            self._count(delta, first.id)
+            delta.text = ""
+            self._show(delta, first.text, first.finish_reason)
         return delta
 
     def resume(self, sent: Resume) -> None:
@@ -193,16 +209,33 @@ class GeneratedChoice:
         )
 
     def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
+        self._count(delta, token_id)
+        text = ""
+        if finish != "stop" or self._include_stop:  # the stop token is no part of the text
+            text += self._detokenizer.push(token_id)
+        if finish is not None:
+            text += self._detokenizer.finish()
+        self._show(delta, text, "stop" if self._detokenizer.stopped else finish)
+
+    def _count(self, delta: Delta, token_id: int) -> None:
         self.num_tokens += 1
         delta.num_tokens = self.num_tokens
         delta.token_ids.append(token_id)
         if self._render is not None:
             self._text_offset += len(self._tokenizer.token_text(token_id))
-        if finish != "stop" or self._include_stop:  # the stop token is no part of the text
-            delta.text += self._detokenizer.push(token_id)
-        if finish is not None:
-            delta.text += self._detokenizer.finish()
-        self.finish_reason = delta.finish_reason = "stop" if self._detokenizer.stopped else finish
+
+    def _show(self, delta: Delta, text: str, finish: FinishReason | None) -> None:
+        """Add text that may be shown, and read it as a message if it is one; with `finish` it is the last."""
+        delta.text += text
+        if self._parser is not None:
+            gained = self._parser.push(text)
+            finish = "stop" if self._parser.ended else finish
+            if finish is not None:
+                gained.add(self._parser.finish())
+            delta.message = delta.message or MessageDelta()
+            delta.message.add(gained)
+            delta.called = self._parser.has_calls
+        self.finish_reason = delta.finish_reason = finish
 
 
 class Generation:

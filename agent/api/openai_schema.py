@@ -19,6 +19,7 @@ from msgspec import Meta, Raw
 from kvferry.agent.api.fields import FieldDecoder, check_fields, field_decoder
 from kvferry.agent.api.grammar.constraint import MAX_GRAMMAR_BYTES, ConstrainedBody
 from kvferry.agent.api.kv_params import KVTransferParams, Resume, check_resume
+from kvferry.agent.api.message.tools import MAX_TOOLS, MAX_TOOLS_BYTES, Tool, ToolChoice, ToolUse
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED
 from kvferry.agent.messages.requests import SamplingParams
@@ -64,6 +65,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_CHARS)]
 Template = Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 TemplateVariables = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 NumAlternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 
 _Body = TypeVar("_Body", bound="GenerationBody")
@@ -148,6 +150,11 @@ class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def ends_when_complete(self) -> bool:
+        """Whether the answer is constrained."""
+        return self.is_constrained
+
+    @property
     def num_alternatives(self) -> int | None:
         """How many likeliest tokens to report per position; None for no logprobs at all."""
         raise NotImplementedError
@@ -177,7 +184,7 @@ class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
             raise bad_request(f"bad_words may have at most {MAX_BAD_WORD_BYTES} bytes together", "bad_words")
         if any(not word.strip() for word in self.bad_words or ()):
             raise bad_request("a bad word must have more than spaces", "bad_words")
-        if self.ignore_eos and self.is_constrained:
+        if self.ignore_eos and self.ends_when_complete:
             message = "ignore_eos: an answer with a constraint ends when it is complete"
             raise bad_request(message, "ignore_eos")
         if self.truncate_prompt_tokens == 0:
@@ -228,6 +235,20 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     tool_calls: Raw = _NULL
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class _CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _ToolCall(msgspec.Struct, frozen=True):
+    """A call in a message of the history."""
+
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -239,10 +260,23 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template: Template | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def given_prompt(self) -> object:
         return self.messages
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return ToolUse(self.tools or (), self.tool_choice or "auto", self.parallel_tool_calls is not False)
+
+    @property
+    def ends_when_complete(self) -> bool:
+        return self.is_constrained or self.tool_use.must_call
 
     @property
     def num_alternatives(self) -> int | None:
@@ -252,6 +286,10 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         GenerationBody.check(self)
         if not self.messages:
             raise bad_request("messages must not be empty", "messages")
+        self.tool_use.check()
+        if self.tool_use.tools and self.is_constrained:
+            message = "an answer is constrained, or may call tools: leave tools out, or tool_choice none"
+            raise bad_request(message, "tools")
         if self.echo:
             raise bad_request("echo: only completions repeat their prompt", "echo", "unsupported_field")
         for name in ("max_tokens", "max_completion_tokens"):
@@ -283,6 +321,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template: Template | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
 
     def chat(self, model: str) -> ChatBody | None:
         """Return the chat whose prompt is asked for; None for a text. Raises `ApiError` 400."""
@@ -296,6 +335,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             continue_final_message=self.continue_final_message,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
         body.check()
         return body
@@ -313,9 +353,7 @@ HONOURED: Mapping[type[GenerationBody], frozenset[str]] = MappingProxyType(
 )
 """The fields of each endpoint that change its answer, or how it is sent."""
 _ANYWHERE = HONOURED[CompletionBody] | HONOURED[ChatBody]
-_FIELD_DECODERS: Mapping[type[GenerationBody], FieldDecoder] = MappingProxyType(
-    {kind: field_decoder(names) for kind, names in HONOURED.items()}
-)
+_FIELD_DECODER: FieldDecoder = field_decoder(_ANYWHERE)
 
 
 def decode_body(raw: bytes, body_type: type[_Body], max_model_len: int | None = None) -> _Body:
@@ -324,7 +362,7 @@ def decode_body(raw: bytes, body_type: type[_Body], max_model_len: int | None = 
     What cannot fit `max_model_len` is refused before anything is made of it: this runs on the event loop.
     """
     try:
-        check_fields(raw, _FIELD_DECODERS[body_type], HONOURED[body_type], _ANYWHERE)
+        check_fields(raw, _FIELD_DECODER, HONOURED[body_type], _ANYWHERE)
         if len(raw) > _SMALL_BODY_BYTES:
             _check_sizes(msgspec.json.decode(raw, type=_LargeFields), max_model_len)
         body = msgspec.json.decode(raw, type=body_type)
@@ -395,6 +433,8 @@ def check_chat_size(body: ChatBody, max_model_len: int, max_bytes: int | None) -
     if len(body.messages) + sum(map(len, parts)) > max_model_len:
         raise _too_many_messages(max_model_len)
     size = sum(map(_message_bytes, body.messages))
+    if body.tools:
+        size += len(msgspec.json.encode(body.tools))
     if max_bytes is not None and size > MAX_OMITTED * max_bytes:
         raise text_too_long(max_model_len, size, "messages")
     return size
@@ -404,7 +444,7 @@ def _message_bytes(message: ChatMessage) -> int:
     """Return the bytes of what a template may show of a message."""
     content = message.content
     texts = [part.text for part in content] if isinstance(content, list) else [content]
-    texts += [message.role, message.name, message.tool_call_id]
+    texts += [message.role, message.name, message.tool_call_id, message.reasoning_content]
     size = sum(len(text.encode(errors="replace")) for text in texts if text)
     return size + (len(bytes(message.tool_calls)) if _has_tool_calls(message) else 0)
 
@@ -554,6 +594,7 @@ class _LargeFields(msgspec.Struct):
     bad_words: Raw = _NULL
     allowed_token_ids: Raw = _NULL
     chat_template_kwargs: Raw = _NULL
+    tools: Raw = _NULL
     response_format: Raw = _NULL
     structured_outputs: Raw = _NULL
     guided_json: Raw = _NULL
@@ -572,6 +613,7 @@ _BYTE_LIMITS: Mapping[str, int] = MappingProxyType(
         "bad_words": MAX_SETTING_BYTES,
         "allowed_token_ids": MAX_TOKEN_IDS_BYTES,
         "chat_template_kwargs": MAX_SETTING_BYTES,
+        "tools": MAX_TOOLS_BYTES,
         "response_format": MAX_GRAMMAR_BYTES,
         "structured_outputs": MAX_GRAMMAR_BYTES,
         "guided_json": MAX_GRAMMAR_BYTES,
@@ -629,6 +671,8 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         shown["name"] = message.name
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
     return shown | _tool_calls(message)
 
 
@@ -639,9 +683,21 @@ def _tool_calls(message: ChatMessage) -> dict[str, Any]:
     if len(raw) > MAX_TOOL_CALLS_BYTES:
         raise bad_request(f"tool_calls may have at most {MAX_TOOL_CALLS_BYTES} bytes", "messages")
     try:
-        return {"tool_calls": msgspec.json.decode(raw, type=list[Any])}
+        calls = msgspec.json.decode(raw, type=list[_ToolCall])
+        return {"tool_calls": [_tool_call(call) for call in calls]} if calls else {}
     except (ValueError, RecursionError) as error:
-        raise bad_request("tool_calls must be a list", "messages", "invalid_type") from error
+        reason = _PATH.sub("", str(error)).replace("`", "")
+        what = "tool_calls must be a list of calls, each with a function's name and arguments"
+        raise bad_request(f"{what}: {reason}", "messages", "invalid_type") from error
+
+
+def _tool_call(call: _ToolCall) -> dict[str, Any]:
+    """Return a call as chat templates read it: they write its arguments as JSON themselves."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    identity = {} if call.id is None else {"id": call.id}
+    return {**identity, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content_text(message: ChatMessage) -> str:

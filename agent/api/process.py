@@ -24,6 +24,7 @@ from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.lifecycle import Lifecycle
+from kvferry.agent.api.message.response_form import ResponseForm, read_response_form
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import SamplingDefaults, read_sampling_defaults
 from kvferry.agent.api.server import create_app, create_server, listen_http
@@ -77,11 +78,12 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
         BadClusterKey, BadCertificate: the file is none.
     """
     tokenizer = Tokenizer(Path(config.model))
+    form = _response_form(Path(config.model), tokenizer)
     defaults = read_sampling_defaults(Path(config.model), config.generation_config)
     key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
     tls = server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen_http(config.host, config.port) as listener, private_run_dir() as run_dir:
-        agent = _Agent(config, tokenizer, defaults, key, tls, run_dir, listener.getsockname()[1])
+        agent = _Agent(config, tokenizer, form, defaults, key, tls, run_dir, listener.getsockname()[1])
         try:
             return await agent.run(listener, engine_module)
         finally:
@@ -95,6 +97,7 @@ class _Agent:
         self,
         config: AgentConfig,
         tokenizer: Tokenizer,
+        form: ResponseForm | None,
         defaults: SamplingDefaults,
         key: ClusterKey | None,
         tls: ssl.SSLContext | None,
@@ -105,6 +108,7 @@ class _Agent:
         self._tls = tls
         self._config = config
         self._tokenizer = tokenizer
+        self._form = form
         self._defaults = defaults
         self._run_dir = run_dir
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
@@ -239,6 +243,7 @@ class _Agent:
                     self._lifecycle,
                     self._defaults,
                     self._grammars,
+                    self._form,
                 ),
                 engine=self._engine,
                 lifecycle=self._lifecycle,
@@ -321,6 +326,11 @@ async def _hang_up(server: HttpServer) -> None:
 
 def _leaving() -> ApiError:
     return unavailable("draining", "this agent is shutting down")
+
+
+def _response_form(directory: Path, tokenizer: Tokenizer) -> ResponseForm | None:
+    template = tokenizer.chat_template
+    return None if template is None else read_response_form(directory, template.source)
 
 
 def _text_fingerprint(tokenizer: Tokenizer, defaults: SamplingDefaults) -> str:

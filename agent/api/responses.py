@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest, TokenUsage
+from kvferry.agent.api.message.message_parser import MessageDelta
 from kvferry.agent.messages.requests import Timing
 from kvferry.proxy.wire.kv_params import FirstToken, running_usage
 
@@ -27,7 +28,7 @@ def completion(
     """
     request = generation.request
     body = _head(request, _OBJECT)
-    body["choices"] = [_choice_body(request, choice, choice.finish_reason or "length") for choice in choices]
+    body["choices"] = [_choice_body(request, choice) for choice in choices]
     body["usage"] = usage_body(generation.token_usage)
     if request.prompt_logprobs is not None:
         scored = generation.shown_prompt_logprobs
@@ -47,7 +48,8 @@ def delta_event(request: GenerationRequest, delta: Delta) -> bytes:
     """
     line = token_line(delta) if request.token_lines and delta.token_ids else b""
     opens_message = request.kind == "chat" and delta.first
-    if not (delta.text or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
+    shown = bool(delta.text if delta.message is None else delta.message)
+    if not (shown or delta.finish_reason or delta.logprobs or opens_message or request.return_token_ids):
         return line and line + b"\n"
     body = _head(request, _CHUNK_OBJECT)
     body["choices"] = [_chunk_choice(request, delta)]
@@ -114,6 +116,7 @@ def first_token_entry(delta: Delta) -> FirstToken:
         logprobs=delta.logprobs,
         margin=delta.margins[0] if delta.margins else None,
         finish_reason=delta.finish_reason,
+        delta=None if delta.message is None else _opening(delta.message),
     )
 
 
@@ -131,24 +134,37 @@ def _head(request: GenerationRequest, objects: dict[str, str]) -> dict[str, Any]
     }
 
 
-def _choice_body(request: GenerationRequest, delta: Delta, finish_reason: str) -> dict[str, Any]:
+def _choice_body(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
     content: dict[str, Any]
-    if request.kind == "chat":
+    if delta.message is not None:
+        content = {"message": delta.message.whole_body()}
+    elif request.kind == "chat":
         content = {"message": {"role": "assistant", "content": delta.text}}
     else:
         content = {"text": delta.text}
-    return _with_tokens(request, delta, {**content, "finish_reason": finish_reason})
+    return _with_tokens(request, delta, {**content, "finish_reason": _finish_reason(delta) or "length"})
+
+
+def _finish_reason(delta: Delta) -> str | None:
+    return "tool_calls" if delta.called and delta.finish_reason == "stop" else delta.finish_reason
+
+
+def _opening(message: MessageDelta) -> dict[str, Any]:
+    """Make the first delta of a message: as in OpenAI's, its content is null where it begins otherwise."""
+    return {"role": "assistant", "content": None, **message.body()}
 
 
 def _chunk_choice(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
     content: dict[str, Any]
-    if request.kind == "chat":
+    if delta.message is not None:
+        content = {"delta": _opening(delta.message) if delta.first else delta.message.body()}
+    elif request.kind == "chat":
         role = {"role": "assistant"} if delta.first else {}
         text = {"content": delta.text} if delta.text or delta.first else {}
         content = {"delta": {**role, **text}}
     else:
         content = {"text": delta.text}
-    shown = _with_tokens(request, delta, {**content, "finish_reason": delta.finish_reason})
+    shown = _with_tokens(request, delta, {**content, "finish_reason": _finish_reason(delta)})
     shown["index"] += request.first_choice
     return shown
 

@@ -175,6 +175,15 @@ class _NativeParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _ChatMessage(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[dict[str, msgspec.Raw], ...] = ()
+
+    def as_delta(self) -> dict[str, Any]:
+        """The message as the only delta of a stream."""
+        calls = [{"index": index, **call} for index, call in enumerate(self.tool_calls)]
+        reasoning = {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
+        called = {"tool_calls": calls} if calls else {}
+        return {"role": "assistant", "content": self.content, **reasoning, **called}
 
 
 class _NativeChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,15 +392,17 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
 def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator[dict[str, Any]]:
     if prefill.params is None:
         for choice in prefill.whole.choices:
-            text = (choice.message.content or "") if request.chat else choice.text
-            made = _chunk_choice(request, choice.index, text, choice.logprobs, choice.finish_reason)
+            shown = {"delta": choice.message.as_delta()} if request.chat else {"text": choice.text}
+            made = _chunk_choice(choice.index, shown, choice.logprobs, choice.finish_reason)
             if request.return_token_ids:
                 made["token_ids"] = choice.token_ids
                 if choice.margins:
                     made["margins"] = choice.margins
             yield made
     for index, token in enumerate(prefill.first_tokens):
-        made = _chunk_choice(request, index, token.text, token.logprobs, token.finish_reason)
+        delta = token.delta or {"role": "assistant", "content": token.text}
+        shown = {"delta": delta} if request.chat else {"text": token.text}
+        made = _chunk_choice(index, shown, token.logprobs, token.shown_finish_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]
             if token.logprobs is not None:
@@ -400,13 +411,11 @@ def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator
 
 
 def _chunk_choice(
-    request: ClientRequest,
     index: int,
-    text: str,
+    shown: dict[str, Any],
     logprobs: msgspec.Raw | dict[str, Any] | None,
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    shown = {"delta": {"role": "assistant", "content": text}} if request.chat else {"text": text}
     return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
 
 

@@ -24,7 +24,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Token 1 of one choice, as the prefill agent answers it and the decode agent goes on from it.
 
     `text` is what may be shown so far: empty while a character or a stop string is incomplete. `margin` is
-    None for an infinite one (JSON has no infinity).
+    None for an infinite one (JSON has no infinity). `delta` is a chat's first delta, where that has more than
+    a role and the text.
     """
 
     id: TokenId
@@ -32,3 +33,10 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     margin: float | None = None
+    delta: dict[str, Any] | None = None
+
+    @property
+    def shown_finish_reason(self) -> str | None:
+        """The finish reason in the client's event."""
+        called = self.delta is not None and "tool_calls" in self.delta
+        return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason

@@ -159,13 +159,14 @@ def _each(
     if choice is not None:
         # Strings are written in Lark as in JSON. One terminal, not rules: those are limited to 2,000.
         texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in choice)
-        asked.append(_of_lark(f"{prefix}choice", f"start: TEXT\nTEXT: {texts}"))
+        asked.append(lark_constraint(f"{prefix}choice", f"start: TEXT\nTEXT: {texts}"))
     if grammar is not None:
-        asked.append(_of_lark(f"{prefix}grammar", grammar))
+        asked.append(lark_constraint(f"{prefix}grammar", grammar))
     return asked
 
 
-def _of_lark(field: str, grammar: str) -> Constraint:
+def lark_constraint(field: str, grammar: str) -> Constraint:
+    """Constrain to a grammar in Lark."""
     return Constraint(field, json.dumps({"grammars": [{"lark_grammar": grammar}]}))
 
 

@@ -38,12 +38,18 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
             self._variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise TemplateRefused(f"the chat template is wrong: {error}") from error
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return "tools" in self._variables
 
     def replaced(self, source: str) -> ChatTemplate:
         """Return another template with the same special tokens. Raises TemplateRefused if it is none."""
@@ -53,6 +59,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -63,6 +70,7 @@ class ChatTemplate:
 
         Args:
             messages: The conversation.
+            tools: What the model may call, for a template that `reads_tools`.
             variables: What else the template reads, by name.
             add_generation_prompt: Whether the text ends with the beginning of an assistant's message.
             continue_final_message: Whether it ends within the last message, right after its content.
@@ -78,7 +86,7 @@ class ChatTemplate:
             text = self._template.render(
                 messages=_marked(messages) if continue_final_message else messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 **{**self._special_tokens, **given},
             )
@@ -107,9 +115,17 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML characters, which would reach the model.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(pattern: str) -> str:

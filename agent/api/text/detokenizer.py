@@ -9,7 +9,7 @@ again has the prefill's state, and knows what its response already showed.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ class Detokenizer:
         min_tokens: Text of fewer tokens than this is shown without looking for stop strings.
         include_stop: Cut after the stop string instead.
         show_special: Special tokens are text like any other.
+        shown: Special tokens that are text in any case.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         show_special: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         kind = _ByteLevelText if tokenizer.byte_level else _WindowedText
-        self._text: _TextStream = kind(tokenizer, show_special)
+        self._text: _TextStream = kind(tokenizer, show_special, frozenset(shown))
         self._include_stop = include_stop
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
@@ -96,13 +98,14 @@ class _TextStream(Protocol):
 class _ByteLevelText:
     """For tokenizers whose text is the UTF-8 reading of their tokens' bytes: constant work per token."""
 
-    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool, shown: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._show_special = show_special
+        self._shown_ids = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.has_no_text(token_id, self._show_special):
+        if self._tokenizer.has_no_text(token_id, self._show_special or token_id in self._shown_ids):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -117,32 +120,37 @@ class _WindowedText:
     differently from the rest (they strip a leading space).
     """
 
-    def __init__(self, tokenizer: Tokenizer, show_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, show_special: bool, shown: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._show_special = show_special
+        self._shown_ids = shown
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.has_no_text(token_id, self._show_special):
+        if self._tokenizer.has_no_text(token_id, self._show_special or token_id in self._shown_ids):
             return ""
         self._ids.append(token_id)
         # The decoder reads a run of byte tokens as a whole: one bad byte spoils it, so it must end first.
         if self._tokenizer.is_byte_token(token_id):
             return ""
-        text = self._tokenizer.decode(self._ids, self._show_special)
+        text = self._read()
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_shown < _MAX_HELD_IDS:
             return ""
         piece = text[len(self._shown) :]
         del self._ids[: self._num_shown]
         self._num_shown = len(self._ids)
-        self._shown = self._tokenizer.decode(self._ids, self._show_special)
+        self._shown = self._read()
         return piece
 
     def finish(self) -> str:
-        piece = self._tokenizer.decode(self._ids, self._show_special)[len(self._shown) :]
+        piece = self._read()[len(self._shown) :]
         self._ids.clear()
         self._num_shown = 0
         self._shown = ""
         return piece
+
+    def _read(self) -> str:
+        # Only what has text is among the ids, so no special token is shown that should not be.
+        return self._tokenizer.decode(self._ids, show_special=True)

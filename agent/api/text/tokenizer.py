@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )
+        self.added_ids: Mapping[str, int] = {
+            token.content: token_id for token_id, token in self._fast.get_added_tokens_decoder().items()
+        }
+        """Of the tokens that a text has as one, whatever is around them: special ones, and others."""
         spec = json.loads(self._fast.to_str())
         decoders = _decoder_types(spec["decoder"])
         self.byte_level = decoders == {"ByteLevel"}

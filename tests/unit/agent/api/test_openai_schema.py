@@ -150,7 +150,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, Any], param: s
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, Any], param: str) -> None:
@@ -393,11 +393,25 @@ def test_a_list_that_is_truncated_may_exceed_the_context_whatever_its_size(digit
 
 
 def test_a_large_chat_that_may_fit_is_taken() -> None:
-    text = json.dumps([{"a": {}}] * 10_000)
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}]
+    arguments = {"a": [{"a": {}}] * 10_000}
+    text = json.dumps(arguments)
+    calls: list[Any] = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}]
     said = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": calls}]
     body = decode_body(json.dumps({"model": "m", "messages": said}).encode(), ChatBody, CONTEXT)
+    calls[0]["function"]["arguments"] = arguments
     assert chat_messages(body) == [said[0], {**said[1], "content": ""}]
+
+
+def test_arguments_of_calls_are_what_templates_write_as_json() -> None:
+    def shown(arguments: Any) -> Any:
+        function = {"name": "f", "arguments": arguments}
+        body = chat(messages=[{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}])
+        return chat_messages(body)[0]["tool_calls"][0]["function"]["arguments"]
+
+    assert [shown(each) for each in ('{"a": [1]}', {"a": 1}, "")] == [{"a": [1]}, {"a": 1}, {}]
+    for wrong in ("[1]", '{"a": ', "7"):
+        with pytest.raises(ApiError, match="arguments"):
+            shown(wrong)
 
 
 @pytest.mark.parametrize("calls", [{}, "f", [[]] * 100_000])

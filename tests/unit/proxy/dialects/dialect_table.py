@@ -54,7 +54,11 @@ ROWS: tuple[Row, ...] = (
     ("`stop`", {"stop": ["x"]}, "completions"),
     ("`stop_token_ids`", {"stop_token_ids": [2]}, "completions"),
     ("`ignore_eos`", {"ignore_eos": True}, "completions"),
-    ("`tools`, `tool_choice`", {"tools": [{}], "tool_choice": "auto"}, CHAT),
+    (
+        "`tools`, `tool_choice`",
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
+        CHAT,
+    ),
     ("`response_format`", {"response_format": {"type": "json_object"}}, CHAT),
     ("`max_tokens: 1`", {"max_tokens": 1}, "completions"),
     ("`max_completion_tokens: 9`", {"max_completion_tokens": 9}, CHAT),

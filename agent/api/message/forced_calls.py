@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constraint of an answer that must call a tool. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.agent.api.grammar.constraint import MAX_GRAMMAR_BYTES, Constraint, lark_constraint
+from kvferry.agent.api.message.call_syntax import reasoning_rule
+from kvferry.agent.api.message.message_parser import MessageFormat
+from kvferry.agent.api.message.tools import ToolUse
+from kvferry.agent.errors import bad_request
+
+
+def forced_calls(use: ToolUse, wanted: MessageFormat, token_ids: Mapping[str, int]) -> Constraint:
+    """Return what an answer must match that must be calls: calls as the model writes them.
+
+    Reasoning may come before them, in a model that has it, unless the prompt has ended it already.
+
+    Args:
+        use: Which tools may be called, and how often.
+        wanted: How the answer is read.
+        token_ids: Of marks that are one token.
+
+    Raises:
+        ApiError: 400, this model's calls cannot be constrained, or not to so much.
+    """
+    form = wanted.form
+    if form.calls is None:
+        message = "tool_choice: calls cannot be forced as this model writes them"
+        raise bad_request(message, "tool_choice", "no_forced_calls")
+    reasoning = ""
+    if form.reasoning is not None:
+        begin, end = form.reasoning
+        begun = wanted.begun.rfind(begin) > wanted.begun.rfind(end)
+        if begun or end not in wanted.begun:
+            reasoning = reasoning_rule(begin, end, begun=begun, token_id=token_ids.get)
+    grammar = form.calls.grammar(
+        use.forced_schemas(), several=not use.one_call, reasoning=reasoning, token_id=token_ids.get
+    )
+    if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        message = f"tools: the schemas of a forced call may have {MAX_GRAMMAR_BYTES} bytes at most"
+        raise bad_request(message, "tools")
+    return lark_constraint("tools", grammar)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An answer's text as a message: what chat templates write is read again, however the text is cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, MessageParser, call_id
+from kvferry.agent.api.message.response_form import ResponseForm, known_form
+from kvferry.agent.api.text.chat_template import ChatTemplate
+from kvferry.agent.ids import AnswerId
+from tests.standins import chat_templates
+
+ANSWER = AnswerId("id-1")
+QUESTION = [{"role": "user", "content": "What is <think>, and </think>?"}]
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("get_weather", city={"type": "string"}, days={"type": "integer"}, when={"type": "object"}),
+    tool("now"),
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {"city": 'São "Paulo" {\\n}', "days": 3},
+    {"city": "]}</tool", "when": {"from": [1, 2, {"x": None}], "to": "\\"}},
+    {},
+]
+
+
+@dataclass(frozen=True)
+class Model:
+    template: str
+    end: str
+    several: bool = True
+    reasons: bool = False
+    leaves_reasoning_out: bool = False
+
+
+MODELS: Mapping[str, Model] = {
+    "hermes": Model(chat_templates.HERMES, "<|im_end|>\n"),
+    "hermes that thinks": Model(chat_templates.HERMES_THINK, "<|im_end|>\n", reasons=True),
+    "llama": Model(chat_templates.LLAMA, "<|eot_id|>", several=False),
+    "mistral, a list": Model(chat_templates.MISTRAL_LIST, "</s>"),
+    "mistral": Model(chat_templates.MISTRAL, "</s>"),
+    "xml": Model(chat_templates.XML, "<|im_end|>\n"),
+}
+
+
+@functools.cache
+def form(template: str) -> ResponseForm:
+    found = known_form(template)
+    assert found is not None
+    return found
+
+
+def written(model: Model, message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a prompt, and the answer after it with which the template shows a message."""
+    template = ChatTemplate(model.template, SPECIAL_TOKENS)
+    prompt = template.render(QUESTION, tools=TOOLS)
+    whole = template.render(
+        [*QUESTION, {"role": "assistant", **message}], tools=TOOLS, add_generation_prompt=False
+    )
+    # Where tools are shown before the last message, which is another one now, the prompt is a different one.
+    begin = whole.rfind(prompt[-12:]) + 12 if not whole.startswith(prompt) else len(prompt)
+    return prompt, whole[begin:].removesuffix(model.end)
+
+
+def parse(wanted: MessageFormat, pieces: Sequence[str]) -> MessageDelta:
+    parser, whole = MessageParser(wanted, ANSWER, 0), MessageDelta()
+    for piece in pieces:
+        if not parser.ended:
+            whole.add(parser.push(piece))
+    whole.add(parser.finish())
+    return whole
+
+
+def wanted_for(model: Model, prompt: str = "", **fields: Any) -> MessageFormat:
+    begun = form(model.template).begun_message(prompt)
+    if prompt:
+        assert begun is not None
+    return MessageFormat(form=form(model.template), begun=begun or "", tools=TOOLS, **fields)
+
+
+def calls_of(arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = ["get_weather" if given else "now" for given in arguments]
+    return [
+        {"id": call_id(ANSWER, 0, index), "type": "function", "function": {"name": name, "arguments": given}}
+        for index, (name, given) in enumerate(zip(names, arguments, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_template_writes_is_read_again(name: str) -> None:
+    model = MODELS[name]
+    for arguments in (ARGUMENTS if model.several else ARGUMENTS[:1], ARGUMENTS[:1], ARGUMENTS[2:]):
+        calls = calls_of(arguments)
+        message = {"content": "", "tool_calls": calls} | (
+            {"reasoning_content": "Let me\n\nsee"} if model.reasons else {}
+        )
+        prompt, text = written(model, message)
+        whole = parse(wanted_for(model, prompt), [text]).whole_body()
+        read = [
+            {**each, "function": {**each["function"], "arguments": json.loads(each["function"]["arguments"])}}
+            for each in whole["tool_calls"]
+        ]
+        assert read == calls
+        assert whole["content"] is None
+        assert whole.get("reasoning_content") == message.get("reasoning_content")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("content", ["Hello.", " a { b\n", "<b>no</b> [call] <tool", ""])
+def test_an_answer_without_calls_is_its_text(name: str, content: str) -> None:
+    whole = parse(wanted_for(MODELS[name]), [content])
+    assert whole.whole_body() == {"role": "assistant", "content": content}
+
+
+BROKEN = [
+    "Hm.\n<tool_call>\nnot JSON\n</tool_call>\nWell.\n",
+    '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+    '<tool_call>\n{"name": "now", "argum',
+    '<tool_call>{"name": "now", "arguments": [1]}</tool_call> after',
+]
+TEXTS = [
+    (chat_templates.HERMES_THINK, "<think>\nSo\n\nI call.\n</think>\n\nHere:\n\n" + written(
+        MODELS["hermes"], {"content": "", "tool_calls": calls_of(ARGUMENTS)})[1] + "\n\nDone. \n"),
+    (chat_templates.HERMES_THINK, '<tool_call>{"arguments": {"city": "x"}, "name": "now"}</tool_call>'),
+    *((chat_templates.HERMES, text) for text in BROKEN),
+    *((model.template, written(model, {"content": "", "tool_calls": calls_of(ARGUMENTS[:1])})[1])
+      for model in MODELS.values()),
+    (chat_templates.LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}'),
+    (chat_templates.LLAMA, '{"name": "Bob", "age": 3}'),
+    (chat_templates.ALWAYS_THINK, "It is\n</think>\n\nfour. \n"),
+]  # fmt: skip
+
+
+@given(st.data())
+def test_pieces_of_any_length_are_the_whole_and_show_what_the_text_so_far_says(data: st.DataObject) -> None:
+    template, text = data.draw(st.sampled_from(TEXTS))
+    begun = "<think>\n" if template is chat_templates.ALWAYS_THINK else ""
+    tools = () if template is chat_templates.ALWAYS_THINK else TOOLS
+    one_call = data.draw(st.booleans())
+    wanted = MessageFormat(form=form(template), begun=begun, tools=tools, one_call=one_call)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    by_char = parse(wanted, list(text))
+    assert parse(wanted, pieces) == by_char == parse(wanted, [text])
+
+    # Going on after any of it is going on from there: nothing is lost, and nothing shown again.
+    at = data.draw(st.integers(0, len(text)))
+    shown, parser = MessageDelta(), MessageParser(wanted, ANSWER, 0)
+    for char in text[:at]:
+        if not parser.ended:
+            shown.add(parser.push(char))
+    resumed = MessageParser(wanted, ANSWER, 0)
+    assert resumed.push(text[:at]) == shown
+    for char in text[at:]:
+        if not resumed.ended:
+            shown.add(resumed.push(char))
+    shown.add(resumed.finish())
+    assert shown == by_char
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(text: str) -> None:
+    assert parse(wanted_for(MODELS["hermes"]), list(text)) == MessageDelta(content=text)
+
+
+def test_a_call_that_is_cut_off_keeps_what_was_shown() -> None:
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par'
+    (call,) = parse(wanted_for(MODELS["hermes"]), list(text)).calls
+    assert (call.name, call.arguments) == ("get_weather", '{"city": "Par')
+
+
+def test_arguments_come_piece_by_piece_as_the_model_wrote_them() -> None:
+    parser = MessageParser(wanted_for(MODELS["hermes"]), ANSWER, 2)
+    deltas = [
+        parser.push(piece)
+        for piece in ('<tool_call>\n{"name": "now",', ' "arguments": {"a":', " [1,", " 2]}}\n")
+    ]
+    identity = call_id(ANSWER, 2, 0)
+    begin = {
+        "index": 0,
+        "id": identity,
+        "type": "function",
+        "function": {"name": "now", "arguments": '{"a":'},
+    }
+    assert [delta.body() for delta in deltas] == [
+        {},
+        {"tool_calls": [begin]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " [1,"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " 2]}"}}]},
+    ]
+
+
+def test_ids_of_calls_are_nine_letters_and_follow_from_the_answer() -> None:
+    made = [
+        call_id(AnswerId(answer), choice, index) for answer in "ab" for choice in (0, 1) for index in (0, 1)
+    ]
+    assert len(set(made)) == 8
+    assert all(len(each) == 9 and each.isalnum() for each in made)
+    assert made[0] == call_id(AnswerId("a"), 0, 0)
+
+
+def test_one_call_ends_the_message() -> None:
+    for model in ("hermes", "mistral, a list", "mistral"):
+        text = written(MODELS[model], {"content": "", "tool_calls": calls_of(ARGUMENTS)})[1]
+        parser = MessageParser(wanted_for(MODELS[model], one_call=True), ANSWER, 0)
+        read = ""
+        while not parser.ended:
+            parser.push(text[len(read)])
+            read += text[len(read)]
+        assert len(read) < len(text) // 2
+        assert parse(wanted_for(MODELS[model], one_call=True), list(text)).calls[1:] == []
+
+
+def test_reasoning_is_content_or_left_out_as_it_was_asked_for() -> None:
+    text = "<think>\nWhy?\n</think>\n\nSo."
+    wanted = replace(wanted_for(MODELS["hermes that thinks"]), tools=())
+    assert parse(wanted, list(text)) == MessageDelta(content="So.", reasoning="Why?")
+    assert parse(replace(wanted, show_reasoning=False), list(text)) == MessageDelta(content="So.")
+    assert parse(replace(wanted, reasoning=False), list(text)) == MessageDelta(content=text)
+
+
+def test_without_tools_calls_are_content() -> None:
+    text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    wanted = replace(wanted_for(MODELS["hermes"]), tools=())
+    assert parse(wanted, list(text)) == MessageDelta(content=text)
+
+
+def test_the_prompt_may_have_begun_the_message() -> None:
+    model = Model(chat_templates.ALWAYS_THINK, "<｜end▁of▁sentence｜>")
+    prompt = ChatTemplate(model.template, SPECIAL_TOKENS).render(QUESTION)
+    wanted = replace(wanted_for(model, prompt), tools=())
+    assert parse(wanted, list("Two\n</think>\n\nfour")) == MessageDelta(content="four", reasoning="Two")
+    quiet = ChatTemplate(chat_templates.HERMES_THINK, {}).render(
+        QUESTION, variables={"enable_thinking": False}
+    )
+    wanted = wanted_for(MODELS["hermes that thinks"], quiet)
+    assert parse(wanted, ["four"]) == MessageDelta(content="four")
+    assert form(model.template).begun_message("no message") is None
+
+
+SHIPPED = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": ["<turn|>", "<eos>"], "content": "text"},
+    },
+}
+
+
+def test_a_response_template_of_the_checkpoint_is_followed() -> None:
+    wanted = MessageFormat(form=ResponseForm(SHIPPED), tools=TOOLS)
+    call = '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>'
+    text = f"<|channel>thought\nSo.<channel|>{call}{call.replace('get_weather', 'nothing')}"
+    for pieces in ([text], list(text)):
+        whole = parse(wanted, pieces)
+        assert whole.reasoning == "So."
+        assert whole.content == call.replace("get_weather", "nothing")
+        (found,) = whole.calls
+        assert (found.name, json.loads(found.arguments)) == ("get_weather", {"city": "Oslo", "days": 2})
+    broken = "<|tool_call>call:now{a:<tool_call|>"
+    assert parse(wanted, list(broken)) == MessageDelta(content=broken)
+    marks = ["<|tool_call>", '<|"|>', "<channel|>", "<turn|>", "<bos>"]
+    assert [wanted.form.is_mark(mark) for mark in marks] == [True, True, True, False, False]
+
+
+def test_values_that_are_no_json_have_the_types_of_the_tools_schema() -> None:
+    text = written(MODELS["xml"], {"content": "", "tool_calls": calls_of(ARGUMENTS[:1])})[1]
+    (call,) = parse(wanted_for(MODELS["xml"]), list(text)).calls
+    assert json.loads(call.arguments) == ARGUMENTS[0]
+
+
+def test_a_model_of_which_nothing_is_known_has_no_form() -> None:
+    assert known_form("{% for message in messages %}{{ message.content }}{% endfor %}") is None
+    with pytest.raises(ValueError, match="start_anchor"):
+        ResponseForm({"fields": {"content": {}}})
