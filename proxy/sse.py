@@ -111,14 +111,14 @@ def has_error(events: bytes) -> bool:
 
 
 def has_text(events: bytes) -> bool:
-    """Whether any event carries text. Parses JSON, so it is for a stream's first events only."""
+    """Whether any event carries text, reasoning or a call. Parses JSON: for a stream's first events only."""
     for data in events.split(END_OF_EVENT):
         if data.startswith(b"data: {"):
             try:
                 chunk = msgspec.json.decode(data[len(b"data: ") :], type=_Chunk)
             except NOT_JSON:
                 continue
-            if any(choice.text or choice.delta.content for choice in chunk.choices):
+            if any(choice.text or choice.delta.has_text for choice in chunk.choices):
                 return True
     return False
 
@@ -146,6 +146,12 @@ def _with_leg_times(data: bytes, seconds: Mapping[str, float]) -> bytes:
 
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[msgspec.Raw, ...] | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.tool_calls)
 
 
 class _Choice(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.kv_params import KVTransferParams, prefill_response_params
 from kvferry.agent.api.lifecycle import Lifecycle
-from kvferry.agent.api.message.forced_calls import forced_calls
+from kvferry.agent.api.message.call_constraint import call_constraint
 from kvferry.agent.api.message.message_parser import MessageFormat
 from kvferry.agent.api.message.response_form import ResponseForm
 from kvferry.agent.api.openai_schema import (
@@ -305,9 +305,9 @@ class Frontend:
         check_token_ids(prompt_ids, self._tokenizer.vocab_size, "prompt")
         message = await self._message_format(body, prompt_ids) if isinstance(body, ChatBody) else None
         constraint = body.constraint()
-        if isinstance(body, ChatBody) and body.tool_use.must_call:
+        if isinstance(body, ChatBody) and body.tool_use.constrains:
             assert message is not None
-            constraint = forced_calls(body.tool_use, message, self._tokenizer.added_ids)
+            constraint = call_constraint(body.tool_use, message, self._tokenizer.added_ids)
         if constraint is not None:
             await self._grammars.check(constraint)
         sampling = sampling_params(

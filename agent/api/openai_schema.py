@@ -276,7 +276,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
     @property
     def ends_when_complete(self) -> bool:
-        return self.is_constrained or self.tool_use.must_call
+        return self.is_constrained or self.tool_use.constrains
 
     @property
     def num_alternatives(self) -> int | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema_rs
 import openai
 import pytest
@@ -224,3 +225,27 @@ async def test_the_official_client_reads_streamed_calls(cluster: Cluster) -> Non
             max_tokens=8,
         )
         assert followed.choices[0].finish_reason in ("length", "stop")
+
+
+async def test_anthropics_client_reads_streamed_calls(cluster: Cluster) -> None:
+    async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none", max_retries=0) as client:
+        function = TOOLS[1]["function"]
+        asked: Any = {
+            "model": "tools",
+            "max_tokens": 700,
+            "messages": [{"role": "user", "content": "417+52="}],
+            "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
+        async with client.messages.stream(**asked) as stream:
+            pieces = [event.partial_json async for event in stream if event.type == "input_json"]
+            message = await stream.get_final_message()
+        (block,) = message.content
+        assert block.type == "tool_use" and message.stop_reason == "tool_use"
+        assert len(pieces) > 1 and json.loads("".join(pieces)) == block.input
+        assert VALIDATORS["list_bytes"].is_valid(block.input)
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "done"}
+        said = [*asked["messages"], {"role": "assistant", "content": [block.to_dict()]}]
+        more: Any = {**asked, "messages": [*said, {"role": "user", "content": [result]}], "max_tokens": 8}
+        followed = await client.messages.create(**{**more, "tool_choice": {"type": "auto"}})
+        assert followed.stop_reason in ("max_tokens", "end_turn")

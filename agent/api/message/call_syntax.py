@@ -19,7 +19,7 @@ MAX_HEAD_CHARS = 4096
 """Of a call up to its arguments; a longer one is shown when it is whole."""
 MAX_FORCED_CALLS = 16
 """In an answer that must have calls: without a bound, a model could go on with them until its limit."""
-_TEXT = "TEXT: /(.|\\n)*/"
+_ANY_TEXT = "/(.|\\n)*/"
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON, and as chat templates therefore show it to a model."""
 
@@ -28,13 +28,16 @@ _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 class CallSyntax:
     """The text of calls.
 
-    `head` matches a call up to its arguments, with the group `name`. Written down, calls are `begin`, then
+    `head` matches a call up to its arguments, with the group `name`; `begins` is a pattern, in Rust's
+    dialect, of a text up to where it can only be a call. Written down, calls are `begin`, then
     each call as `before_name`, its name, `after_name`, its arguments and `after_arguments`, with `between`
-    two of them, then `end`. `tokens` are the marks in it that a tokenizer may have as one token. Of calls
-    that are not `parallel` an answer has one. With `in_object` the arguments are a member of a JSON object.
+    two of them, then `end`. `tokens` are the marks in it that a tokenizer may have as one token; the first
+    begins the calls. Of calls that are not `parallel` an answer has one. With `in_object` the arguments are a
+    member of a JSON object.
     """
 
     head: re.Pattern[str]
+    begins: str
     before_name: str
     after_name: str
     after_arguments: str
@@ -51,15 +54,17 @@ class CallSyntax:
         tools: Mapping[str, Any],
         *,
         several: bool,
+        with_content: bool,
         reasoning: str,
         token_id: Callable[[str], int | None],
     ) -> str:
-        """Return a grammar, in llguidance's dialect of Lark, of an answer that calls.
+        """Return a grammar, in llguidance's dialect of Lark, of an answer with calls.
 
         Args:
             tools: The JSON schema of each tool's arguments, by name.
             several: Whether there may be more than one call.
-            reasoning: A rule named `reasoning` that comes before the calls, or "".
+            with_content: Whether there may be content before them, or nothing else.
+            reasoning: A rule named `reasoning` that comes before all that, or "".
             token_id: Finds the id of a mark that is one token.
         """
 
@@ -68,15 +73,33 @@ class CallSyntax:
 
         names = [f"tool{number}" for number in range(len(tools))]
         more = f" (between call){{0,{MAX_FORCED_CALLS - 1}}}" if several and self.parallel else ""
-        first = "reasoning " if reasoning else ""
-        lines = [f"start: {first}begin call{more} end", "call: " + " | ".join(names)]
+        whole, content = f"begin call{more} end", ""
+        if with_content:
+            whole, content = self._after_content(f"{more} end", literal, token_id)
+        lines = [f"start: {'reasoning ' if reasoning else ''}{whole}"]
+        lines += [each for each in (reasoning, content) if each]
         for rule, text in (("begin", self.begin), ("between", self.between), ("end", self.end)):
             lines.append(f"{rule}: {literal(text)}")
+        lines += [f"call: {literal(self.before_name)} called", "called: " + " | ".join(names)]
         for rule, (name, schema) in zip(names, tools.items(), strict=True):
-            opening = literal(self.before_name + name + self.after_name)
-            lines.append(f"{rule}: {opening} {rule}_arguments {literal(self.after_arguments)}")
+            lines.append(f"{rule}: {literal(name + self.after_name)} {rule}_arguments after")
             lines.append(f"{rule}_arguments: %json {json.dumps({**schema, 'x-guidance': _SEPARATORS})}")
-        return "\n".join([*lines, reasoning] if reasoning else lines)
+        return "\n".join([*lines, f"after: {literal(self.after_arguments)}"])
+
+    def _after_content(
+        self, further: str, literal: Callable[[str], str], token_id: Callable[[str], int | None]
+    ) -> tuple[str, str]:
+        """Return content with or without calls after it, and the rules that this needs.
+
+        `further` is what comes after the first call.
+        """
+        mark = self.tokens[0] if self.tokens else ""
+        if mark and token_id(mark) is None:
+            # Only a lazy lexeme ends where a mark is that is text like any other.
+            rest = literal((self.begin + self.before_name).removeprefix(mark))
+            content = f"opening[lazy]: CONTENT {json.dumps(mark)}\nfirst: {rest} called\nCONTENT: {_ANY_TEXT}"
+            return f"(CONTENT | opening first{further})", content
+        return f"CONTENT (begin call{further})?", f"CONTENT: {_ANY_TEXT} & ~/{self.begins}(.|\\n)*/"
 
 
 def reasoning_rule(begin: str, end: str, *, begun: bool, token_id: Callable[[str], int | None]) -> str:
@@ -86,7 +109,7 @@ def reasoning_rule(begin: str, end: str, *, begun: bool, token_id: Callable[[str
     whole = f"{text} /[ \\n]{{0,4}}/"
     opening = lark_literal(begin, (begin,), token_id)
     rule = f"reasoning: {whole}" if begun else f"reasoning: ({opening} {whole})?"
-    rest = _TEXT if is_token else f"reasoning_text[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    rest = f"TEXT: {_ANY_TEXT}" if is_token else f"reasoning_text[suffix={json.dumps(end)}]: {_ANY_TEXT}"
     return f"{rule}\n{rest}"
 
 

@@ -36,6 +36,7 @@ _AS_IT_IS: Mapping[str, Any] = MappingProxyType({"content": "text", "content_arg
 _JSON_NAME = r'(?P<name>"(?:[^"\\]|\\.)*")'
 _HERMES = CallSyntax(
     head=re.compile(rf'\s*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"arguments"\s*:\s*(?=\{{)', re.DOTALL),
+    begins=r"(.|\n)*<tool_call>",
     before_name='<tool_call>\n{"name": "',
     after_name='", "arguments": ',
     after_arguments="}\n</tool_call>",
@@ -47,6 +48,7 @@ _LLAMA = CallSyntax(
     head=re.compile(
         rf'\s*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"(?:parameters|arguments)"\s*:\s*(?=\{{)', re.DOTALL
     ),
+    begins=r"[ \n]*(<\|python_tag\|>)?\{[ \n]*\"name\"",
     before_name='{"name": "',
     after_name='", "parameters": ',
     after_arguments="}",
@@ -56,6 +58,7 @@ _LLAMA = CallSyntax(
 )
 _MISTRAL_LIST = CallSyntax(
     head=re.compile(rf'[\s\[,]*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"arguments"\s*:\s*(?=\{{)', re.DOTALL),
+    begins=r"(.|\n)*\[TOOL_CALLS\]",
     begin="[TOOL_CALLS][",
     before_name='{"name": "',
     after_name='", "arguments": ',
@@ -67,6 +70,7 @@ _MISTRAL_LIST = CallSyntax(
 )
 _MISTRAL = CallSyntax(
     head=re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)"),
+    begins=r"(.|\n)*\[TOOL_CALLS\]",
     before_name="[TOOL_CALLS]",
     after_name="[ARGS]",
     after_arguments="",

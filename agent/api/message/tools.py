@@ -17,6 +17,9 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024
 """Of `tools`, as JSON."""
 MAX_DESCRIPTION_CHARS = 16 * 1024
+MAX_SCHEMA_DEPTH = 64
+"""Of objects and arrays in each other."""
+_ANY_ARGUMENTS = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -24,7 +27,7 @@ Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a model may call. `strict` holds for calls that are constrained, and changes nothing else."""
+    """What a model may call; with `strict` its arguments match `parameters` even if no call is forced."""
 
     name: ToolName
     description: Description | None = None
@@ -78,23 +81,45 @@ class ToolUse:
         """Whether the answer may have no more calls than one."""
         return not self.parallel or isinstance(self.choice, NamedTool)
 
-    def forced_schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the schemas of the tools of which one is to be called, by name."""
+    @property
+    def constrains(self) -> bool:
+        """Whether calls are constrained to be valid."""
+        return self.must_call or any(tool.function.strict for tool in self.tools)
+
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the schemas that arguments must match, by the names of the tools that may be called."""
         name = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         functions = [tool.function for tool in self.tools]
-        return {
-            each.name: _NO_ARGUMENTS if each.parameters is None else each.parameters
-            for each in functions
-            if name in (None, each.name)
-        }
+        return {each.name: self._schema(each) for each in functions if name in (None, each.name)}
+
+    def _schema(self, function: Function) -> dict[str, Any]:
+        if not (self.must_call or function.strict):
+            return _ANY_ARGUMENTS
+        return _NO_ARGUMENTS if function.parameters is None else function.parameters
 
     def check(self) -> None:
         """Raise `ApiError` 400 where these fields do not fit each other."""
         names = [tool.function.name for tool in self.given]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise bad_request(f"tools has two functions {twice}", "tools")
+        if any(_depth(tool.function.parameters) > MAX_SCHEMA_DEPTH for tool in self.given):
+            raise bad_request(f"tools: a schema may be {MAX_SCHEMA_DEPTH} objects deep", "tools")
         if self.must_call and not names:
             raise bad_request("tool_choice needs tools", "tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
             message = f"tool_choice names {self.choice.function.name}, which tools has not"
             raise bad_request(message, "tool_choice")
+
+
+def _depth(value: object) -> int:
+    """Return how deep objects and arrays are in each other, up to just beyond `MAX_SCHEMA_DEPTH`."""
+    level, depth = [value], 0
+    while level and depth <= MAX_SCHEMA_DEPTH:
+        inner = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
+        depth += bool(inner)
+        level = [each for part in inner for each in part]
+    return depth

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from kvferry.proxy.api.translations import chat
-from kvferry.proxy.errors import InvalidRequest, ProxyError
+from kvferry.proxy.errors import NOT_JSON, InvalidRequest, ProxyError
 
 PATH = "/v1/messages"
 _STOP_REASONS = {
@@ -245,7 +245,7 @@ class MessagesRewriter:
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         for call in message.tool_calls or ():
-            given = Raw((call.arguments or "{}").encode())
+            given = _input(call.arguments or "{}")
             blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         reason, sequence = _stop(choice)
         return msgspec.json.encode(
@@ -346,6 +346,14 @@ def _message(
         "stop_sequence": stop_sequence,
         "usage": usage,
     }
+
+
+def _input(arguments: str) -> Any:
+    """A call's arguments; none where they are cut off, as the answer's `stop_reason` says, or are no JSON."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Raw])
+    except NOT_JSON:
+        return {}
 
 
 def _stop(choice: chat.ChatChoice) -> tuple[str, str | None]:

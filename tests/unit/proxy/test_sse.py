@@ -74,6 +74,8 @@ def test_events_are_counted_and_told_apart() -> None:
         ([{"text": "a"}], True),
         ([{"delta": {"role": "assistant", "content": ""}}], False),
         ([{"text": ""}, {"delta": {"content": "a"}}], True),
+        ([{"delta": {"content": None, "reasoning_content": "a"}}], True),
+        ([{"delta": {"content": None, "tool_calls": [{"index": 0}]}}], True),
     ],
 )
 def test_the_first_text_is_noticed(choices: list[dict[str, object]], expected: bool) -> None:

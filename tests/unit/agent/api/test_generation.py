@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from kvferry.agent.api import responses
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.kv_params import Resume
+from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, call_id
+from kvferry.agent.api.message.response_form import known_form
 from kvferry.agent.api.text.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.errors import ApiError
 from kvferry.agent.ids import AnswerId, AnswerKind
 from kvferry.agent.messages.requests import FinishReason, SamplingParams, Timing, Token, TokenLogprob
 from kvferry.proxy.wire.kv_params import FirstToken
+from tests.standins.chat_templates import HERMES_THINK
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 
 
@@ -76,19 +79,37 @@ def run(generation: Generation, tokens: list[Token]) -> list[Delta]:
     return [delta for token in tokens for delta in generation.push([token])]
 
 
+@functools.cache
+def message_format(one_call: bool, begun: str) -> MessageFormat:
+    form = known_form(HERMES_THINK)
+    assert form is not None
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    return MessageFormat(form=form, tools=tools, one_call=one_call, begun=begun)
+
+
+MESSAGE_PIECES = [
+    "<think>", "</think>", "\n\n", "<tool_call>", '{"name": "f", "arguments": {"a": "', '\\"}]', '"}}',
+    "</tool_call>", "x", " <", "é",
+]  # fmt: skip
+
+
 def any_answer(kind: AnswerKind, data: st.DataObject) -> tuple[GenerationRequest, list[Token]]:
-    """A request, and the tokens of its one choice: broken characters, stop strings, logprobs."""
+    """A request, and the tokens of its one choice: broken characters, stop strings, logprobs, calls."""
     vocabulary = st.one_of(
         st.integers(0, tokenizer().vocab_size - 1), st.sampled_from(ids("aa=123;the fox \U0001f980"))
     )
     token_ids = data.draw(st.lists(vocabulary, min_size=2, max_size=12))
+    message = None
+    if kind == "chat" and data.draw(st.booleans()):
+        message = message_format(data.draw(st.booleans()), data.draw(st.sampled_from(["", "<think>\n"])))
+        token_ids = ids("".join(data.draw(st.lists(st.sampled_from(MESSAGE_PIECES), min_size=2, max_size=9))))
     last = data.draw(st.sampled_from(["stop", "length"]))
     stop = tuple(data.draw(st.lists(st.sampled_from(["the", " f", "=12", "x", "\ufffd"]), max_size=3)))
     logprobs = data.draw(st.sampled_from([None, 0, 2]))
     sampling = SamplingParams(
         seed=1, max_tokens=len(token_ids), logprobs=logprobs, min_tokens=data.draw(st.integers(0, 3))
     )
-    return request(kind, sampling=sampling, stop=stop), sampled(token_ids, logprobs, last)
+    return request(kind, sampling=sampling, stop=stop, message=message), sampled(token_ids, logprobs, last)
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -103,6 +124,8 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     first = responses.first_token_entry(gather(prefill.push(tokens[:1])))
     if first.finish_reason is not None:
         assert first.text == expected.text
+        asked = dataclasses.replace(asked, first_tokens=(first,))
+        assert Generation(asked, tokenizer()).restore() == [expected]
         return
     # What goes over HTTP is JSON.
     first = msgspec.json.decode(msgspec.json.encode(first), type=FirstToken)
@@ -132,6 +155,39 @@ def test_a_stream_resumed_anywhere_repeats_and_loses_nothing(kind: AnswerKind, d
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected
     assert resumed.token_usage.completion_tokens == len(expected.token_ids)
+
+
+def test_a_message_streamed_is_the_whole_one() -> None:
+    asked = request("chat", message=message_format(False, ""))
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tokens = sampled(ids(f"<think>why</think>\n\nSo:\n{call}\n{call}"), None, "stop")
+    deltas = run(Generation(asked, tokenizer()), tokens)
+    bodies = [responses.delta_event(asked, delta) for delta in deltas]
+    choices = [event(body)["choices"][0] for body in bodies if body]
+    assert choices[0]["delta"] == {"role": "assistant", "content": None}
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    joined = MessageDelta()
+    for delta in deltas:
+        assert delta.message is not None
+        joined.add(delta.message)
+    whole = responses.completion(Generation(asked, tokenizer()), [gather(deltas)], None)["choices"][0]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    made = [
+        {"id": call_id(asked.answer_id, 0, index), "type": "function", "function": function}
+        for index in (0, 1)
+    ]
+    expected = {"role": "assistant", "content": "So:", "reasoning_content": "why", "tool_calls": made}
+    assert whole["message"] == joined.whole_body() == expected
+    assert whole["finish_reason"] == "tool_calls"
+
+
+def test_one_call_ends_its_choice_and_what_comes_after_it_is_not_counted() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}'
+    tokens = sampled([*ids(call), *ids("</tool_call> more")], None, None)
+    generation = Generation(request("chat", message=message_format(True, "")), tokenizer())
+    (delta,) = generation.push(tokens)
+    assert (delta.finish_reason, delta.called, generation.finished) == ("stop", True, True)
+    assert generation.token_usage.completion_tokens == len(ids(call))
 
 
 def test_a_choice_that_has_ended_cannot_be_said_to_go_on() -> None:

@@ -553,6 +553,12 @@ async def test_an_unprintable_request_id_is_not_echoed(agent: Agent) -> None:
             400,
             "messages",
         ),
+        (
+            "/v1/chat/completions",
+            {"model": "tiny", "messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            400,
+            "tools",
+        ),
         ("/v1/embeddings", {}, 404, None),
         ("/metrics", {}, 405, None),
     ],

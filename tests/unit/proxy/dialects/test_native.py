@@ -200,6 +200,33 @@ def test_first_events_of_a_chat_begin_with_the_role() -> None:
     }  # fmt: skip
 
 
+def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
+    asked = request("chat/completions", n=2, stream=True)
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    deltas = [
+        {"role": "assistant", "content": None, "reasoning_content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tokens = [{"id": 5, "text": "a", "finish_reason": "stop", "delta": delta} for delta in deltas]
+    prefill = native.read_prefill(
+        answer(kv_transfer_params=PARAMS | {"first_tokens": tokens}), asked, TRANSFER
+    )
+    shown = [
+        event["choices"][0] for event in events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
+    ]
+    assert [choice["delta"] for choice in shown] == deltas
+    assert [choice["finish_reason"] for choice in shown] == ["stop", "tool_calls"]
+
+    whole = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "reasoning_content": "a", "tool_calls": [whole]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+    asked = request("chat/completions", stream=True)
+    prefill = native.read_prefill(answer(choices=[choice]), asked, TRANSFER)
+    [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    assert event["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **whole}]}
+    assert event["choices"][0]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoint) -> None:
     """X29."""

@@ -116,12 +116,15 @@ def test_an_answer() -> None:
     }  # fmt: skip
     ended = answer({"message": message, "finish_reason": "stop", "stop_reason": "b"})
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "b")
-    call = {"id": "t1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    call: dict[str, Any] = {"id": "t1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
     called = answer({"message": {"tool_calls": [call]}, "finish_reason": "tool_calls"})
     assert called["stop_reason"] == "tool_use"
     assert called["content"] == [
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     ]
+    call["function"] = {"name": "weather", "arguments": '{"city": "Os'}
+    cut = answer({"message": {"tool_calls": [call]}, "finish_reason": "length"})
+    assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
     with pytest.raises(BadResponse):
         MessagesRewriter().whole(b'{"choices": []}')
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constraint of an answer that must call a tool. Pure."""
+"""The constraint of an answer whose calls must be valid. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kvferry.agent.api.message.tools import ToolUse
 from kvferry.agent.errors import bad_request
 
 
-def forced_calls(use: ToolUse, wanted: MessageFormat, token_ids: Mapping[str, int]) -> Constraint:
-    """Return what an answer must match that must be calls: calls as the model writes them.
+def call_constraint(use: ToolUse, wanted: MessageFormat, token_ids: Mapping[str, int]) -> Constraint:
+    """Return what an answer must match whose calls are constrained: calls as the model writes them.
 
-    Reasoning may come before them, in a model that has it, unless the prompt has ended it already.
+    Reasoning may come before them, in a model that has it, unless the prompt has ended it already; and so may
+    content, unless a call is forced.
 
     Args:
         use: Which tools may be called, and how often.
@@ -27,8 +28,9 @@ def forced_calls(use: ToolUse, wanted: MessageFormat, token_ids: Mapping[str, in
     """
     form = wanted.form
     if form.calls is None:
-        message = "tool_choice: calls cannot be forced as this model writes them"
-        raise bad_request(message, "tool_choice", "no_forced_calls")
+        param = "tool_choice" if use.must_call else "tools"
+        message = f"{param}: calls cannot be constrained as this model writes them; use auto, without strict"
+        raise bad_request(message, param, "no_forced_calls")
     reasoning = ""
     if form.reasoning is not None:
         begin, end = form.reasoning
@@ -36,9 +38,13 @@ def forced_calls(use: ToolUse, wanted: MessageFormat, token_ids: Mapping[str, in
         if begun or end not in wanted.begun:
             reasoning = reasoning_rule(begin, end, begun=begun, token_id=token_ids.get)
     grammar = form.calls.grammar(
-        use.forced_schemas(), several=not use.one_call, reasoning=reasoning, token_id=token_ids.get
+        use.schemas(),
+        several=not use.one_call,
+        with_content=not use.must_call,
+        reasoning=reasoning,
+        token_id=token_ids.get,
     )
     if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-        message = f"tools: the schemas of a forced call may have {MAX_GRAMMAR_BYTES} bytes at most"
+        message = f"tools: the schemas of constrained calls may have {MAX_GRAMMAR_BYTES} bytes at most"
         raise bad_request(message, "tools")
     return lark_constraint("tools", grammar)
