@@ -132,6 +132,10 @@ def test_an_answer_split_after_token_1_is_the_whole_one(kind: AnswerKind, data: 
     decode = Generation(dataclasses.replace(asked, first_tokens=(first,)), tokenizer())
     (shown,) = decode.restore()
     assert shown.text == first.text
+    if shown.message is None:
+        assert first.delta is None
+    else:
+        assert first.delta == {"role": "assistant", "content": None, **shown.message.body()}
     rest = run(decode, tokens[1:])
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected

@@ -34,7 +34,7 @@ TOOLS = [
     tool("now"),
 ]
 ARGUMENTS: list[dict[str, Any]] = [
-    {"city": 'São "Paulo" {\\n}', "days": 3},
+    {"city": 'São "Paulo} {\\n}', "days": 3},
     {"city": "]}</tool", "when": {"from": [1, 2, {"x": None}], "to": "\\"}},
     {},
 ]
