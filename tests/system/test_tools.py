@@ -180,14 +180,14 @@ async def test_calls_are_valid_and_equal_apart_together_and_after_a_death(
     streams = [{**body, "stream": True} for body in asked]
     running = asyncio.gather(*(chat(cluster.url, body) for body in streams))
     async with asyncio.timeout(60):
-        while total(await scrape(doomed.url), "kvferry_running") < RUNNING_BEFORE:
+        while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
             await asyncio.sleep(0.02)
     kill_rank(doomed)
     await doomed.process.wait()
     for body, ours, theirs in zip(streams, await running, together, strict=True):
         check_valid(body, ours)
         assert [each.same() for each in ours] == [each.same() for each in theirs], body
-    assert total(await scrape(cluster.url), "kvferry_migrations_total") >= 1
+    assert total(await scrape(cluster.url), "kvferry_proxy_migrations_total") >= 1
 
 
 async def test_the_official_client_reads_streamed_calls(cluster: Cluster) -> None:
