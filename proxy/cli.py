@@ -18,10 +18,13 @@ from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
+from kvferry.proxy.wire.messages import NODE_EXPIRY_S
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import BadCertificate
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
+SETTLE_S = NODE_EXPIRY_S
+"""An agent that has not announced itself by then does not live."""
 BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
 
 
@@ -50,7 +53,11 @@ async def _serve(config: ProxyConfig) -> None:
     stop = StopRequest(config.drain_s)
     stop.on_signals()
     running: AbstractAsyncContextManager[RunningProxy | RunningWorkers]
-    running = running_proxy(config, stop) if config.workers == 1 else running_workers(config, stop)
+    running = (
+        running_proxy(config, stop, SETTLE_S)
+        if config.workers == 1
+        else running_workers(config, stop, SETTLE_S)
+    )
     async with running as proxy:
         # Launchers read this line: with port 0 only the proxy knows where it listens.
         where = {"url": proxy.url, "port": proxy.port, "discovery_port": proxy.discovery_port}

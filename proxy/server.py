@@ -144,8 +144,10 @@ class RunningProxy:
 
 
 @asynccontextmanager
-async def running_proxy(config: ProxyConfig, stop: StopRequest | None = None) -> AsyncIterator[RunningProxy]:
-    """Serve for as long as the context is open.
+async def running_proxy(
+    config: ProxyConfig, stop: StopRequest | None = None, settle_s: float = 0.0
+) -> AsyncIterator[RunningProxy]:
+    """Serve for as long as the context is open. For the first `settle_s` requests wait for agents to come.
 
     Leaving it accepts nothing new, lets running requests finish, for as long as `stop` says (`config.drain_s`
     without one), sends the drops of those that it had to cut, and closes everything. Raises `OSError` when a
@@ -154,7 +156,7 @@ async def running_proxy(config: ProxyConfig, stop: StopRequest | None = None) ->
     """
     keys, clock = Keys.read(config), asyncio.get_running_loop().time
     metrics, history, failures = Metrics(), History(), FailureLog()
-    fleet = Fleet(fleet_settings(config), metrics, clock)
+    fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
     views = OperatorViews(fleet, metrics, history, failures, discovery.down)
     metrics.add_collector(FleetCollector(views.view))

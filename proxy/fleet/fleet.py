@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -64,14 +65,25 @@ class Fleet:
 
     Args:
         clock: Monotonic seconds: the event loop's clock.
+        settled_at: By when every agent that lives has announced itself. Until then a request for which there
+            is no pair waits for one.
     """
 
-    def __init__(self, settings: FleetSettings, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: FleetSettings,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        settled_at: float = float("-inf"),
+    ) -> None:
+        self._settled_at = settled_at
+        self._announced = asyncio.Event()
         self.slots = Slots()
         self.admission = Admission(self.slots, metrics, settings.queue_limit)
         self.registry = Registry(self.slots.in_flight, settings.breakers, settings.rules)
         self.registry.subscribe(partial(note_model, metrics))
         self.registry.subscribe(lambda _: self._pump_if_changed())
+        self.registry.subscribe(lambda _: self._announced.set())
         self._pumped_at = -1
         self.router = _router(settings, self.slots)
         self.clock = clock
@@ -81,9 +93,7 @@ class Fleet:
 
         Raises `Overloaded` when too many wait or it waited too long.
         """
-        return self.admission.acquire(
-            request.routing_request, partial(self._route, request), by=request.by, first=bool(request.exclude)
-        )
+        return self._acquire(request) if self.clock() >= self._settled_at else self._acquire_early(request)
 
     def connection_refused(self, agent: Incarnation) -> None:
         """Take the agent out of rotation until it pings again."""
@@ -139,6 +149,22 @@ class Fleet:
         asked = self.registry.end(agent)
         self.admission.pump()
         return asked
+
+    def _acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
+        return self.admission.acquire(
+            request.routing_request, partial(self._route, request), by=request.by, first=bool(request.exclude)
+        )
+
+    async def _acquire_early(self, request: AcquireRequest) -> Reservation | NoPair:
+        """Acquire while agents are still announcing themselves, one after the other."""
+        while True:
+            self._announced.clear()
+            granted = await self._acquire(request)
+            left = min(self._settled_at, request.by) - self.clock()
+            if isinstance(granted, Reservation) or left <= 0:
+                return granted
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._announced.wait(), left)
 
     def _pump_if_changed(self) -> None:
         """Admit waiting requests after a ping, unless it and time have changed nothing since the last one."""

@@ -55,6 +55,8 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     port: int
     agents: tuple[Registration, ...]
     drained: tuple[Incarnation, ...]
+    settled_at: float = float("-inf")
+    """By when every agent that lives has announced itself, in monotonic seconds of this host."""
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):

@@ -118,7 +118,7 @@ class RunningWorkers:
 
 @asynccontextmanager
 async def running_workers(
-    config: ProxyConfig, stop: StopRequest | None = None
+    config: ProxyConfig, stop: StopRequest | None = None, settle_s: float = 0.0
 ) -> AsyncIterator[RunningWorkers]:
     """Serve for as long as the context is open; it ends as that of `server.running_proxy` does.
 
@@ -129,7 +129,7 @@ async def running_workers(
     registry = Registry(rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
-        supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock)
+        supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock, clock() + settle_s)
         async with (
             discovery.running(supervisor.in_flight) as discovery_port,
             asyncio.TaskGroup() as tasks,
@@ -158,7 +158,9 @@ class Supervisor:
         metrics: Metrics,
         down: Callable[[], Sequence[DownServer]],
         clock: Callable[[], float],
+        settled_at: float = float("-inf"),
     ) -> None:
+        self._settled_at = settled_at
         self._config = config
         self._port = port
         self._registry = registry
@@ -299,6 +301,7 @@ class Supervisor:
             port=self._port,
             agents=tuple(Registration(info=node.info, heard_at=node.heard_at) for node in nodes),
             drained=tuple(node.incarnation for node in nodes if node.drained or node.is_ending),
+            settled_at=self._settled_at,
         )
 
     def _broadcast(self, update: Register | Bye) -> None:

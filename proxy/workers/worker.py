@@ -202,7 +202,7 @@ async def _run(end: socket.socket) -> int:
 
 async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) -> int:
     keys, metrics, failures = Keys.read(config), Metrics(), FailureLog()
-    fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time)
+    fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time, start.settled_at)
     metrics.add_collector(AgentCollector(fleet))
     stop = StopRequest(config.drain_s)
     worker = Worker(channel, fleet, metrics, failures, stop)

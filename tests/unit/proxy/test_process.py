@@ -72,6 +72,21 @@ async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
 
 
 @pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
+async def test_requests_of_the_first_seconds_wait_for_the_agents(args: tuple[str, ...]) -> None:
+    """A proxy that is replaced at its address gets requests before any agent has announced itself to it."""
+    async with process(*args) as (_, listening), aiohttp.ClientSession() as http:
+        asking = asyncio.ensure_future(http.post(f"{listening['url']}/v1/completions", json=BODY))
+        await asyncio.sleep(0.3)
+        where = (f"127.0.0.1:{listening['discovery_port']}",)
+        async with StandInAgent("both", where):
+            async with await asyncio.wait_for(asking, 20) as response:
+                assert response.status == 200
+            wrong = {**BODY, "model": "unheard-of"}
+            async with http.post(f"{listening['url']}/v1/completions", json=wrong) as response:
+                assert response.status == 404
+
+
+@pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
 async def test_sigterm_finishes_what_runs_and_takes_nothing_new(args: tuple[str, ...]) -> None:
     """A kept connection may send one more request, that was on its way; a new one is refused."""
     async with process(*args) as (child, listening):

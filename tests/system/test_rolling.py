@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every agent and both proxies are replaced one after the other, under load (docs/rolling.md).
+
+Clients know both proxies and retry what was refused a connection, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.deploy.drain import drain
+from kvferry.deploy.launcher import Process, start_process
+from tests.patience import patient
+from tests.system.client import Answer, RequestFailed, StreamCut, complete, heldout, session
+from tests.system.conftest import COMMON_ARGS, MODEL
+from tests.system.metrics import Samples, scrape, total
+
+DEADLINE_S = patient(90.0)
+PROXIES = ("proxy-0", "proxy-1")
+ROLES = ("prefill", "decode")
+LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, StreamCut)
+"""How a client learns that its proxy has died."""
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Streams that take a second or so, and plain requests, some of them with several choices."""
+    return [
+        {
+            "model": MODEL,
+            "prompt": prompt.prompt,
+            "seed": index,
+            "max_tokens": 48 if index % 2 else 16,
+            "ignore_eos": True,
+            "stream": bool(index % 2),
+            "n": 3 if index % 5 == 0 else 1,
+        }
+        for index, prompt in enumerate(heldout(16))
+    ]
+
+
+class Fleet:
+    """Two proxies, and agents that announce themselves to both. An async context: leaving it ends all."""
+
+    def __init__(self, log_dir: Path, agent_args: tuple[str, ...], proxy_args: tuple[str, ...] = ()) -> None:
+        self.processes: dict[str, Process] = {}
+        self.pages: list[Samples] = []
+        """The last metrics of agents that have ended."""
+        self._ports = dict.fromkeys(PROXIES, (0, 0))
+        self._agent_args = agent_args
+        self._proxy_args = proxy_args
+        self._log_dir = log_dir
+        self._stack = AsyncExitStack()
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Fleet:
+        await asyncio.gather(*(self.start_proxy(name) for name in PROXIES))
+        await asyncio.gather(*(self.start_agent(role) for role in ROLES))
+        await self.wait_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.terminate(signal.SIGINT)
+        await self._stack.aclose()
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port, _ in self._ports.values()]
+
+    def agents(self) -> list[str]:
+        return [name for name in self.processes if name not in PROXIES]
+
+    async def start_proxy(self, name: str) -> None:
+        port, discovery_port = self._ports[name]
+        words = ("-m", "kvferry.proxy", "--port", str(port), "--discovery-port", str(discovery_port))
+        await self._start(name, *words, *self._proxy_args)
+        where = self.processes[name].listening
+        self._ports[name] = where["port"], where["discovery_port"]
+
+    async def start_agent(self, role: str) -> None:
+        where = [word for _, port in self._ports.values() for word in ("--proxy", f"127.0.0.1:{port}")]
+        await self._start(
+            f"{role}-{next(self._numbers)}", "-m", "kvferry.agent", "--role", role, "--model", MODEL,
+            "--port", "0", "--control-port", "0", *where, *COMMON_ARGS, *self._agent_args,
+        )  # fmt: skip
+
+    async def _start(self, name: str, *argv: str) -> None:
+        self.processes[name] = process = await start_process(name, argv, self._log_dir)
+        self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
+
+    async def wait_ready(self) -> None:
+        """Wait until each proxy sees the agents that run ready."""
+        wanted = {self.processes[name].url for name in self.agents()}
+        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
+            for url in self.urls:
+                ready: set[str] = set()
+                while not wanted <= ready:
+                    async with http.get(f"{url}/nodes") as response:
+                        nodes = (await response.json())["nodes"]
+                    ready = {node["address"] for node in nodes if node["state"] == "ready"}
+                    await asyncio.sleep(0.1)
+
+    async def end(self, name: str, how: Callable[[Process], Any]) -> int:
+        """End a process, keep an agent's last metrics, and return its status."""
+        process = self.processes.pop(name)
+        ended = asyncio.ensure_future(process.process.wait())
+        async with asyncio.timeout(DEADLINE_S):
+            page = None if name in PROXIES else await scrape(process.url)
+            ending = asyncio.ensure_future(how(process))
+            while not ended.done():
+                if page is not None:
+                    try:
+                        page = await scrape(process.url)
+                    except (OSError, aiohttp.ClientError):
+                        await ended
+                await asyncio.wait({ended}, timeout=0.05)
+            await ending
+        if page is not None:
+            self.pages.append(page)
+        return ended.result()
+
+    async def replace(self, name: str, how: Callable[[Process], Any]) -> int:
+        """Replace one process and return its status. An agent's successor is there before; a proxy's is at
+        the same address after it.
+        """
+        if name in PROXIES:
+            status = await self.end(name, how)
+            await self.start_proxy(name)
+        else:
+            await self.start_agent(name.partition("-")[0])
+            await self.wait_ready()
+            status = await self.end(name, how)
+        await self.wait_ready()
+        return status
+
+
+@dataclass
+class Load:
+    """Clients that keep requests under way, and what became of each request."""
+
+    urls: list[str]
+    concurrency: int
+    at_least: int
+    expected: list[Answer]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: int = 0
+    wrong: int = 0
+    recomputed: int = 0
+    failed: list[BaseException] = field(default_factory=list)
+    lost: int = 0
+    """Broken off with the proxy that was killed."""
+    _at: dict[int, str] = field(default_factory=dict)
+    """By request: the proxy that has it."""
+    _excused: set[int] = field(default_factory=set)
+
+    def excuse(self, url: str) -> None:
+        """The proxy is killed: its requests may break off."""
+        self._excused.update(number for number, at in self._at.items() if at == url)
+
+    async def run(self) -> None:
+        """Send requests until there were enough and `over` is set."""
+        numbers = itertools.count()
+        async with session() as http, asyncio.TaskGroup() as clients:
+            for _ in range(self.concurrency):
+                clients.create_task(self._client(http, numbers))
+
+    async def _client(self, http: aiohttp.ClientSession, numbers: itertools.count[int]) -> None:
+        asked = bodies()
+        while not self.over.is_set() or self.answered + len(self.failed) + self.lost < self.at_least:
+            number = next(numbers)
+            index = number % len(asked)
+            try:
+                answer = await self._ask(http, number, asked[index])
+            except LOST as error:
+                if number in self._excused:
+                    self.lost += 1
+                else:
+                    self.failed.append(error)
+            except (RequestFailed, TimeoutError) as error:
+                self.failed.append(error)
+            else:
+                self.answered += 1
+                self.wrong += answer.same() != self.expected[index].same()
+                self.recomputed += bool(answer.timing.get("recomputed"))
+            finally:
+                self._at.pop(number, None)
+
+    async def _ask(self, http: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> Answer:
+        """Ask one proxy after the other, until one does not refuse the connection."""
+        async with asyncio.timeout(DEADLINE_S):
+            for attempt in itertools.count(number):
+                self._at[number] = url = self.urls[attempt % len(self.urls)]
+                try:
+                    return await complete(http, url, body)
+                except aiohttp.ClientConnectorError as error:
+                    if not isinstance(error.os_error, ConnectionRefusedError):
+                        raise
+                    await asyncio.sleep(0.02)
+        raise AssertionError
+
+
+@asynccontextmanager
+async def loaded(fleet: Fleet, concurrency: int, at_least: int) -> AsyncIterator[Load]:
+    """Keep the fleet under load while the context is open, and until there were enough requests."""
+    async with session() as http:
+        expected = await asyncio.gather(*(complete(http, fleet.urls[0], body) for body in bodies()))
+    load = Load(fleet.urls, concurrency, at_least, list(expected))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(load.run())
+        try:
+            yield load
+        finally:
+            load.over.set()
+
+
+async def sigterm(process: Process) -> None:
+    process.terminate(signal.SIGTERM)
+
+
+async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
+    """What went wrong or was done twice."""
+    pages = [*fleet.pages, *[await scrape(fleet.processes[name].url) for name in fleet.agents()]]
+    return {
+        "failed": len(load.failed) + load.lost,
+        "wrong": load.wrong,
+        "recomputed": load.recomputed + sum(total(page, "kvferry_recomputes_total") for page in pages),
+        "expired": sum(total(page, "kvferry_leases_ended_total", cause="expired") for page in pages),
+    }
+
+
+NONE = {"failed": 0, "wrong": 0, "recomputed": 0, "expired": 0}
+LONG = pytest.mark.full
+LEASE = ("--lease-s", "20")
+
+
+@pytest.mark.timeout(patient(600.0))
+@pytest.mark.parametrize(
+    ("transfer", "rounds", "concurrency", "requests", "proxy_args"),
+    [
+        ("tcp", 1, 12, 150, ()),
+        pytest.param("tcp", 2, 32, 1000, (), marks=LONG),
+        pytest.param("tcp", 2, 32, 1000, ("--workers", "2"), marks=LONG),
+        pytest.param("nixl", 2, 32, 1000, (), marks=LONG),
+    ],
+)
+async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(
+    log_dir: Path, transfer: str, rounds: int, concurrency: int, requests: int, proxy_args: tuple[str, ...]
+) -> None:
+    where = log_dir / f"rolling-{transfer}-{rounds}{''.join(proxy_args)}"
+    async with Fleet(where, (*LEASE, "--transfer", transfer), proxy_args) as fleet:
+
+        async def through_a_proxy(process: Process) -> None:
+            await drain(fleet.urls[0], process.url, None, None, DEADLINE_S)
+
+        async with loaded(fleet, concurrency, requests) as load:
+            for _ in range(rounds):
+                for name in [*fleet.agents(), *PROXIES]:
+                    how = through_a_proxy if name.startswith("decode") else sigterm
+                    assert await fleet.replace(name, how) == 0, name
+        assert not load.failed, load.failed[:3]
+        assert await trouble(fleet, load) == NONE
+        assert load.answered >= requests
+
+
+@pytest.mark.full
+@pytest.mark.timeout(patient(600.0))
+async def test_the_control_without_a_drain_loses_or_recomputes(log_dir: Path) -> None:
+    async with Fleet(log_dir / "rolling-control", (*LEASE, "--drain-s", "0")) as fleet:
+        async with loaded(fleet, 32, 300) as load:
+            for name in fleet.agents():
+                await fleet.replace(name, sigterm)
+        found = await trouble(fleet, load)
+        assert found != NONE
+        assert not found["wrong"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(patient(600.0))
+@pytest.mark.parametrize("transfer", ["tcp", "nixl"])
+async def test_all_are_killed_and_nothing_is_wrong_or_hangs(log_dir: Path, transfer: str) -> None:
+    """Who is cut off learns it: by a typed error, or since the connection to the killed proxy breaks."""
+    async with Fleet(log_dir / f"killed-{transfer}", (*LEASE, "--transfer", transfer)) as fleet:
+        async with loaded(fleet, 32, 1000) as load:
+            for name in [*fleet.agents(), *PROXIES]:
+
+                async def kill(process: Process, name: str = name) -> None:
+                    if name in PROXIES:
+                        load.excuse(process.url)
+                    process.process.kill()
+
+                assert await fleet.replace(name, kill) == -signal.SIGKILL
+        assert not load.wrong
+        untyped = [each for each in load.failed if not isinstance(each, RequestFailed)]
+        assert not untyped, untyped[:3]
+        assert all(each.error["code"] for each in load.failed if isinstance(each, RequestFailed))
