@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.system.client import Answer, RequestFailed, StreamCut, complete, held
 from tests.system.conftest import COMMON_ARGS, MODEL
 from tests.system.metrics import Samples, scrape, total
 
+ROOT = Path(__file__).parents[2]
+BEFORE_RANGES = "ef820561c58d09de4ca90de1204e39c09118c387"
 DEADLINE_S = patient(90.0)
 PROXIES = ("proxy-0", "proxy-1")
 ROLES = ("prefill", "decode")
@@ -51,7 +54,15 @@ def bodies() -> list[dict[str, Any]]:
 class Fleet:
     """Two proxies, and agents that announce themselves to both. An async context: leaving it ends all."""
 
-    def __init__(self, log_dir: Path, agent_args: tuple[str, ...], proxy_args: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        agent_args: tuple[str, ...],
+        proxy_args: tuple[str, ...] = (),
+        older: Path | None = None,
+    ) -> None:
+        self._older = older
+        """Where an older kvferry is, of which the first agents and the first proxy are."""
         self.processes: dict[str, Process] = {}
         self.pages: list[Samples] = []
         """The last metrics of agents that have ended."""
@@ -63,8 +74,11 @@ class Fleet:
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Fleet:
-        await asyncio.gather(*(self.start_proxy(name) for name in PROXIES))
-        await asyncio.gather(*(self.start_agent(role) for role in ROLES))
+        with self._older_first():
+            await self.start_proxy(PROXIES[0])
+        await self.start_proxy(PROXIES[1])
+        with self._older_first():
+            await asyncio.gather(*(self.start_agent(role) for role in ROLES))
         await self.wait_ready()
         return self
 
@@ -72,6 +86,14 @@ class Fleet:
         for process in self.processes.values():
             process.terminate(signal.SIGINT)
         await self._stack.aclose()
+
+    @contextmanager
+    def _older_first(self) -> Iterator[None]:
+        """What is started meanwhile is of the older kvferry, if there is one."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self._older is not None:
+                patch.setenv("PYTHONPATH", str(self._older))
+            yield
 
     @property
     def urls(self) -> list[str]:
@@ -270,6 +292,43 @@ async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(
         assert not load.failed, load.failed[:3]
         assert await trouble(fleet, load) == NONE
         assert load.answered >= requests
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    """The kvferry of before versions were ranges, to be put in front of `sys.path`."""
+    package = tmp_path / "kvferry"
+    package.mkdir()
+    packed = subprocess.run(
+        ["git", "archive", BEFORE_RANGES, "agent", "proxy", "transfer", "deploy"],
+        cwd=ROOT,
+        capture_output=True,
+    )
+    if packed.returncode:
+        pytest.skip(f"this clone does not have the commit {BEFORE_RANGES[:7]}")
+    subprocess.run(["tar", "-x", "-C", package], input=packed.stdout, check=True)
+    (package / "deploy" / "models").rename(package / "models")
+    return tmp_path
+
+
+@pytest.mark.timeout(patient(300.0))
+async def test_agents_are_upgraded_one_by_one_beside_an_older_proxy_and_a_newer(
+    log_dir: Path, older: Path
+) -> None:
+    async with Fleet(log_dir / "upgrade", LEASE, older=older) as fleet:
+        async with loaded(fleet, 8, 60) as load:
+            for name in fleet.agents():
+                assert await fleet.replace(name, sigterm) == 0, name
+        assert not load.failed, load.failed[:3]
+        assert await trouble(fleet, load) == NONE
+        pages = []
+        async with aiohttp.ClientSession() as http:
+            for url in fleet.urls:
+                async with http.get(f"{url}/nodes") as response:
+                    pages.append(await response.json())
+        assert ["ending" in page["nodes"][0] for page in pages] == [False, True], "one proxy is older"
+        for page in pages:
+            assert not page["refused_agents"] and not page["refused_pairings"]
 
 
 @pytest.mark.full
