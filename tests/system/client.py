@@ -88,11 +88,11 @@ def heldout(count: int | None = None, task: str | None = None) -> list[Prompt]:
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
-def session(trust: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
-    """`trust`: how certificates are checked."""
+def session(trust: ssl.SSLContext | None = None, *, keep_alive: bool = True) -> aiohttp.ClientSession:
+    """`trust`: how certificates are checked. `keep_alive`: whether a connection has more than one request."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True),
+        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True, force_close=not keep_alive),
     )
 
 

@@ -190,9 +190,12 @@ class Load:
         self._excused.update(number for number, at in self._at.items() if at == url)
 
     async def run(self) -> None:
-        """Send requests until there were enough and `over` is set."""
+        """Send requests until there were enough and `over` is set.
+
+        Each has a connection of its own: on a kept one it may cross the proxy's close (docs/rolling.md).
+        """
         numbers = itertools.count()
-        async with session() as http, asyncio.TaskGroup() as clients:
+        async with session(keep_alive=False) as http, asyncio.TaskGroup() as clients:
             for _ in range(self.concurrency):
                 clients.create_task(self._client(http, numbers))
 
@@ -252,14 +255,16 @@ async def sigterm(process: Process) -> None:
 async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
     """What went wrong or was done twice."""
     pages = [*fleet.pages, *[await scrape(fleet.processes[name].url) for name in fleet.agents()]]
+    assert all({RECOMPUTES, LEASES_ENDED} <= {name for name, _ in page} for page in pages)
     return {
         "failed": len(load.failed) + load.lost,
         "wrong": load.wrong,
-        "recomputed": load.recomputed + sum(total(page, "kvferry_recomputes_total") for page in pages),
-        "expired": sum(total(page, "kvferry_leases_ended_total", cause="expired") for page in pages),
+        "recomputed": load.recomputed + sum(total(page, RECOMPUTES) for page in pages),
+        "expired": sum(total(page, LEASES_ENDED, cause="expired") for page in pages),
     }
 
 
+RECOMPUTES, LEASES_ENDED = "kvferry_agent_recomputes_total", "kvferry_transfer_leases_ended_total"
 NONE = {"failed": 0, "wrong": 0, "recomputed": 0, "expired": 0}
 LONG = pytest.mark.full
 LEASE = ("--lease-s", "20")
