@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -128,8 +127,7 @@ def _frame(rng: random.Random) -> bytes:
 def _ping(stranger: int) -> dict[str, Any]:
     """What an agent that is not there would send: nobody's address, nobody's model."""
     info = registration("decode", 20_000 + stranger, incarnation=f"{stranger:016x}", model="nobody's")
-    body: dict[str, Any] = msgspec.to_builtins(info)
-    return body
+    return wire.unpack_map(wire.encode(info))
 
 
 def _atom_ping() -> dict[str, Any]:

@@ -255,16 +255,20 @@ async def sigterm(process: Process) -> None:
 async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
     """What went wrong or was done twice."""
     pages = [*fleet.pages, *[await scrape(fleet.processes[name].url) for name in fleet.agents()]]
-    assert all({RECOMPUTES, LEASES_ENDED} <= {name for name, _ in page} for page in pages)
+    for page in pages:
+        names = {name for name, _ in page}
+        assert names & RECOMPUTES and names & LEASES_ENDED
     return {
         "failed": len(load.failed) + load.lost,
         "wrong": load.wrong,
-        "recomputed": load.recomputed + sum(total(page, RECOMPUTES) for page in pages),
-        "expired": sum(total(page, LEASES_ENDED, cause="expired") for page in pages),
+        "recomputed": load.recomputed + sum(total(page, name) for page in pages for name in RECOMPUTES),
+        "expired": sum(total(page, name, cause="expired") for page in pages for name in LEASES_ENDED),
     }
 
 
-RECOMPUTES, LEASES_ENDED = "kvferry_agent_recomputes_total", "kvferry_transfer_leases_ended_total"
+RECOMPUTES = {"kvferry_agent_recomputes_total", "kvferry_recomputes_total"}
+LEASES_ENDED = {"kvferry_transfer_leases_ended_total", "kvferry_leases_ended_total"}
+"""The second name is that of the older agents."""
 NONE = {"failed": 0, "wrong": 0, "recomputed": 0, "expired": 0}
 LONG = pytest.mark.full
 LEASE = ("--lease-s", "20")
