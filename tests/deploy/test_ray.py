@@ -142,7 +142,7 @@ async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
         expected = await complete_all(url, bodies, STREAMS)
         running = asyncio.ensure_future(complete_all(url, bodies, STREAMS))
         async with asyncio.timeout(START_TIMEOUT_S):
-            while not total(await scrape(before["decode-1"]["url"]), "kvferry_running"):
+            while not total(await scrape(before["decode-1"]["url"]), "kvferry_agent_num_requests_running"):
                 await asyncio.sleep(0.02)
         family = ray_nodes.processes(DOOMED)
         ray_nodes.kill_raylet(DOOMED)
@@ -150,7 +150,7 @@ async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
             assert isinstance(theirs, Answer), theirs
             assert isinstance(ours, Answer), ours
             assert ours.same() == theirs.same()
-        assert total(await scrape(url), "kvferry_migrations_total") > 0
+        assert total(await scrape(url), "kvferry_proxy_migrations_total") > 0
         # With the node its agents end: what is on its GPUs must not be there when it comes back.
         await all_gone(family, BACK_TIMEOUT_S)
 
