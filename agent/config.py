@@ -14,6 +14,7 @@ Role = Literal["prefill", "decode", "both"]
 START_TIMEOUT_S = 600.0
 """Longest time that an agent takes to start; nearly all of it goes into loading the model."""
 
+MAX_NAME_CHARS = 64
 _DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
@@ -26,6 +27,7 @@ class AgentConfig:
             Hugging Face cache on this machine.
         role: Which legs of a request this agent serves.
         served_model_name: Name that clients ask for; the directory's name when not given.
+        name: Name of this agent on operators' pages, of at most 64 characters; its address when not given.
         host: Address that the HTTP server and the control channel bind.
         port: HTTP port; 0 lets the OS choose.
         advertise_host: Host that peers and proxies must dial; the bound host when not given.
@@ -68,6 +70,7 @@ class AgentConfig:
     model: str
     role: Role = "both"
     served_model_name: str | None = None
+    name: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     advertise_host: str | None = None
@@ -110,6 +113,8 @@ class AgentConfig:
         for name in ("lease_s", "pull_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        if len(self.name) > MAX_NAME_CHARS or not self.name.isprintable():
+            raise ValueError(f"name must be at most {MAX_NAME_CHARS} printable characters, got {self.name!r}")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
         for name in ("port", "control_port"):

@@ -37,7 +37,7 @@ from kvferry.proxy.wire.tls import BadCertificate, pinned_context
 
 PARTS = ("agent", "prefill", "decode", "both", "proxy")
 _AGENTS_CHOSEN = frozenset(
-    {"config", "model", "role", "host", "port", "control-port", "proxy", "advertise-host"}
+    {"config", "model", "role", "host", "port", "control-port", "proxy", "advertise-host", "name"}
 )
 CHOSEN = {
     **dict.fromkeys(("agent", "prefill", "decode", "both"), _AGENTS_CHOSEN),
@@ -227,7 +227,11 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         else:
             passed_on.check_unused(role)
     agents = tuple(
-        AgentSpec(name=f"{role}-{index}", role=role, args=(*args, *own[role]))
+        AgentSpec(
+            name=f"{role}-{index}",
+            role=role,
+            args=("--name", f"{role}-{index}", *args, *own[role]),
+        )
         for role, count in counts
         for index in range(count)
     )

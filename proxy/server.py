@@ -33,15 +33,18 @@ from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.http_server import HttpServer, ServerBounds
+from kvferry.proxy.wire.messages import PULL_BUCKETS
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
 
@@ -82,6 +85,7 @@ class Services:
     drops: KvDrops
     metrics: Metrics
     failures: FailureLog
+    timelines: Timelines
     views: OperatorViews
     dashboard: DashboardFeed
     api_keys: ApiKeys | None
@@ -122,6 +126,7 @@ class Services:
             api_keys=self.api_keys,
             metrics=self.metrics,
             failures=self.failures,
+            timelines=self.timelines,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
             log_prompts=config.log_prompts,
@@ -155,22 +160,25 @@ async def running_proxy(
     `BadEngineServer` when a file is not one.
     """
     keys, clock = Keys.read(config), asyncio.get_running_loop().time
-    metrics, history, failures = Metrics(), History(), FailureLog()
+    metrics, history, failures, timelines = Metrics(), History(PULL_BUCKETS), FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
+    transfers = TransferTotals(clock)
+    fleet.registry.subscribe(transfers.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
-    views = OperatorViews(fleet, metrics, history, failures, discovery.down)
+    views = OperatorViews(fleet, metrics, history, failures, timelines, transfers, discovery.down)
     metrics.add_collector(FleetCollector(views.view))
     metrics.add_collector(AgentCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,
-            history.recording(metrics.totals),
+            history.recording(lambda: metrics.totals().plus(transfers.totals())),
             serving(
                 config,
                 keys,
                 fleet,
                 metrics,
                 failures,
+                timelines,
                 views,
                 listener,
                 stop or StopRequest(config.drain_s),
@@ -186,6 +194,7 @@ async def serving(
     fleet: Fleet,
     metrics: Metrics,
     failures: FailureLog,
+    timelines: Timelines,
     views: OperatorViews,
     listener: socket.socket,
     stop: StopRequest,
@@ -204,6 +213,7 @@ async def serving(
             drops=drops,
             metrics=metrics,
             failures=failures,
+            timelines=timelines,
             views=views,
             dashboard=DashboardFeed(views),
             api_keys=keys.clients,

@@ -29,9 +29,11 @@ from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.transfer.events import PlaneStats
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -146,7 +148,8 @@ def _proxy_metrics() -> Iterator[Metric]:
     for reason in RejectReason:
         metrics.rejected_pings.labels(reason.name.lower())
     fleet = Fleet(FleetSettings(), metrics, lambda: 0.0)
-    views = OperatorViews(fleet, metrics, History(), FailureLog(), list)
+    transfers = TransferTotals(fleet.clock)
+    views = OperatorViews(fleet, metrics, History(), FailureLog(), Timelines(), transfers, list)
     yield from metrics.registry.collect()
     yield from FleetCollector(views.view).collect()
     yield from AgentCollector(fleet).collect()

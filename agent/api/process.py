@@ -291,6 +291,8 @@ class _Agent:
             ),
             prefill_chunk=config.prefill_chunk,
             control_versions=CONTROL_VERSIONS,
+            work=stats.work if stats else None,
+            name=config.name,
         )
 
 

@@ -222,7 +222,7 @@ class Engine:
             self._last_stats, self._stats_sent_at = stats, now
 
     def _stats(self) -> Stats:
-        counters, blocks = self._scheduler.counters, self._allocator.counts()
+        counters, blocks, plane = self._scheduler.counters, self._allocator.counts(), self._connector.stats()
         return Stats(
             steps=counters.steps,
             running=self._scheduler.num_running,
@@ -235,7 +235,8 @@ class Engine:
             preemptions=counters.preemptions,
             recomputes=counters.recomputes,
             integrity_errors=self._integrity_errors,
-            plane=self._connector.stats(),
+            plane=plane,
+            work=self._scheduler.work.work(plane.leases_ended.get("expired", 0)),
         )
 
 

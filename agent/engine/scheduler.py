@@ -25,6 +25,7 @@ from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
+from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
 from kvferry.transfer.connector import SchedulerConnector
@@ -68,7 +69,8 @@ class Scheduler:
         self._limits = limits
         self._allocator = allocator
         self._kv_cache = KVCacheManager(limits, allocator)
-        self._transfers = TransferLedger(limits, allocator, connector)
+        self.work = WorkCounts()
+        self._transfers = TransferLedger(limits, allocator, connector, self.work)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -199,6 +201,7 @@ class Scheduler:
             self._prompt_done(sequence, now)
         elif self._limits.recompute_on_pull_failure:
             self.counters.recomputes += 1
+            self.work.recompute()
             request.recomputed = True
             self._requeue(sequence)
         else:
@@ -341,6 +344,8 @@ class Scheduler:
         if request.clock.admitted is None:
             request.clock.admitted = now
             request.cached_tokens = min(sequence.num_computed, request.prompt_len)
+            if not request.pulls:
+                self.work.prompt(request.prompt_len, request.cached_tokens)
         if request.pulls and not request.forked:
             if sequence.num_computed < request.prompt_len:
                 sequence.transition(SequenceState.WAITING_FOR_REMOTE_KV)

@@ -16,6 +16,7 @@ import msgspec
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
@@ -36,6 +37,8 @@ class _PulledPrompt:
     destination: list[int]
     sequence: Sequence | None
     """The sequence that waits for the KV; None once it is abandoned."""
+    producer: str
+    """Its incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,11 @@ class PullOutcome:
 class TransferLedger:
     """Books of leases, pulls and quarantines, by transfer id. Every change goes to the connector."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: SchedulerConnector) -> None:
+    def __init__(
+        self, limits: Limits, allocator: BlockAllocator, connector: SchedulerConnector, work: WorkCounts
+    ) -> None:
         self._limits = limits
+        self._work = work
         self._allocator = allocator
         self._connector = connector
         self._leases: dict[str, _LeasedPrompt] = {}
@@ -148,7 +154,9 @@ class TransferLedger:
             timeout_s = min(self._limits.pull_timeout_s, request.deadline - now)
             fill_s = request.deadline - now - timeout_s
         self._held.remove(kv.transfer_id)
-        self._pulls[kv.transfer_id] = _PulledPrompt(blocks[:num_shared], blocks[num_shared:], sequence)
+        self._pulls[kv.transfer_id] = _PulledPrompt(
+            blocks[:num_shared], blocks[num_shared:], sequence, kv.source.engine_id
+        )
         sequence.blocks = []
         ids_hash = hash_prompt(request.submit.prompt_ids)
         self._connector.pull(kv.transfer_id, kv.source, blocks, num_shared, timeout_s, ids_hash, fill_s)
@@ -169,6 +177,7 @@ class TransferLedger:
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
+        self._work.pull_done(pull.producer, event)
         sequence = pull.sequence
         if sequence is None:
             self._allocator.release([*pull.shared, *pull.destination])
@@ -196,6 +205,8 @@ class TransferLedger:
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
+        if event.reason != "cancelled":  # by a client that left
+            self._work.pull_failed(pull.producer, event)
         self._allocator.release(pull.shared)
         if event.quiescent:
             self._allocator.release(pull.destination)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.proxy.wire.messages import WorkReport
 from kvferry.transfer.events import PlaneStats
 from kvferry.transfer.plane import RemotePrompt
 
@@ -260,6 +261,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     recomputes: int
     integrity_errors: int
     plane: PlaneStats
+    work: WorkReport | None = None
+    """As pings carry it."""
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):

@@ -102,7 +102,7 @@ def create_app(
     async def openapi_document() -> Response:
         return Response(document, content_type="application/json")
 
-    add_dashboard(app, dashboard)
+    add_dashboard(app, dashboard, views)
     if api_keys is not None:
         require_keys(app, api_keys)
 

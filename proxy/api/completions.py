@@ -24,6 +24,7 @@ from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_id
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.exceptions import release_locals
 from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
 
@@ -74,6 +75,7 @@ class Completions:
         api_keys: ApiKeys | None,
         metrics: Metrics,
         failures: FailureLog,
+        timelines: Timelines,
         max_body_bytes: int,
         body_timeout_s: float,
         log_prompts: bool,
@@ -82,6 +84,7 @@ class Completions:
         self._api_keys = api_keys
         self._metrics = metrics
         self._failures = failures
+        self._timelines = timelines
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._log_prompts = log_prompts
@@ -128,7 +131,7 @@ class Completions:
         translation: Translation | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
-        log = RequestLog(endpoint, request_id, self._metrics, self._failures)
+        log = RequestLog(endpoint, request_id, self._metrics, self._failures, self._timelines)
         writer = ResponseWriter(response, log, translation)
         try:
             rate_limit.admit(time.monotonic())

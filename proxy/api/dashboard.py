@@ -14,19 +14,24 @@ from quart import Quart, Response, redirect
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
-from kvferry.proxy.errors import TooManyViewers
-from kvferry.proxy.fleet.views import OperatorViews
+from kvferry.proxy.errors import ProxyError, TooManyViewers
+from kvferry.proxy.fleet.views import JSON, OperatorViews
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
 RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
+PAGE = "index.html"
 CONTENT_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "ui.css": "text/css; charset=utf-8",
-    "ui.js": "text/javascript; charset=utf-8",
+    PAGE: "text/html; charset=utf-8",
     "icon.svg": "image/svg+xml",
+    **dict.fromkeys(("ui.css", "uPlot.css"), "text/css; charset=utf-8"),
+    **dict.fromkeys(
+        ("ui.js", "charts.js", "dom.js", "nodes.js", "requests.js", "tables.js", "uPlot.js"),
+        "text/javascript; charset=utf-8",
+    ),
 }
+"""The page, and what it loads. `uPlot.*` is https://github.com/leeoniya/uPlot 1.6.32, unchanged."""
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -87,7 +92,7 @@ class DashboardFeed:
             return self._event
 
 
-def add_dashboard(app: Quart, feed: DashboardFeed) -> None:
+def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorViews) -> None:
     """Add the dashboard's routes. Its files are read once, here."""
     files = {name: (FOLDER / name).read_bytes() for name in CONTENT_TYPES}
 
@@ -96,22 +101,31 @@ def add_dashboard(app: Quart, feed: DashboardFeed) -> None:
 
     @app.get("/ui")
     async def page() -> Response:
-        return file("index.html")
+        return file(PAGE)
 
     @app.get("/ui/")
     async def page_with_slash() -> AnyResponse:
         # The page refers to its files relative to /ui, so that it also works behind a path prefix.
         return redirect("../ui", 308)
 
-    @app.get("/ui/<any('ui.css', 'ui.js', 'icon.svg'):name>")
+    @app.get(f"/ui/<any({', '.join(repr(name) for name in CONTENT_TYPES if name != PAGE)}):name>")
     async def part(name: str) -> Response:
         return file(name)
+
+    # A path, since clients choose the ids.
+    @app.get("/ui/requests/<path:request_id>")
+    async def timeline(request_id: str) -> Response:
+        try:
+            made = await views.timeline(request_id)
+        except ProxyError as error:
+            return Response(error.body(), error.status, error.headers, content_type=JSON)
+        return Response(made.body, made.status, HEADERS, content_type=made.content_type)
 
     @app.get("/ui/events")
     async def events() -> Response:
         if feed.is_full:
             error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
-            return Response(error.body(), error.status, error.headers, content_type="application/json")
+            return Response(error.body(), error.status, error.headers, content_type=JSON)
         response = Response(feed.events(), headers=HEADERS, content_type=sse.CONTENT_TYPE)
         response.headers["X-Accel-Buffering"] = "no"  # nginx would buffer events
         return response

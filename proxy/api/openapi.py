@@ -116,7 +116,8 @@ class NodeView(msgspec.Struct):
     in_flight: int
     last_ping_s: float
     not_paired: str | None
-    ending: bool = False  # older proxies do not say
+    ending: bool = False  # older proxies do not say, nor of names
+    name: str = ""
 
 
 class IncompatiblePairView(msgspec.Struct):
@@ -261,6 +262,7 @@ def document(version: str) -> dict[str, Any]:
                     "The dashboard's event feed", {"200": feed, "503": _error("Too many viewers.")}
                 )
             },
+            "/ui/requests/{request_id}": {"get": _one_request()},
         },
         "components": {
             "schemas": _schemas(),
@@ -377,6 +379,16 @@ def _of_agent(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
     responses = {**responses, "404": _error("No agent has this incarnation.")}
     schema = {"type": "string", "minLength": 1}
     parameter = {"name": "incarnation", "in": "path", "required": True, "schema": schema}
+    return {**_operation(summary, responses), "parameters": [parameter]}
+
+
+def _one_request() -> dict[str, Any]:
+    responses = {
+        "200": _json({"type": "object"}),
+        "404": _error("No request with this id is among the latest."),
+    }
+    parameter = {"name": "request_id", "in": "path", "required": True, "schema": _TEXT}
+    summary = "Where one of the latest requests went, by its `X-Request-Id`"
     return {**_operation(summary, responses), "parameters": [parameter]}
 
 

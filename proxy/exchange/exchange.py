@@ -196,6 +196,7 @@ class Exchange:
         none.
         """
         release_locals(lost)
+        self._log.add_loss(lost.message)
         self._suspicion.attempt_ended()
         begun = any(part.progress.begun for part in self._parts)
         if begun and self._request.undivided:

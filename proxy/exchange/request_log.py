@@ -19,6 +19,7 @@ from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.state_machine import transition
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,12 @@ class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`."""
 
     def __init__(
-        self, endpoint: Endpoint, request_id: RequestId, metrics: Metrics, failures: FailureLog
+        self,
+        endpoint: Endpoint,
+        request_id: RequestId,
+        metrics: Metrics,
+        failures: FailureLog,
+        timelines: Timelines,
     ) -> None:
         self.endpoint = endpoint
         self.request_id = request_id
@@ -78,6 +84,8 @@ class RequestLog:
         self.arrived_at = time.monotonic()
         self._metrics = metrics
         self._failures = failures
+        self._timeline = timelines.begin(request_id, endpoint, self.arrived_at)
+        self._timeline.enter(self.phase, self.arrived_at)
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
@@ -99,6 +107,7 @@ class RequestLog:
         self.phase = transition(PHASE_TRANSITIONS, before, phase, self.request_id)
         spent = now - self._phase_since
         self._phase_since = now
+        self._timeline.enter(phase, now)
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         metrics.phases.of(before).observe(spent)
         metrics.in_flight.add(before, -1)
@@ -116,7 +125,7 @@ class RequestLog:
         if self._token_limit is not None:
             self._token_limit.charge(routing_request(request, None).tokens, time.monotonic())
         self._choices = request.sequences
-        self._model = request.model[:MAX_MODEL_CHARS]
+        self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
         self._model_metrics = self._metrics.of_model(request.model)
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if show_prompt:
@@ -124,9 +133,15 @@ class RequestLog:
 
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
-        self._facts |= {"prefill": pair.prefill.info.address, "decode": pair.decode.info.address}
+        prefill, decode = pair.prefill.info.address, pair.decode.info.address
+        self._facts |= {"prefill": prefill, "decode": decode}
+        self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
+
+    def add_loss(self, why: str) -> None:
+        """Record why an attempt has failed that another one may follow."""
+        self._timeline.add_loss(time.monotonic(), why)
 
     def add_transfers(self, transfer_ids: Sequence[TransferId]) -> None:
         """Record further transfers of the attempt; other engines need one for each choice."""
@@ -156,7 +171,7 @@ class RequestLog:
         self._events += count
         self._metrics.events += count
         if self._first_text_at is None and sse.has_text(events):
-            self._first_text_at = now
+            self._first_text_at = self._timeline.first_text_at = now
             self._model_metrics.ttft.observe(now - self.arrived_at)
 
     def event(self, event: bytes) -> None:
@@ -199,6 +214,8 @@ class RequestLog:
         """End the request with this HTTP status (for an error event: the one it stands for)."""
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
+        self._timeline.status, self._timeline.code = status, code
+        self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
         self._metrics.ended(self.endpoint, status, of_model.model)
         of_model.e2e.observe(total)

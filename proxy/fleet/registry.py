@@ -24,6 +24,7 @@ from kvferry.proxy.fleet.address_rules import (
     speaks_tls,
 )
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
+from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.wire.messages import (
     NATIVE_DIALECT,
     NODE_EXPIRY_S,
@@ -207,6 +208,7 @@ class Registry:
         breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
         rules: AddressRules | None = None,
     ) -> None:
+        self.events = EventLog()
         self._subscribers: list[Callable[[Register | Bye], None]] = []
         self._watchers: dict[Incarnation, list[Callable[[], None]]] = {}
         self._in_flight = in_flight
@@ -221,6 +223,8 @@ class Registry:
         self._models: dict[str, float] = {}
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
+        self._now = 0.0
+        """The latest time that any call has brought, for events whose call brings none."""
         self._kept = _Kept()
 
     @property
@@ -264,6 +268,8 @@ class Registry:
         rejected = self.reject_reason(info)
         if rejected is not None:
             self._rejected.note(info, rejected, now)
+            if rejected in (RejectReason.PLAINTEXT, RejectReason.ADDRESS, RejectReason.FULL):
+                self._note(EventKind.PING_REJECTED, info, rejected.value)
             return rejected
         incarnation = info.incarnation
         record = self._records.get(incarnation)
@@ -272,6 +278,7 @@ class Registry:
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
             self._records[incarnation] = record = _Record(info, now, now, breaker, now)
+            self._note(EventKind.JOINED, info, info.state)
             self._kept.order_changed()
         else:
             if info.address != record.info.address:
@@ -313,7 +320,7 @@ class Registry:
     def bye(self, incarnation: Incarnation) -> None:
         """Remove an agent. Idempotent; a ping of it that is still on its way is rejected."""
         if incarnation in self._records:
-            self._remove(incarnation, "said bye")
+            self._remove(incarnation, "said bye", EventKind.LEFT)
             self._retire(incarnation)
             self._publish(Bye(incarnation=incarnation))
 
@@ -323,9 +330,11 @@ class Registry:
         A ping within one interval may have been sent before the refusal, and does not count.
         """
         record = self._records.get(incarnation)
+        self._now = now
         if record is not None:
             logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
             record.connection_refused_at = now
+            self._note(EventKind.CONNECTION_REFUSED, record.info)
             self._kept.stale.add(incarnation)
 
     def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
@@ -334,6 +343,7 @@ class Registry:
         if record is None:
             return False
         if record.drained != drained:
+            self._note(EventKind.DRAINED if drained else EventKind.UNDRAINED, record.info)
             logger.info("agent %s was %s", incarnation, "drained" if drained else "undrained")
         record.drained = drained
         self._kept.stale.add(incarnation)
@@ -350,6 +360,7 @@ class Registry:
         if record.info.v < DRAIN_VERSION:
             return False
         if not record.is_ending:
+            self._note(EventKind.ENDING, record.info)
             logger.info("agent %s is asked to drain and end", incarnation)
         record.is_ending = True
         self._kept.stale.add(incarnation)
@@ -375,13 +386,18 @@ class Registry:
             before = record.breaker.state
             record.breaker.succeeded()
             if record.breaker.state is not before:
+                self._note(EventKind.BREAKER_CLOSED, record.info)
                 self._kept.stale.add(incarnation)
 
     def leg_failed(self, incarnation: Incarnation, now: float) -> None:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
+        self._now = now
         if (record := self._records.get(incarnation)) is not None:
             record.legs.failed += 1
+            before = record.breaker.state
             record.breaker.failed(now)
+            if record.breaker.state is not before:
+                self._note(EventKind.BREAKER_OPENED, record.info)
             self._kept.stale.add(incarnation)
 
     def sweep(self, now: float) -> None:
@@ -389,13 +405,14 @@ class Registry:
 
         Looks at everything, so it does nothing if called again within `SWEEP_INTERVAL_S`.
         """
+        self._now = now
         if now - self._swept_at < SWEEP_INTERVAL_S:
             return
         self._swept_at = now
         expired = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
         for incarnation in expired:
             self._count_lost(incarnation)
-            self._remove(incarnation, "expired: its pings stopped")
+            self._remove(incarnation, "expired: its pings stopped", EventKind.LOST)
         for record in self._records.values():
             if record.info.model:  # other engines' pings have none
                 self._models[record.info.model] = now
@@ -523,6 +540,12 @@ class Registry:
             record.connection_refused_at = None
         if info.state != record.info.state:
             logger.info("agent %s is %s", info.incarnation, info.state)
+            if info.state != "starting":
+                self._note(EventKind.READY if info.state == "ready" else EventKind.DRAINING, info)
+        if info.name and not record.info.name:
+            self.events.set_name(info.incarnation, info.name)
+        for producer in info.refusals.keys() - record.info.refusals.keys():
+            self._note(EventKind.PAIRING_REFUSED, info, f"{self._name(producer)}: {info.refusals[producer]}")
         if info.state != "draining":
             record.served_at = now
         record.info = info
@@ -532,16 +555,33 @@ class Registry:
         old = self._by_address.get(address)
         if old is not None:
             self._count_lost(old)
-            self._remove(old, "was replaced at its address")
+            self._remove(old, "was replaced at its address", EventKind.REPLACED)
             self._retire(old)
+
+    def _note(self, kind: EventKind, info: Register, detail: str = "") -> None:
+        self.events.add(
+            kind,
+            self._now,
+            agent=info.incarnation,
+            name=info.name,
+            address=info.address,
+            role=info.role,
+            model=info.model,
+            detail=detail,
+        )
+
+    def _name(self, incarnation: str) -> str:
+        record = self._records.get(Incarnation(incarnation))
+        return incarnation if record is None else record.info.address
 
     def _count_lost(self, incarnation: Incarnation) -> None:
         info = self._records[incarnation].info
         if info.state != "draining":
             self._lost[info.role] += 1
 
-    def _remove(self, incarnation: Incarnation, why: str) -> None:
+    def _remove(self, incarnation: Incarnation, why: str, kind: EventKind) -> None:
         record = self._records.pop(incarnation)
+        self._note(kind, record.info)
         del self._by_address[record.info.address]
         self._gone.pop(incarnation, None)
         self._gone[incarnation] = record.served_at

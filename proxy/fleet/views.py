@@ -35,8 +35,11 @@ from kvferry.proxy.fleet.groups import (
 )
 from kvferry.proxy.fleet.registry import ROLES, NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, can_serve
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
+from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.messages import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,10 @@ _T = TypeVar("_T")
 JSON = "application/json"
 MAX_SHOWN = 200
 """Entries of each list in the feed of the operator's page."""
+
+MAX_LOST = 50
+"""Agents that were lost, in that feed."""
+_EVENT_FIELDS = ("kind", "agent", "name", "address", "role", "model", "detail", "count")
 
 MAX_PAIRINGS = 1000
 """Refused pairings that `/nodes` lists, beside their number."""
@@ -92,6 +99,20 @@ class FleetView:
     now: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What goes on, beside the fleet itself, as the operator's page shows it.
+
+    `in_flight`: requests now in each phase.
+    """
+
+    in_flight: Mapping[str, int]
+    history: History
+    failures: Sequence[FailureCount]
+    events: EventLog
+    transfers: TransferTotals
+
+
 class PageCache:
     """The last version of each page, for who asks while it is made or, with a large fleet, soon after.
 
@@ -131,12 +152,16 @@ class OperatorViews:
         metrics: Metrics,
         history: History,
         failures: FailureLog,
+        timelines: Timelines,
+        transfers: TransferTotals,
         down: Callable[[], Sequence[DownServer]],
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._history = history
         self._failures = failures
+        self._timelines = timelines
+        self._transfers = transfers
         self._down = down
         self._pages = PageCache(fleet.clock)
 
@@ -150,9 +175,24 @@ class OperatorViews:
         if name == "metrics":
             return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
         if name == "dashboard":
-            in_flight = self._metrics.requests_in_flight()
-            return await dashboard_page(view, in_flight, self._history, self._failures.latest())
+            activity = Activity(
+                in_flight=self._metrics.requests_in_flight(),
+                history=self._history,
+                failures=self._failures.latest(),
+                events=self._fleet.registry.events,
+                transfers=self._transfers,
+            )
+            return await dashboard_page(view, activity)
         return await fleet_page(name, view)
+
+    async def timeline(self, request_id: str) -> Page:
+        """Return the way of one of the latest requests, or a 404. Raises `ProxyError`."""
+        return timeline_page(request_id, self.own_timeline(request_id))
+
+    def own_timeline(self, request_id: str) -> dict[str, Any] | None:
+        """Return the way of a request that this process has served lately."""
+        timeline = self._timelines.find(request_id)
+        return None if timeline is None else timeline.page()
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """Take an agent out of rotation, or put it back; the page is its entry in `/nodes`, or a 404.
@@ -306,32 +346,62 @@ def end_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
     return page if page.status != 200 else replace(page, status=202)
 
 
-async def dashboard_page(
-    view: FleetView, in_flight: Mapping[str, int], history: History, failures: Iterable[FailureCount]
-) -> Page:
-    """Return one snapshot for the operator's page: of each list its first entries, beside their full number.
+def timeline_page(request_id: str, timeline: dict[str, Any] | None) -> Page:
+    """Return the way of a request, or a 404."""
+    if timeline is None:
+        error = NotFound(404, f"no request {request_id!r} is among the latest that are remembered")
+        return Page(status=error.status, body=error.body())
+    return _json(timeline)
 
-    `in_flight`: requests now in each phase.
-    """
-    shown = [
-        {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(view.now - each.at, 1)}
-        for each in failures
-    ]
+
+async def dashboard_page(view: FleetView, activity: Activity) -> Page:
+    """Return one snapshot for the operator's page: of each list its first entries, and their number."""
+    snapshot, now, events = view.snapshot, view.now, activity.events
+    present = {node.info.address for node in snapshot.nodes}
     body = await _written(
         {
             "time": time.time(),
-            "readiness": await readiness(view.snapshot),
+            "readiness": await readiness(snapshot),
             "nodes": _nodes(view, MAX_SHOWN),
-            "num_nodes": len(view.snapshot.nodes),
+            "num_nodes": len(snapshot.nodes),
+            "lost": _aged(islice(events.lost(present), MAX_LOST), now),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
-            "num_refused_pairings": count_incompatible(view.snapshot).total(),
-            "refused_agents": _rejected_agents(view.snapshot, view.now),
-            "in_flight": in_flight,
-            "charts": history.charts(),
-            "failures": shown,
+            "num_refused_pairings": count_incompatible(snapshot).total(),
+            "refused_agents": _rejected_agents(snapshot, now),
+            "in_flight": activity.in_flight,
+            "charts": activity.history.charts(),
+            "hour": activity.history.hour(),
+            "failures": [
+                {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(now - each.at, 1)}
+                for each in activity.failures
+            ],
+            "events": _aged(islice(events.latest(), MAX_SHOWN), now),
+            "pairs": (
+                {
+                    "producer": pair.producer,
+                    "consumer": pair.consumer,
+                    "backend": pair.use.backend,
+                    "pulls": pair.use.pulls,
+                    "failures": pair.use.failures,
+                    "nbytes": pair.use.nbytes,
+                    "seconds": pair.use.seconds,
+                    "age_s": round(now - pair.at, 1),
+                }
+                for pair in activity.transfers.pairs(MAX_SHOWN)
+            ),
+            "num_pairs": activity.transfers.num_pairs,
+            "pull_failures": activity.transfers.failures(),
+            "totals": activity.transfers.totals(),
         }
     )
     return Page(body=body)
+
+
+def _aged(events: Iterable[FleetEvent], now: float) -> Iterator[dict[str, Any]]:
+    return (
+        {**{name: getattr(event, name) for name in _EVENT_FIELDS}, "age_s": round(now - event.at, 1)}
+        for event in events
+    )
 
 
 def models_page(snapshot: Snapshot) -> dict[str, Any]:
@@ -401,6 +471,7 @@ def _node(position: int, view: FleetView, apart: _Apart) -> dict[str, Any]:
     node = view.snapshot.nodes[position]
     info = node.info
     return {
+        "name": info.name,
         "address": info.address,
         "role": info.role,
         "state": node.state.value,

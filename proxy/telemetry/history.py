@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last minutes of traffic, for the operator's page: snapshots of the counters, and the latest failures.
+"""The last hour of traffic, for the operator's page: snapshots of the counters, and the latest failures.
 
 Synchronous, bounded, and without a clock of its own. Snapshots are taken every `SLICE_S` seconds; requests
-pay nothing for them. Prometheus keeps what is older.
+pay nothing for them. A quantile is that of a whole minute: of two seconds it would be that of a request or
+two. Prometheus keeps what is older.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from kvferry.proxy.telemetry.fast_metrics import quantile
-from kvferry.proxy.telemetry.metrics import TOKEN_BUCKETS, TTFT_BUCKETS, Totals
+from kvferry.proxy.telemetry.metrics import PHASE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, Totals
 
 SLICE_S = 2.0
 NUM_SLICES = 150
+HOUR_SLICE_S = 30.0
+NUM_HOUR_SLICES = 120
+QUANTILE_S = 60.0
 MAX_FAILURES = 30
 
 
@@ -77,7 +81,9 @@ class FailureLog:
 class Charts:
     """One value per slice, oldest first.
 
-    Durations in seconds, None where nothing was measured; rates per second.
+    Durations in seconds, those of the minute (`QUANTILE_S`) that ends with the slice, None where nothing was
+    measured in it. `queued`: requests that waited at the end of the slice. `cached`: the share (0 … 1) of the
+    prompts' tokens, in that minute, that prefix caches had. All else are rates per second within the slice.
     """
 
     slice_s: float
@@ -85,32 +91,114 @@ class Charts:
     ttft_p95: list[float | None]
     tpot_p50: list[float | None]
     tpot_p95: list[float | None]
+    queue_wait_p95: list[float | None]
+    pull_p50: list[float | None]
+    pull_p95: list[float | None]
+    cached: list[float | None]
+    queued: list[float]
     events: list[float]
     requests: list[float]
     failures: list[float]
+    client_errors: list[float]
+    server_errors: list[float]
+    rejected: list[float]
+    retries: list[float]
+    migrations: list[float]
+    pull_bytes: list[float]
+    pull_failures: list[float]
+    recomputes: list[float]
+    leases_expired: list[float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
-    """What happened between two snapshots."""
+class _Ring:
+    """The charts of one window: a row for each of its slices, made once, when the slice ends."""
 
-    seconds: float
-    totals: Totals
+    def __init__(self, slice_s: float, num_slices: int, pull_bounds: Sequence[float]) -> None:
+        self._slice_s = slice_s
+        self._num_slices = num_slices
+        self._pull_bounds = pull_bounds
+        self._last: tuple[float, Totals] | None = None
+        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=num_slices)
 
-    def rate(self, count: int) -> float:
-        return count / self.seconds
+    def record(self, now: float, totals: Totals, minute: Totals) -> None:
+        """End a slice, if it is long enough. `minute`: what was counted in the last `QUANTILE_S`."""
+        if self._last is None:
+            self._last = (now, totals)
+            return
+        seconds = now - self._last[0]
+        if seconds < self._slice_s * 0.9:  # a timer is never exact
+            return
+        self._rows.append(self._row(totals.minus(self._last[1]), minute, seconds))
+        self._last = (now, totals)
+
+    def charts(self) -> Charts:
+        """Return as many values of each as there are slices; those before the first snapshot are empty."""
+        rows = [_EMPTY] * (self._num_slices - len(self._rows)) + list(self._rows)
+        return Charts(slice_s=self._slice_s, **{name: [row[name] for row in rows] for name in _EMPTY})  # type: ignore[arg-type]
+
+    def _row(self, counted: Totals, minute: Totals, seconds: float) -> dict[str, float | None]:
+        errors = counted.client_errors + counted.rejected
+        rates = {
+            "events": counted.events,
+            "requests": counted.ended,
+            "failures": counted.failed,
+            "client_errors": counted.client_errors,
+            "server_errors": counted.failed - errors,
+            "rejected": counted.rejected,
+            "retries": counted.retries,
+            "migrations": counted.migrations,
+            "pull_bytes": counted.pull_bytes,
+            "pull_failures": counted.pull_failures,
+            "recomputes": counted.recomputes,
+            "leases_expired": counted.leases_expired,
+        }
+        return {
+            "ttft_p50": quantile(TTFT_BUCKETS, minute.ttft, 0.5),
+            "ttft_p95": quantile(TTFT_BUCKETS, minute.ttft, 0.95),
+            "tpot_p50": quantile(TOKEN_BUCKETS, minute.tpot, 0.5),
+            "tpot_p95": quantile(TOKEN_BUCKETS, minute.tpot, 0.95),
+            "queue_wait_p95": quantile(PHASE_BUCKETS, minute.queue_wait, 0.95),
+            "pull_p50": quantile(self._pull_bounds, minute.pulls, 0.5),
+            "pull_p95": quantile(self._pull_bounds, minute.pulls, 0.95),
+            "cached": minute.cached_tokens / minute.prompt_tokens if minute.prompt_tokens else None,
+            "queued": counted.queued,
+            **{name: count / seconds for name, count in rates.items()},
+        }
+
+
+_EMPTY: Mapping[str, float | None] = MappingProxyType(
+    {
+        field.name: None if field.type == "list[float | None]" else 0.0
+        for field in fields(Charts)
+        if field.name != "slice_s"
+    }
+)
 
 
 class History:
-    """What the requests of the last `NUM_SLICES * SLICE_S` seconds did."""
+    """What the requests of the last five minutes did, and of the last hour.
 
-    def __init__(self) -> None:
-        self._snapshots: deque[tuple[float, Totals]] = deque(maxlen=NUM_SLICES + 1)
+    Args:
+        pull_bounds: Bounds of the buckets of `Totals.pulls`.
+    """
+
+    def __init__(self, pull_bounds: Sequence[float] = ()) -> None:
+        self._snapshots: deque[tuple[float, Totals]] = deque()
+        """Of the last minute, and the one before."""
+        self._minutes = _Ring(SLICE_S, NUM_SLICES, pull_bounds)
+        self._hour = _Ring(HOUR_SLICE_S, NUM_HOUR_SLICES, pull_bounds)
 
     def record(self, totals: Totals, now: float) -> None:
         """Take a snapshot: what has been counted up to now (monotonic seconds)."""
-        if not self._snapshots or now > self._snapshots[-1][0]:
-            self._snapshots.append((now, totals))
+        snapshots = self._snapshots
+        if snapshots and now <= snapshots[-1][0]:
+            return
+        snapshots.append((now, totals))
+        while len(snapshots) > 2 and snapshots[1][0] <= now - QUANTILE_S:
+            snapshots.popleft()
+        minute = totals.minus(snapshots[0][1])
+        self._minutes.record(now, totals, minute)
+        self._hour.record(now, totals, minute)
 
     @asynccontextmanager
     async def recording(self, totals: Callable[[], Totals]) -> AsyncIterator[None]:
@@ -130,25 +218,9 @@ class History:
                 task.cancel()
 
     def charts(self) -> Charts:
-        """Return `NUM_SLICES` values of each; those before the first snapshot are empty."""
-        made = [
-            _Slice(seconds=to - since, totals=after.minus(before))
-            for (since, before), (to, after) in pairwise(self._snapshots)
-        ]
-        slices = [_Slice(seconds=SLICE_S, totals=Totals())] * (NUM_SLICES - len(made)) + made
+        """Return the last five minutes, in `NUM_SLICES` slices of `SLICE_S` seconds."""
+        return self._minutes.charts()
 
-        def quantiles(
-            counts: Callable[[Totals], Sequence[int]], bounds: Sequence[float], share: float
-        ) -> list[float | None]:
-            return [quantile(bounds, counts(each.totals), share) for each in slices]
-
-        return Charts(
-            slice_s=SLICE_S,
-            ttft_p50=quantiles(lambda totals: totals.ttft, TTFT_BUCKETS, 0.5),
-            ttft_p95=quantiles(lambda totals: totals.ttft, TTFT_BUCKETS, 0.95),
-            tpot_p50=quantiles(lambda totals: totals.tpot, TOKEN_BUCKETS, 0.5),
-            tpot_p95=quantiles(lambda totals: totals.tpot, TOKEN_BUCKETS, 0.95),
-            events=[each.rate(each.totals.events) for each in slices],
-            requests=[each.rate(each.totals.ended) for each in slices],
-            failures=[each.rate(each.totals.failed) for each in slices],
-        )
+    def hour(self) -> Charts:
+        """Return the last hour, in `NUM_HOUR_SLICES` slices of `HOUR_SLICE_S` seconds."""
+        return self._hour.charts()

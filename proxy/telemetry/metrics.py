@@ -9,11 +9,11 @@ begins to exist with its first count. Values of labels are short words, of which
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import add, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
@@ -31,10 +31,11 @@ from kvferry.proxy.telemetry.fast_metrics import (
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
+TOO_MANY_REQUESTS = 429
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 MAX_MODELS = 64
 """Models with series of their own."""
@@ -51,31 +52,57 @@ _FOREIGN_DIALECTS = ("atom", "sglang", "vllm-kvferry", "vllm-mooncake", "vllm-mo
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has counted since it started, as far as the charts show it.
 
-    `ttft` and `tpot` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`).
+    `failed` requests are those that ended with an error; `client_errors` (4xx but 429) and `rejected` (429)
+    are part of them. `ttft`, `tpot` and `queue_wait` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`,
+    `PHASE_BUCKETS`); so are `pulls`, by buckets of those who count them. From `pulls` on the
+    agents have counted. `queued` is no count, but how many requests wait now.
     """
 
     events: int = 0
     ended: int = 0
     failed: int = 0
+    client_errors: int = 0
+    rejected: int = 0
+    retries: int = 0
+    migrations: int = 0
+    queued: int = 0
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
+    queue_wait: list[int] = msgspec.field(default_factory=lambda: [0] * (len(PHASE_BUCKETS) + 1))
+    pulls: list[int] = []
+    pull_bytes: int = 0
+    pull_failures: int = 0
+    recomputes: int = 0
+    leases_expired: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     def plus(self, other: Totals) -> Totals:
         """Return what two processes have counted together."""
         return self._combined(add, other)
 
     def minus(self, earlier: Totals) -> Totals:
-        """Return what was counted since."""
-        return self._combined(sub, earlier)
+        """Return what was counted since, and how many wait now."""
+        return msgspec.structs.replace(self._combined(sub, earlier), queued=self.queued)
 
     def _combined(self, operation: Callable[[int, int], int], other: Totals) -> Totals:
+        def combine(ours: Any, theirs: Any) -> Any:
+            if isinstance(ours, int):
+                return operation(ours, theirs)
+            return [operation(*counts) for counts in zip_longest(ours, theirs, fillvalue=0)]
+
         return Totals(
-            events=operation(self.events, other.events),
-            ended=operation(self.ended, other.ended),
-            failed=operation(self.failed, other.failed),
-            ttft=list(map(operation, self.ttft, other.ttft)),
-            tpot=list(map(operation, self.tpot, other.tpot)),
+            **{
+                name: combine(ours, theirs)
+                for name, ours, theirs in zip(
+                    self.__struct_fields__, _values(self), _values(other), strict=True
+                )
+            }
         )
+
+
+def _values(totals: Totals) -> Iterator[Any]:
+    return (getattr(totals, name) for name in totals.__struct_fields__)
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +146,8 @@ class Metrics:
         """Events of streams that went to clients; counted with every one, so a plain number."""
         self._num_ended = 0
         self._num_failed = 0
+        self._num_client_errors = 0
+        self._num_rejected = 0
         self.registry = registry = CollectorRegistry()
         info = Gauge(
             "kvferry_proxy_build_info", "1; what runs, in its labels.", ["version", "python"],
@@ -168,7 +197,7 @@ class Metrics:
             "kvferry_proxy_phase_seconds",
             "Where requests spend their time.",
             "phase",
-            _PHASE_BUCKETS,
+            PHASE_BUCKETS,
             PHASES,
         )
         registry.register(self.phases)
@@ -201,7 +230,7 @@ class Metrics:
         self.queue_wait = Histogram(
             "kvferry_proxy_queue_wait_seconds",
             "How long requests waited for an agent with room, of those that had to.",
-            _PHASE_BUCKETS,
+            PHASE_BUCKETS,
         )
         registry.register(self.queue_wait)
         self.rejections = Counter(
@@ -265,6 +294,8 @@ class Metrics:
         self._num_ended += 1
         if status >= 400 and status != CLIENT_LEFT:
             self._num_failed += 1
+            self._num_rejected += status == TOO_MANY_REQUESTS
+            self._num_client_errors += status < 500 and status != TOO_MANY_REQUESTS
         self.requests.add((endpoint, model, str(status)), 1)
 
     def totals(self) -> Totals:
@@ -273,8 +304,14 @@ class Metrics:
             events=self.events,
             ended=self._num_ended,
             failed=self._num_failed,
+            client_errors=self._num_client_errors,
+            rejected=self._num_rejected,
+            retries=_value(self.retries),
+            migrations=_value(self.migrations),
+            queued=_value(self.queue_length),
             ttft=self.ttft.counts(),
             tpot=self.tpot.counts(),
+            queue_wait=self.queue_wait.counts(),
         )
 
     def requests_in_flight(self) -> dict[str, int]:
@@ -309,6 +346,18 @@ class _EventCollector(Collector):
 
 # Of several processes the first start, the lowest limit, and one and the same build.
 _NO_SUMS = ("_created", "process_start_time_seconds", "process_max_fds", "_build_info")
+
+
+def _value(metric: Counter | Gauge) -> int:
+    """The sum over all labels."""
+    return int(
+        sum(
+            sample.value
+            for family in metric.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        )
+    )
 
 
 def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:

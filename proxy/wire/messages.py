@@ -35,10 +35,16 @@ MAX_REFUSALS = 64
 MAX_TEXT_CHARS = 1024
 MAX_TRANSFERS = 16
 MAX_GEOMETRY = 64
+MAX_LINKS = 16
+MAX_REASONS = 32
+PULL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Upper bounds, in seconds, of the buckets in which pulls are counted; the last bucket has none."""
 
 Incarnation = NewType("Incarnation", str)
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 """Operators' pages repeat it for every agent."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 Role = Literal["prefill", "decode", "both"]
 TransferMode = Literal["read", "write"]
 NodeState = Literal["starting", "ready", "draining"]
@@ -79,6 +85,37 @@ class Load(msgspec.Struct, frozen=True):
     max_running: int | None = None
 
 
+class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent has pulled from one producer since it started. `backend`: of the last pull; empty where
+    none has ended well.
+    """
+
+    producer: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+    backend: Text = ""
+    pulls: Count = 0
+    failures: Count = 0
+    nbytes: Count = 0
+    seconds: Seconds = 0.0
+
+
+class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent has done since it started; every number only grows.
+
+    `prompt_tokens` are those of prompts that it did not pull, and `cached_tokens` those of them that its
+    prefix cache had. `pulls` are those that were proven right, counted in `PULL_BUCKETS`. `failures`: failed
+    pulls by reason. `links`: the producers that it used last, at most `MAX_LINKS`.
+    """
+
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    recomputes: Count = 0
+    leases_expired: Count = 0
+    pull_bytes: Count = 0
+    pulls: Annotated[tuple[Count, ...], msgspec.Meta(max_length=len(PULL_BUCKETS) + 1)] = ()
+    failures: Annotated[dict[Text, Count], msgspec.Meta(max_length=MAX_REASONS)] = {}
+    links: Annotated[tuple[LinkUse, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
+
+
 class Register(msgspec.Struct, frozen=True, kw_only=True):
     """One agent's ping. `address` and `control` are what peers connect to, whatever is bound.
 
@@ -86,7 +123,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     incarnation, whose KV it can never read, as found at the first handshake, and why.
     `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
-    progress. From version 3 on, `control_versions`: what it speaks on the control channel to other agents.
+    progress. From version 3 on, `control_versions`: what it speaks on the control channel to other agents;
+    `work`: None from an agent that does not say; `name`: for operators, empty if it has none.
     """
 
     v: Literal[2, 3] = 2
@@ -116,6 +154,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk: int | None = None
     loop_lag_s: float = 0.0
     control_versions: Versions = FIRST_CONTROL_VERSIONS
+    work: WorkReport | None = None
+    name: Text = ""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +197,9 @@ _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": B
 _PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
 
 
-_SINCE_3 = frozenset({"control_versions"})
+_SINCE_3 = frozenset({"control_versions", "name", "work"})
+REPORTS_WORK_VERSION = 3
+"""From this version of pings on, our agents say what they have done."""
 _FIELDS_OF_2 = {
     "register": frozenset(Register.__struct_fields__) - _SINCE_3,
     "bye": frozenset(Bye.__struct_fields__),

@@ -19,6 +19,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.registry import NodeState
 from kvferry.proxy.fleet.views import Page, PageName
+from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
 from kvferry.proxy.telemetry.metrics import MetricFamily, Totals
 from kvferry.proxy.wire.messages import Incarnation, Register
@@ -65,6 +66,13 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
+class FindTimeline(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for a request that the worker may have served; it answers `FoundTimeline`."""
+
+    seq: int
+    request_id: str
+
+
 class PageResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     page: Page
@@ -97,7 +105,22 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     phases: dict[str, int]
     """Requests now in each phase."""
     failures: list[FailureCount]
+    events: list[FleetEvent]
     agents: dict[Incarnation, AgentStatus]
+
+
+class FoundTimeline(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """`timeline`: what the page shows, as JSON; None if the worker has not served the request."""
+
+    seq: int
+    timeline: bytes | None
+
+
+class TimelineRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask all workers for a request that this one has not served; the response is its page."""
+
+    seq: int
+    request_id: str
 
 
 class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -120,8 +143,8 @@ class EndRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     agent: Incarnation
 
 
-ToWorker = Start | Registration | Departure | SetDrained | Collect | PageResponse | Stop
-ToSupervisor = Listening | Report | PageRequest | DrainRequest | EndRequest
+ToWorker = Start | Registration | Departure | SetDrained | Collect | FindTimeline | PageResponse | Stop
+ToSupervisor = Listening | Report | FoundTimeline | PageRequest | DrainRequest | EndRequest | TimelineRequest
 
 Out = TypeVar("Out")
 In = TypeVar("In")

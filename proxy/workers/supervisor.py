@@ -32,8 +32,10 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import Node, NodeState, Registry
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import (
     LARGE_FLEET,
+    Activity,
     DownServer,
     FleetCollector,
     FleetView,
@@ -44,8 +46,10 @@ from kvferry.proxy.fleet.views import (
     end_page,
     fleet_page,
     node_page,
+    timeline_page,
 )
 from kvferry.proxy.server import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
 from kvferry.proxy.telemetry.metrics import (
     CONTENT_TYPE,
@@ -55,7 +59,7 @@ from kvferry.proxy.telemetry.metrics import (
     exposition,
     sum_families,
 )
-from kvferry.proxy.wire.messages import Bye, Incarnation, Register
+from kvferry.proxy.wire.messages import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers.messages import (
     AgentStatus,
@@ -64,6 +68,8 @@ from kvferry.proxy.workers.messages import (
     Departure,
     DrainRequest,
     EndRequest,
+    FindTimeline,
+    FoundTimeline,
     Listening,
     PageRequest,
     PageResponse,
@@ -73,6 +79,7 @@ from kvferry.proxy.workers.messages import (
     SetDrained,
     Start,
     Stop,
+    TimelineRequest,
     ToSupervisor,
     ToWorker,
 )
@@ -175,11 +182,13 @@ class Supervisor:
         self._ended_families: list[MetricFamily] = []
         self._ended_totals = Totals()
         self._ended_failures = FailureLog()
-        self._history = History()
+        self._history = History(PULL_BUCKETS)
+        self._transfers = TransferTotals(clock)
         self._pages = PageCache(clock)
         self._fleet_metrics = FleetCollector(self._view)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
+        registry.subscribe(self._transfers.note)
 
     async def started(self) -> None:
         """Wait until as many workers as there are to be listen. Raises `WorkersFailed`."""
@@ -206,7 +215,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             await self._collect()
-            self._history.record(self._totals(), self._clock())
+            self._history.record(self._totals().plus(self._transfers.totals()), self._clock())
             for worker in self._workers:
                 worker.end_if_hung()
 
@@ -217,6 +226,7 @@ class Supervisor:
             if self._is_stopping:
                 return
             logger.error("a worker ended with status %d and is replaced", status)
+            self._registry.events.add(EventKind.WORKER_ENDED, self._clock(), detail=f"status {status}")
             self._count_death()
             await asyncio.sleep(RESTART_PAUSE_S)
 
@@ -233,14 +243,32 @@ class Supervisor:
                 families = [*self._families(), *map(MetricFamily.of, self._fleet_metrics.collect())]
                 return Page(body=exposition(families), content_type=CONTENT_TYPE)
             case "dashboard":
-                failures, phases = FailureLog(), Counter[str]()
-                failures.merge(self._ended_failures.latest())
-                for report in self._reports():
-                    failures.merge(report.failures)
-                    phases.update(report.phases)
-                return await dashboard_page(view, phases, self._history, failures.latest())
+                return await dashboard_page(view, self._activity())
             case _:
                 return await fleet_page(name, view)
+
+    def _activity(self) -> Activity:
+        """What all workers together have seen."""
+        failures, events, phases = FailureLog(), EventLog(), Counter[str]()
+        failures.merge(self._ended_failures.latest())
+        events.merge(self._registry.events.latest())
+        for report in self._reports():
+            failures.merge(report.failures)
+            events.merge(report.events)
+            phases.update(report.phases)
+        return Activity(
+            in_flight=phases,
+            history=self._history,
+            failures=failures.latest(),
+            events=events,
+            transfers=self._transfers,
+        )
+
+    async def timeline(self, request_id: str) -> Page:
+        """Return the way of a request, whichever worker has served it, or a 404."""
+        found = await asyncio.gather(*(worker.find_timeline(request_id) for worker in self._workers))
+        body = next((timeline for timeline in found if timeline is not None), None)
+        return timeline_page(request_id, None) if body is None else Page(body=body)
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
@@ -358,6 +386,7 @@ class Supervisor:
             self._ended_families = sum_families([self._ended_families, counted])
             self._ended_totals = self._ended_totals.plus(last.totals)
             self._ended_failures.merge(last.failures)
+            self._registry.events.merge(last.events)
 
     def _count_death(self) -> None:
         now = self._clock()
@@ -383,6 +412,7 @@ class WorkerSession:
         self._supervisor = supervisor
         self._seq = itertools.count()
         self._collecting: dict[int, asyncio.Future[None]] = {}
+        self._finding: dict[int, asyncio.Future[bytes | None]] = {}
 
     async def serve(self, num_listening: asyncio.Semaphore) -> None:
         """Handle the worker's messages until its channel is closed. Releases `num_listening` once."""
@@ -397,6 +427,10 @@ class WorkerSession:
                             num_listening.release()
                         case Report():
                             self._take_report(message)
+                        case FoundTimeline(seq=seq, timeline=timeline):
+                            self._take_timeline(seq, timeline)
+                        case TimelineRequest(seq=seq, request_id=request_id):
+                            tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
                         case PageRequest(seq=seq, name=name):
                             tasks.create_task(self._respond(seq, self._supervisor.page(name)))
                         case DrainRequest(seq=seq, agent=agent, drained=drained):
@@ -411,6 +445,9 @@ class WorkerSession:
             for collected in self._collecting.values():
                 if not collected.done():
                     collected.set_result(None)
+            for found in self._finding.values():
+                if not found.done():
+                    found.set_result(None)
 
     def end_if_hung(self) -> None:
         """Count a round of reports; close the channel when the last `MAX_MISSED` were missed."""
@@ -433,11 +470,31 @@ class WorkerSession:
         finally:
             del self._collecting[seq]
 
+    async def find_timeline(self, request_id: str) -> bytes | None:
+        """Return the way of a request that the worker has served, as JSON; None also if it does not say."""
+        if not self.is_listening:
+            return None
+        seq = next(self._seq)
+        found: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._finding[seq] = found
+        self.channel.send(FindTimeline(seq=seq, request_id=request_id))
+        try:
+            async with asyncio.timeout(COLLECT_TIMEOUT_S):
+                return await found
+        except TimeoutError:
+            return None
+        finally:
+            del self._finding[seq]
+
     def _take_report(self, report: Report) -> None:
         self.report = report
         self._has_reported = True
         if (collected := self._collecting.get(report.seq)) is not None and not collected.done():
             collected.set_result(None)
+
+    def _take_timeline(self, seq: int, timeline: bytes | None) -> None:
+        if (found := self._finding.get(seq)) is not None and not found.done():
+            found.set_result(timeline)
 
     async def _limit_start(self) -> None:
         await asyncio.sleep(START_TIMEOUT_S)

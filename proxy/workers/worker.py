@@ -16,15 +16,19 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import uvloop
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.views import AgentCollector, OperatorViews, Page, PageName
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
+from kvferry.proxy.fleet.views import AgentCollector, OperatorViews, Page, PageName, timeline_page
 from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
+from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.http_server import return_large_buffers, spare_full_collections
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.wire.stop_request import StopRequest
@@ -35,6 +39,8 @@ from kvferry.proxy.workers.messages import (
     Departure,
     DrainRequest,
     EndRequest,
+    FindTimeline,
+    FoundTimeline,
     Listening,
     PageRequest,
     PageResponse,
@@ -44,6 +50,7 @@ from kvferry.proxy.workers.messages import (
     SetDrained,
     Start,
     Stop,
+    TimelineRequest,
     ToSupervisor,
     ToWorker,
 )
@@ -75,9 +82,12 @@ class Worker(OperatorViews):
         fleet: Fleet,
         metrics: Metrics,
         failures: FailureLog,
+        timelines: Timelines,
         stop: StopRequest,
     ) -> None:
-        super().__init__(fleet, metrics, History(), failures, down=list)
+        # What pings report is added up by the supervisor.
+        transfers = TransferTotals(fleet.clock)
+        super().__init__(fleet, metrics, History(), failures, timelines, transfers, down=list)
         self._channel = channel
         self._seq = itertools.count()
         self._pending: dict[int, asyncio.Future[Page]] = {}
@@ -117,6 +127,11 @@ class Worker(OperatorViews):
                 self._fleet.drain(agent, drained)
             case Collect(seq=seq):
                 self._channel.send(self._report(seq))
+            case FindTimeline(seq=seq, request_id=request_id):
+                found = self.own_timeline(request_id)
+                self._channel.send(
+                    FoundTimeline(seq=seq, timeline=None if found is None else msgspec.json.encode(found))
+                )
             case PageResponse(seq=seq, page=page):
                 if (response := self._pending.get(seq)) is not None and not response.done():
                     response.set_result(page)
@@ -133,6 +148,13 @@ class Worker(OperatorViews):
         seq = next(self._seq)
         return await self._request(seq, PageRequest(seq=seq, name=name))
 
+    async def timeline(self, request_id: str) -> Page:
+        found = self.own_timeline(request_id)
+        if found is not None:
+            return timeline_page(request_id, found)
+        seq = next(self._seq)
+        return await self._request(seq, TimelineRequest(seq=seq, request_id=request_id))
+
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         seq = next(self._seq)
         return await self._request(seq, DrainRequest(seq=seq, agent=agent, drained=drained))
@@ -141,7 +163,9 @@ class Worker(OperatorViews):
         seq = next(self._seq)
         return await self._request(seq, EndRequest(seq=seq, agent=agent))
 
-    async def _request(self, seq: int, message: PageRequest | DrainRequest | EndRequest) -> Page:
+    async def _request(
+        self, seq: int, message: PageRequest | DrainRequest | EndRequest | TimelineRequest
+    ) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")
         if len(self._pending) >= MAX_PENDING:
@@ -165,6 +189,7 @@ class Worker(OperatorViews):
             totals=self._metrics.totals(),
             phases=self._metrics.requests_in_flight(),
             failures=self._failures.latest(),
+            events=self._fleet.registry.events.of_kinds(SEEN_BY_WORKERS),
             agents={
                 node.incarnation: AgentStatus(
                     state=node.state, breaker=node.breaker, in_flight=view.in_flight(node.incarnation)
@@ -201,16 +226,16 @@ async def _run(end: socket.socket) -> int:
 
 
 async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) -> int:
-    keys, metrics, failures = Keys.read(config), Metrics(), FailureLog()
+    keys, metrics, failures, timelines = Keys.read(config), Metrics(), FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time, start.settled_at)
     metrics.add_collector(AgentCollector(fleet))
     stop = StopRequest(config.drain_s)
-    worker = Worker(channel, fleet, metrics, failures, stop)
+    worker = Worker(channel, fleet, metrics, failures, timelines, stop)
     worker.learn(start)
     with listening_socket(config.host, start.port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
             receiving = tasks.create_task(worker.receive())
-            async with serving(config, keys, fleet, metrics, failures, worker, listener, stop):
+            async with serving(config, keys, fleet, metrics, failures, timelines, worker, listener, stop):
                 spare_full_collections()
                 channel.send(Listening())
                 await stop.made.wait()

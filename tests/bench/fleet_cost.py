@@ -24,9 +24,11 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.messages import Load, Register
 from tests.bench.proxy_cost import PAIR, missing_rivals, request_cost, router
 
@@ -134,7 +136,15 @@ class Bench:
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
-        self.views = OperatorViews(self.fleet, metrics, History(), FailureLog(), down=list)
+        self.views = OperatorViews(
+            self.fleet,
+            metrics,
+            History(),
+            FailureLog(),
+            Timelines(),
+            TransferTotals(self.clock),
+            down=list,
+        )
         metrics.add_collector(FleetCollector(self.views.view))
         self._pings = [agent(number) for number in range(agents)]
         self._turn = 0

@@ -27,6 +27,7 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
+AXE_OPTIONS = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}"
 KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "Escape": 27}
 
 
@@ -101,6 +102,24 @@ class Page:
         except TimeoutError:
             text = await self.evaluate("document.body?.innerText")
             raise AssertionError(f"never true: {expression}\n{text}\n{self.complaints}") from None
+
+    async def metric(self, name: str) -> float:
+        """One of the browser's own figures of the page; `Performance.enable` must have been called."""
+        figures = (await self.call("Performance.getMetrics"))["metrics"]
+        return float(next(each["value"] for each in figures if each["name"] == name))
+
+    async def accessibility_problems(self, axe: Path) -> list[str]:
+        """What axe-core, in the file `axe`, finds wrong with the page as it is: WCAG 2.1 AA and more."""
+        if await self.evaluate("typeof axe") == "undefined":
+            await self.call("Runtime.evaluate", expression=axe.read_text())
+        done = await self.call(
+            "Runtime.evaluate", expression=f"axe.run({AXE_OPTIONS})", awaitPromise=True, returnByValue=True
+        )
+        return [
+            f"{found['id']}: {node['target']} {node['failureSummary']}"
+            for found in done["result"]["value"]["violations"]
+            for node in found["nodes"]
+        ]
 
     async def press(self, key: str) -> None:
         """Press and release one key of the keyboard."""

@@ -1,34 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's page in a real browser, over a real cluster."""
+"""The operator's page in a real browser, over a real cluster and over a large fleet of stand-ins."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.server import running_proxy
+from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, chromium, open_page
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed (see .ci/run)")
 
-CARDS = "[...document.querySelectorAll('.role.{role} details .address')].map((e) => e.textContent)"
+ROWS = "[...document.querySelectorAll('#nodes tbody tr:has(.name)')]"
+AGENTS = f"{ROWS}.map((row) => row.querySelector('.name').textContent)"
+STATES = "[...document.querySelectorAll('#nodes tbody .pill')].map((state) => state.textContent)"
+EVENTS = "[...document.querySelectorAll('#events tbody tr')].map((row) => row.textContent)"
 CHART = "document.activeElement.getAttribute('aria-label') ?? ''"
 FOCUSED = "document.activeElement"
 WIDTHS = (1280, 400)
+NUM_CHARTS = 11
+DRAWN = ("Time to first token", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
+AXE = Path(__file__).parent / "axe" / "axe.min.js"
+SHOWN = "document.body.dataset.snapshot"
+ADMIN_KEY = "an-operator-of-the-tests"
+MEASURED_SNAPSHOTS = 8
+MOST_SCRIPT_S = 0.1
+"""Of each second; it takes a quarter of that on two cores."""
 
 
 @pytest.mark.timeout(180)
 async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_path: Path) -> None:
-    """Nodes by role, charts and errors; from the keyboard; in both schemes and widths; from nowhere else."""
+    """Agents, charts, transfers, errors; from the keyboard; in both schemes and widths; from nowhere else."""
     async with start_cluster() as cluster, open_page(tmp_path / "profile") as page:
         await page.resize(1280)
         await page.goto(f"{cluster.url}/ui")
-        for role in ("prefill", "decode"):
-            address = cluster.agents[f"{role}-0"].url.removeprefix("http://")
-            assert await page.until(CARDS.format(role=role)) == [address]
-        assert await page.evaluate("document.getElementById('readiness').textContent") == "ready"
+        urls = {role: cluster.agents[f"{role}-0"].url for role in ("prefill", "decode")}
+        hosts = {role: url.removeprefix("http://") for role, url in urls.items()}
+        await page.until(f"{AGENTS}.length === 2")
+        assert set(await page.evaluate(AGENTS)) == set(hosts.values())
+        await page.until("document.getElementById('readiness').textContent === 'ready'")
 
         answers = await complete_all(
             cluster.url,
@@ -46,32 +62,62 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
             concurrency=4,
         )
         assert sum(isinstance(answer, Answer) for answer in answers) == 8
-        for chart in range(3):
-            await page.until(
-                f"document.querySelectorAll('svg.chart')[{chart}].querySelector('.main') !== null"
-            )
+        for title in DRAWN:
+            await page.until(f"document.querySelector('.chart[aria-label^=\"{title}\"]').dataset.points > 0")
         await page.until("document.querySelector('#failures td')?.textContent === '404'")
+        assert await page.evaluate("document.getElementById('num-failures').textContent") == (
+            "0 of servers, 1 of clients"
+        )
+        await page.until("document.querySelector('#pairs tbody .number')?.textContent === '8'")
+        pair = await page.evaluate("document.querySelector('#pairs tbody tr').textContent")
+        assert pair.startswith(hosts["decode"] + hosts["prefill"])
+
+        await page.evaluate("document.querySelector('#failures .link').click()")
+        await page.until("document.querySelector('#request')?.textContent.includes('model not found')")
 
         await walk_by_keyboard(page)
         for scheme in ("light", "dark"):
             for width in WIDTHS:
                 await page.resize(width, scheme=scheme)
                 await page.until(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
-                await page.screenshot(tmp_path / f"{scheme}-{width}.png")
+            assert await page.accessibility_problems(AXE) == []
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 20, 27)"
 
         assert not page.complaints
         assert {url.removeprefix(cluster.url).split("/")[1] for url in page.requests} == {"ui"}
 
-        await cluster.agents["decode-0"].stop()
+        await drain_and_undrain(page, hosts["decode"])
+
+        await cluster.agents["decode-0"].stop(signum=signal.SIGKILL)
         await page.until("document.getElementById('readiness').textContent === 'not ready'")
-        await page.until("document.querySelector('.role.decode .cards').children.length === 0")
+        await page.until(f"{STATES}.includes('lost')")
+        assert hosts["decode"] in await page.evaluate(AGENTS), "a killed agent stays in sight"
+        assert await page.evaluate("document.getElementById('lost').textContent") == "1 lost"
+        assert any("lost" in event and hosts["decode"] in event for event in await page.evaluate(EVENTS))
         await cluster.proxy.stop()
         await page.until("document.getElementById('connection').textContent.includes('does not respond')")
 
 
+async def drain_and_undrain(page: Page, host: str) -> None:
+    """By the buttons of the page, which the event log then shows."""
+    for word, state in (("Drain", "drained"), ("Undrain", "ready")):
+        await page.evaluate(f"document.querySelector('[aria-label=\"{word} {host}\"]').click()")
+        await page.until("document.getElementById('drain-dialog').open")
+        await page.evaluate("document.getElementById('drain-go').click()")
+        await page.until("!document.getElementById('drain-dialog').open")
+        row = f"{ROWS}.find((row) => row.textContent.includes({host!r}))"
+        await page.until(f"{row}.querySelector('.pill').textContent === {state!r}")
+        await page.until(f"{EVENTS}.some((event) => event.includes({word.lower() + 'ed'!r}))")
+
+
 async def walk_by_keyboard(page: Page) -> None:
-    """Tab reaches the button, every chart and every node; each does its work from there."""
+    """Tab reaches the buttons, every chart and the tables; each does its work from there."""
+    await page.evaluate("document.querySelector('h1').tabIndex = -1; document.querySelector('h1').focus()")
+    for _ in range(2):
+        await page.press("Tab")
+        assert await page.evaluate(f"{FOCUSED}.parentElement.id") == "windows"
+    await page.press("Enter")
+    assert await page.evaluate(f"{FOCUSED}.getAttribute('aria-pressed')") == "true"
     await page.press("Tab")
     assert await page.evaluate(f"{FOCUSED}.id") == "pause"
     await page.press("Enter")
@@ -79,21 +125,72 @@ async def walk_by_keyboard(page: Page) -> None:
     await page.press("Enter")
     await page.until("document.getElementById('connection').textContent === 'live'")
 
-    for _ in range(4):
+    for chart in range(NUM_CHARTS):
         await page.press("Tab")
-        assert await page.evaluate(f"{FOCUSED}.classList.contains('chart')")
+        assert await page.evaluate(f"{FOCUSED}.classList.contains('chart')"), chart
         await page.press("Home")
         assert "min ago" in await page.evaluate(CHART)
         await page.press("ArrowRight")
         await page.press("Escape")
         assert "ago" not in await page.evaluate(CHART)
 
-    await page.press("Tab")
-    assert await page.evaluate(f"{FOCUSED}.tagName") == "SUMMARY"
+    await page.evaluate("document.querySelector('#nodes th button').focus()")
+    before = await page.evaluate(AGENTS)
     await page.press("Enter")
-    assert await page.evaluate(f"{FOCUSED}.parentElement.open")
+    await page.until("document.querySelector('#nodes th').getAttribute('aria-sort') === 'descending'")
+    assert await page.evaluate(AGENTS) == before[::-1]
+    await page.evaluate("document.querySelector('#nodes .name').focus()")
+    await page.press("Enter")
+    assert await page.evaluate("document.getElementById('node-dialog').open")
     seen = await page.evaluate("document.body.dataset.snapshot")
     await page.until(f"document.body.dataset.snapshot !== {seen!r}")
-    assert await page.evaluate(f"{FOCUSED}.parentElement.open"), (
-        "a new snapshot takes neither focus nor state"
-    )
+    assert await page.evaluate("document.getElementById('node-dialog').open"), "a new snapshot keeps it open"
+    await page.press("Escape")
+    assert await page.evaluate(f"{FOCUSED}.classList.contains('name')"), "and takes no focus"
+
+
+@pytest.mark.timeout(120)
+async def test_two_hundred_agents_cost_little(tmp_path: Path) -> None:
+    """Script takes under a tenth of each second, by the CPU time of the page's thread.
+
+    With API keys, a button asks for an admin's key: the one that the browser attaches is not accepted.
+    """
+    keys = tmp_path / "keys"
+    keys.write_text(f"{ADMIN_KEY} admin\n")
+    async with (
+        running_proxy(ProxyConfig(port=0, discovery_port=0, api_keys=keys)) as proxy,
+        PingingFleet(f"127.0.0.1:{proxy.discovery_port}", 200).pinging() as fleet,
+        open_page(tmp_path / "profile") as page,
+    ):
+        await page.resize(1280)
+        await page.call("Performance.enable", timeDomain="threadTicks")
+        url = f"{proxy.url}/ui"
+        await page.call("Page.navigate", url=url.replace("://", f"://operator:{ADMIN_KEY}@"))
+        await page.until(f"globalThis.document?.body && {AGENTS}.length === 200", timeout_s=30.0)
+        assert await page.evaluate(f"new Set({AGENTS}).size") == 200
+        await page.evaluate(
+            "window.snapshots = 0; new MutationObserver(() => (window.snapshots += 1))"
+            ".observe(document.body, {attributeFilter: ['data-snapshot']})"
+        )
+        first, before = await page.evaluate(SHOWN), await page.metric("ScriptDuration")
+        await page.until(f"window.snapshots >= {MEASURED_SNAPSHOTS}", timeout_s=60.0)
+        last = await page.evaluate(SHOWN)
+        spent = await page.metric("ScriptDuration") - before
+        assert spent / (float(last) - float(first)) < MOST_SCRIPT_S
+
+        name = fleet.name(3)
+        await page.evaluate(f"document.querySelector('[aria-label=\"Drain {name}\"]').click()")
+        for key, error in ((None, "asks for an admin"), ("x" * 16, "not an admin"), (ADMIN_KEY, "")):
+            if key is not None:
+                await page.evaluate(f"document.getElementById('drain-key').value = {key!r}")
+            await page.evaluate("document.getElementById('drain-go').click()")
+            await page.until(f"document.getElementById('drain-error').textContent.includes({error!r})")
+        await page.until("!document.getElementById('drain-dialog').open")
+        await page.until(f"{STATES}.includes('drained')")
+        assert await page.evaluate("document.getElementById('drain-key').value") == ""
+
+        fleet.silent.add(7)
+        await page.until("document.getElementById('lost').textContent === '1 lost'", timeout_s=30.0)
+        await page.evaluate("document.getElementById('lost').click()")
+        assert await page.evaluate(AGENTS) == [fleet.name(7)]
+        assert all("401" in complaint for complaint in page.complaints)

@@ -126,7 +126,8 @@ def test_no_new_options() -> None:
     flags = {option for action in build_parser()._actions for option in action.option_strings}
     assert flags == {
         "-h", "--help", "--config", "--print_config",
-        "--model", "--role", "--served-model-name", "--host", "--port", "--advertise-host", "--control-port",
+        "--model", "--role", "--served-model-name", "--name", "--host", "--port", "--advertise-host",
+        "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",

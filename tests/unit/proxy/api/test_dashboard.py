@@ -8,6 +8,7 @@ import json
 import re
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import pytest
@@ -17,7 +18,8 @@ from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
-from tests.standins.agents import StandInAgent
+from kvferry.proxy.wire.messages import Incarnation, LinkUse, WorkReport
+from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -38,6 +40,9 @@ async def next_snapshot(response: aiohttp.ClientResponse) -> dict[str, Any]:
         ("/ui/", "text/html; charset=utf-8"),
         ("/ui/ui.css", "text/css; charset=utf-8"),
         ("/ui/ui.js", "text/javascript; charset=utf-8"),
+        ("/ui/charts.js", "text/javascript; charset=utf-8"),
+        ("/ui/uPlot.js", "text/javascript; charset=utf-8"),
+        ("/ui/uPlot.css", "text/css; charset=utf-8"),
         ("/ui/icon.svg", "image/svg+xml"),
     ],
 )
@@ -64,10 +69,15 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
     """The policy would block it: better to see it here than as a page that does not work."""
     page = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*\bsrc=)", page)
-    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    links = re.findall(r'(?:src|href)="([^"#]*)"', page)
     assert links and all((FOLDER.parent / link).is_file() for link in links)
-    script = (FOLDER / "ui.js").read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script)
+    scripts = {path.name: path.read_text() for path in FOLDER.glob("*.js")}
+    assert scripts.keys() | {"index.html"} <= dashboard.CONTENT_TYPES.keys(), "all are served"
+    for name, script in scripts.items():
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script), name
+        for imported in re.findall(r'^import .* from "\./(.*)";$', script, re.MULTILINE):
+            assert imported in scripts, name
+    assert "MIT" in (FOLDER / "uPlot.LICENSE").read_text()
 
 
 async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
@@ -117,6 +127,62 @@ async def test_a_request_in_flight_is_shown_in_its_phase(stage: Stage) -> None:
             while not any(snapshot["charts"]["events"]):
                 snapshot = await next_snapshot(response)
             assert any(snapshot["charts"]["ttft_p50"])
+
+
+async def timeline(stage: Stage, request_id: str) -> dict[str, Any]:
+    """Where a request went."""
+    url = aiohttp.client.URL(f"{stage.proxy.url}/ui/requests/{quote(request_id, safe='')}", encoded=True)
+    async with stage.http.get(url) as response:
+        assert response.status == 200
+        assert response.headers["Content-Security-Policy"]
+        return await response.json()
+
+
+async def test_where_a_request_went_is_found_by_its_id(stage: Stage) -> None:
+    """Also while it is under way; and after a retry, why there was one."""
+    lost, _ = await stage.pair(interval_s=0.05)
+    other = await stage.agent("prefill")
+    lost.faults.append(Fault("prefill", "reset"))
+    request, pages = {**BODY, "max_tokens": 20, "stream": True}, []
+    for name in ("of a client/1", "of a client/2"):  # the policy gives one of them to the agent that fails
+        async with stage.post(request, headers={"X-Request-Id": name}) as streaming:
+            await streaming.content.readline()
+            page = await timeline(stage, name)
+            assert (page["status"], page["phases"][-1]["end_s"]) == (None, None)
+            await streaming.read()
+        pages.append(await timeline(stage, name))
+    plain, retried = sorted(pages, key=lambda page: len(page["losses"]))
+    assert (plain["status"], plain["code"], plain["model"], plain["losses"]) == (200, None, "stand-in", [])
+    assert [each["phase"] for each in plain["phases"]] == ["route", "prefill", "decode_wait", "decode"]
+    assert 0.0 < plain["first_text_s"] < plain["total_s"] == plain["phases"][-1]["end_s"]
+    assert [each["prefill"] for each in retried["attempts"]] == [lost.address, other.address]
+    assert [each["phase"] for each in retried["phases"]][:4] == ["route", "prefill", "route", "prefill"]
+    [loss] = retried["losses"]
+    assert lost.address in loss["reason"]
+    async with stage.http.get(f"{stage.proxy.url}/ui/requests/unheard-of") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+
+
+async def test_what_happened_to_agents_stays_in_sight(stage: Stage) -> None:
+    """Issue 22: a killed agent left a page that was all green within ten seconds."""
+    prefill, decode = await stage.pair()
+    async with stage.http.post(f"{stage.proxy.url}/nodes/{decode.incarnation}/drain") as response:
+        assert response.status == 200
+    link = LinkUse(producer=Incarnation(prefill.incarnation), pulls=2)
+    decode.overrides["work"] = WorkReport(pull_bytes=4096, pulls=(0, 2), links=(link,))
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        while not (snapshot := await next_snapshot(response))["pairs"]:
+            pass
+        [pair] = snapshot["pairs"]
+        assert (pair["producer"], pair["consumer"], pair["pulls"]) == (prefill.address, decode.address, 2)
+        assert snapshot["totals"]["pull_bytes"] == 4096
+        await decode.silence()
+        while not (snapshot := await next_snapshot(response))["lost"]:
+            pass
+    assert [each["address"] for each in snapshot["lost"]] == [decode.address]
+    kinds = [event["kind"] for event in snapshot["events"] if event["address"] == decode.address]
+    assert kinds == ["lost", "drained", "joined"]
 
 
 async def test_viewers_share_one_snapshot_per_second(

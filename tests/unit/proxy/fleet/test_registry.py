@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, RejectReason
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
 from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, NodeState, Registry
+from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
 
@@ -329,6 +330,41 @@ def test_an_agent_is_busy_while_it_works_and_more_waits(fields: dict[str, Any], 
     registry.register(registration("decode", 1, **fields), 0.0)
     assert registry.is_busy(Incarnation(f"{1:016x}"), 0.0) == is_busy
     assert not registry.is_busy(Incarnation(f"{1:016x}"), NODE_EXPIRY_S), "it may be dead"
+
+
+def test_what_happens_to_agents_is_recorded() -> None:
+    """Each kind of event once, with the time, and with the text that an operator needs."""
+    registry = Registry(breakers=BreakerSettings(failures=1), rules=AddressRules("10.0.0.0/8"))
+    agent, producer = registration("decode", 1, state="starting"), registration("prefill", 2)
+    incarnation = Incarnation(agent.incarnation)
+    registry.register(producer, 0.0)
+    registry.register(agent, 1.0)
+    for at, fields in ((2.0, {"state": "ready"}), (3.0, {"refusals": {producer.incarnation: "weights"}})):
+        registry.register(registration("decode", 1, index=int(at), **fields), at)
+    registry.connection_refused(incarnation, 3.5)
+    registry.drain(incarnation)
+    registry.drain(incarnation, drained=False)
+    registry.leg_failed(incarnation, 4.0)
+    registry.sent([incarnation], 5.5)
+    registry.leg_succeeded(incarnation)
+    registry.register(registration("decode", 1, index=6, state="draining"), 6.0)
+    registry.bye(incarnation)
+    registry.register(registration("decode", 1, incarnation="new"), 7.0)
+    registry.register(registration("decode", 1, incarnation="newer"), 8.0)
+    registry.register(registration("decode", 3, address="http://1.2.3.4:80"), 8.5)
+    registry.sweep(8.0 + NODE_EXPIRY_S)
+    mine = [event for event in registry.events.latest()[::-1] if event.address == agent.address]
+    kinds = [(event.kind.value, event.at) for event in mine]
+    assert kinds == [
+        ("joined", 1.0), ("ready", 2.0), ("pairing_refused", 3.0),
+        ("connection_refused", 3.5), ("drained", 3.5), ("undrained", 3.5),
+        ("breaker_opened", 4.0), ("breaker_closed", 4.0), ("draining", 6.0),
+        ("left", 6.0), ("joined", 7.0), ("replaced", 8.0),
+        ("joined", 8.0), ("lost", 8.0 + NODE_EXPIRY_S),
+    ]  # fmt: skip
+    assert mine[2].detail == f"{producer.address}: weights"
+    [rejected] = [event for event in registry.events.latest() if event.kind is EventKind.PING_REJECTED]
+    assert (rejected.address, rejected.detail) == ("http://1.2.3.4:80", RejectReason.ADDRESS)
 
 
 def test_who_watches_an_agent_hears_of_its_pings_and_of_its_end() -> None:

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from kvferry.proxy.telemetry.fast_metrics import BucketCounts, quantile
 from kvferry.proxy.telemetry.history import (
+    HOUR_SLICE_S,
     MAX_FAILURES,
+    NUM_HOUR_SLICES,
     NUM_SLICES,
+    QUANTILE_S,
     SLICE_S,
     Failure,
     FailureCount,
     FailureLog,
     History,
 )
-from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.metrics import Metrics, Totals
 
 NOW = 1000.0
 
@@ -57,11 +60,63 @@ def test_what_is_older_than_the_ring_is_not_shown() -> None:
     history.record(metrics.totals(), NOW)
     metrics.events += 6
     metrics.of_model("").ttft.observe(0.1)
-    for number in range(1, NUM_SLICES + 2):
+    for number in range(1, NUM_SLICES + 2 + round(QUANTILE_S / SLICE_S)):  # a quantile is a minute's
         history.record(metrics.totals(), NOW + number * SLICE_S)
     charts = history.charts()
     assert not any(charts.events)
     assert set(charts.ttft_p50) == {None}
+
+
+def test_a_quantile_is_that_of_a_minute() -> None:
+    """A rare request is not the p50 of its two seconds, and is forgotten a minute later."""
+    history, metrics = History(), Metrics()
+    history.record(metrics.totals(), NOW)
+    for _ in range(9):
+        metrics.of_model("").ttft.observe(0.015)
+    history.record(metrics.totals(), NOW + SLICE_S)
+    metrics.of_model("").ttft.observe(1.5)
+    history.record(metrics.totals(), NOW + 2 * SLICE_S)
+    charts = history.charts()
+    assert charts.ttft_p50[-1] == pytest.approx(0.0155, rel=0.05)
+    assert charts.ttft_p95[-1] is not None and 1.0 <= charts.ttft_p95[-1] <= 2.0
+    slices = round(QUANTILE_S / SLICE_S)
+    for number in range(3, slices + 2):
+        history.record(metrics.totals(), NOW + number * SLICE_S)
+    assert history.charts().ttft_p50[-1] == pytest.approx(1.5), "the last minute has only the late one"
+    history.record(metrics.totals(), NOW + (slices + 2) * SLICE_S)
+    assert history.charts().ttft_p50[-1] is None
+
+
+def test_an_hour_is_kept_in_longer_slices() -> None:
+    history, metrics = History(), Metrics()
+    for number in range(4000):  # more than two hours
+        history.record(metrics.totals(), NOW + number * SLICE_S)
+        metrics.events += 10
+    hour = history.hour()
+    assert (hour.slice_s, len(hour.events)) == (HOUR_SLICE_S, NUM_HOUR_SLICES)
+    assert {round(rate, 6) for rate in hour.events} == {10 / SLICE_S}
+    assert len(history.charts().events) == NUM_SLICES
+
+
+def test_errors_of_clients_are_no_failures_of_servers() -> None:
+    history, metrics = History((0.1, 1.0)), Metrics()
+    history.record(metrics.totals(), NOW)
+    for status in (200, 400, 404, 429, 499, 500, 502):
+        metrics.ended("completions", status)
+    metrics.retries.labels("prefill").inc()
+    metrics.retries.labels("decode").inc()
+    metrics.migrations.inc()
+    metrics.queue_length.set(7)
+    agents = Totals(pulls=[0, 4, 0], pull_bytes=4096, recomputes=1, prompt_tokens=100, cached_tokens=25)
+    history.record(metrics.totals().plus(agents), NOW + 1.0 * SLICE_S)
+    charts = history.charts()
+    errors = (charts.client_errors, charts.server_errors, charts.rejected)
+    assert [each[-1] * SLICE_S for each in errors] == [2, 2, 1]
+    assert [charts.retries[-1] * SLICE_S, charts.migrations[-1] * SLICE_S] == [2, 1]
+    assert charts.queued[-1] == 7, "not a rate"
+    assert charts.pull_p50[-1] == pytest.approx(0.55)
+    assert charts.pull_bytes[-1] == 4096 / SLICE_S
+    assert charts.cached[-1] == 0.25
 
 
 def test_two_snapshots_at_one_moment_are_one() -> None:

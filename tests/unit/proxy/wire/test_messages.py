@@ -17,6 +17,31 @@ def test_agents_messages_make_the_round_trip(message: wire.AgentMessage) -> None
     assert wire.decode_agent_message(wire.encode(message)) == message
 
 
+def test_work_is_optional() -> None:
+    body = msgpack.unpackb(wire.encode(registration("decode", 1, v=3)))
+    del body["work"]
+    message = wire.decode_agent_message(msgpack.packb(body))
+    assert isinstance(message, wire.Register) and message.work is None
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        {"pull_bytes": -1},
+        {"pull_bytes": 2**63},
+        {"pulls": [0] * (len(wire.PULL_BUCKETS) + 2)},
+        {"failures": {str(number): 1 for number in range(wire.MAX_REASONS + 1)}},
+        {"links": [{"producer": "p"}] * (wire.MAX_LINKS + 1)},
+        {"links": [{"producer": "p", "seconds": float("nan")}]},
+        {"links": [{"producer": "p", "backend": "x" * (wire.MAX_TEXT_CHARS + 1)}]},
+    ],
+)
+def test_work_beyond_its_bounds_is_a_bad_frame(work: dict[str, object]) -> None:
+    body = msgpack.unpackb(wire.encode(registration("decode", 1, v=3))) | {"work": work}
+    with pytest.raises(wire.BadFrame, match="work"):
+        wire.decode_agent_message(msgpack.packb(body))
+
+
 def test_max_running_is_optional() -> None:
     """Agents from before the field existed stay welcome."""
     body = msgpack.unpackb(wire.encode(registration("decode", 1)))
@@ -47,17 +72,24 @@ def test_a_wrong_field_is_a_bad_frame(change: dict[str, object]) -> None:
 
 def test_fields_that_a_newer_agent_adds_are_ignored_from_version_3_on() -> None:
     """An agent that says more than this proxy knows must stay in its rotation."""
-    said = registration("decode", 1, v=3, control_versions=(2, 4))
+    link = wire.LinkUse(producer=wire.Incarnation("p"), pulls=1)
+    work = wire.WorkReport(recomputes=1, links=(link,))
+    said = registration("decode", 1, v=3, control_versions=(2, 4), name="d", work=work)
     body = msgpack.unpackb(wire.encode(said))
-    body |= {"news": 1, "load": body["load"] | {"news": [2]}}
+    links = [each | {"news": 3} for each in body["work"]["links"]]
+    body |= {
+        "news": 1,
+        "load": body["load"] | {"news": [2]},
+        "work": body["work"] | {"news": 4, "links": links},
+    }
     assert wire.decode_agent_message(msgpack.packb(body)) == said
 
 
 def test_version_2_is_sent_without_what_came_later() -> None:
     """A proxy of that version takes a field that it does not know for a mistake."""
-    said = registration("decode", 1, control_versions=(2, 4))
+    said = registration("decode", 1, control_versions=(2, 4), name="d", work=wire.WorkReport(recomputes=1))
     body = msgpack.unpackb(wire.encode(said))
-    assert "control_versions" not in body
+    assert not {"control_versions", "name", "work"} & body.keys()
     assert wire.decode_agent_message(msgpack.packb(body)) == registration("decode", 1)
     with pytest.raises(wire.BadFrame, match="control_versions"):
         wire.decode_agent_message(msgpack.packb(body | {"control_versions": [2, 4]}))

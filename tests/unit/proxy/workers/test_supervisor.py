@@ -22,6 +22,7 @@ from kvferry.proxy.fleet.router import NoPair
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers import supervisor as supervisor_module
@@ -86,7 +87,7 @@ class Office:
         assert isinstance(start, Start)
         metrics, failures = Metrics(), FailureLog()
         fleet = Fleet(FleetSettings(), metrics, asyncio.get_running_loop().time)
-        worker = Worker(channel, fleet, metrics, failures, StopRequest(1.0))
+        worker = Worker(channel, fleet, metrics, failures, Timelines(), StopRequest(1.0))
         worker.learn(start)
         supervisor._workers.add(session)
 
@@ -156,6 +157,31 @@ async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office
     await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 3)
     office.registry.bye(Incarnation(another.incarnation))
     await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 2)
+
+
+async def test_where_a_request_went_is_found_whichever_worker_has_served_it(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    other.worker._timelines.begin("r", "completions", 0.0).enter("route", 0.0)
+    for process in (one, other):
+        page = await process.worker.timeline("r")
+        assert (page.status, msgspec.json.decode(page.body)["request_id"]) == (200, "r")
+    assert (await one.worker.timeline("unheard-of")).status == 404
+    other.die()
+    await until(lambda: not other.session.is_listening)
+    assert (await one.worker.timeline("r")).status == 404
+
+
+async def test_what_one_worker_finds_out_of_an_agent_outlives_the_worker(office: Office) -> None:
+    process = await office.process()
+    process.fleet.connection_refused(DECODE_ID)
+    for _ in range(2):
+        page = msgspec.json.decode((await process.worker.page("dashboard")).body)
+        kinds = [(event["kind"], event["agent"]) for event in page["events"]]
+        assert kinds[0] == ("connection_refused", DECODE_ID)
+        assert kinds.count(("joined", DECODE_ID)) == 1, "each worker sees it join, the supervisor says so"
+        process.die()
+        await until(lambda: not office.supervisor._workers)
+        process = await office.process()
 
 
 async def test_a_registration_that_is_refused_reaches_no_worker(office: Office) -> None:
