@@ -80,7 +80,7 @@ test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 
 	$(BIN)/python -m tests.system.vllm.install .venv-vllm
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
 
-test-deploy: $(STAMP) ## how it is deployed: the Helm chart, three Ray nodes; gets Helm, schemas and Ray first
+test-deploy: $(STAMP) ## how it is deployed: the Helm chart, systemd units, three Ray nodes; gets Helm, schemas and Ray first
 	$(BIN)/python -m tests.deploy.install build/deploy
 	$(PIP_INSTALL) --editable '.[ray]'
 	$(BIN)/pytest -rs tests/deploy

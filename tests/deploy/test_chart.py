@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,17 @@ def test_a_disaggregated_set_is_taken_where_the_cluster_has_it() -> None:
     has = ("--api-versions", "disaggregatedset.x-k8s.io/v1/DisaggregatedSet")
     assert "DisaggregatedSet" not in {each["kind"] for each in render(*SECURE)}
     assert "DisaggregatedSet" in {each["kind"] for each in render(*SECURE, *has)}
+
+
+def test_the_command_of_the_page_installs_the_chart() -> None:
+    """With `template` in place of what needs a cluster."""
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
+    [line] = re.findall(r"^helm upgrade --install (.*)$", page, flags=re.MULTILINE)
+    done = subprocess.run(
+        [HELM, "template", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "registry.example/kvferry" in done.stdout
 
 
 def test_agents_find_the_proxies_by_the_name_of_the_headless_service() -> None:

@@ -36,6 +36,7 @@ from kvferry.proxy.wire.flags import parse_flags
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SECURITY = (ROOT / "docs" / "security.md").read_text()
+BIN = r"(\.venv|/opt/kvferry)/bin/"
 PORTS = ("10001", "36367", "8000", "8001", "6301", "6302")
 # `make test` is what runs this file.
 TARGETS = {"make demo", "make test", "make bench-proxy"}
@@ -192,10 +193,10 @@ def blocks(page: Path) -> str:
 def documented() -> list[tuple[str, str]]:
     """Return the `kvferry` commands of all pages, each with its page."""
     return [
-        (page.relative_to(ROOT).as_posix(), line.strip().removeprefix(".venv/bin/"))
+        (page.relative_to(ROOT).as_posix(), re.sub(BIN, "", line.strip()))
         for page in PAGES
         for line in blocks(page).splitlines()
-        if re.match(r"(\.venv/bin/)?kvferry ", line.strip())
+        if re.match(rf"({BIN})?kvferry ", line.strip())
     ]
 
 
