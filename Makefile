@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
-	dialect-table model-table field-table lifecycles reference dashboards site train clean
+	dialect-table model-table field-table prefix-table lifecycles reference dashboards site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -163,6 +163,9 @@ dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date
 
 model-table: $(STAMP) ## bring the tables in docs/models.md up to date with the tests
 	$(BIN)/python -m tests.unit.agent.worker.model_table --write
+
+prefix-table: $(STAMP) ## run the conversation of docs/prefix-reuse.md and bring its table up to date
+	$(BIN)/python -m tests.bench.prefix_reuse --write
 
 field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the code
 	$(BIN)/python -m tests.unit.agent.api.field_table --write

@@ -50,6 +50,9 @@ class ProxyConfig:
             decode agent alone; 0 splits every request.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
+        prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
+            pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
+            than compute them again; 0 disables this.
         prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
         decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
         queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
@@ -99,6 +102,7 @@ class ProxyConfig:
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
     stream_pull_min_tokens: int | None = None
+    prefix_pull_min_tokens: int = 128
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024
@@ -145,7 +149,14 @@ class ProxyConfig:
             raise ValueError("tls_cert and tls_key must be given together")
         AddressRules(self.allow_address)
         CorsPolicy(self.cors_origins)
-        for name in ("retries", "migrations", "split_min_tokens", "stream_pull_min_tokens", "queue_limit"):
+        for name in (
+            "retries",
+            "migrations",
+            "split_min_tokens",
+            "stream_pull_min_tokens",
+            "prefix_pull_min_tokens",
+            "queue_limit",
+        ):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 

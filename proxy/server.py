@@ -276,6 +276,7 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
         decode_limit=config.decode_limit,
         split_min_tokens=config.split_min_tokens,
         stream_pull_min_tokens=config.stream_pull_min_tokens,
+        prefix_pull_min_tokens=config.prefix_pull_min_tokens,
         queue_limit=config.queue_limit,
     )
 

@@ -72,6 +72,14 @@ class SchedulerConnector:
         """
         self._producer.register(TransferId(transfer_id), block_ids, num_tokens, ids_hash, timeout_s)
 
+    def lend(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+        """Answer `LoanRequested` with a lease over blocks that are computed on every rank, or with no blocks.
+
+        True if there is a lease: the blocks are pinned from now on, and `LeaseEnded` follows. `ids_hash` and
+        `num_tokens` are sent to the reader.
+        """
+        return self._producer.lend(TransferId(transfer_id), block_ids, num_tokens, ids_hash)
+
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
         """Make the first blocks readable: they are computed on every rank, device work included."""
         self._producer.advance(TransferId(transfer_id), readable_blocks)
@@ -132,6 +140,21 @@ class SchedulerConnector:
             TransferId(transfer_id), remote, block_ids, first_block, timeout_s, ids_hash, fill_s
         )
 
+    def pull_prefix(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        timeout_s: float,
+    ) -> None:
+        """Ask a peer for the blocks of its prefix cache that have these hashes, and read them into ours.
+
+        Both are of consecutive blocks of a prompt. Ends like a pull, with the same proof: `PullDone` says how
+        many of the first blocks are here. Raises `DuplicateTransfer`.
+        """
+        self._consumer.pull_prefix(TransferId(transfer_id), remote, block_ids, hashes, timeout_s)
+
     def cancel(self, transfer_id: str) -> None:
         """Cancel a pull or a hold, and let the producer free its blocks.
 
@@ -163,6 +186,10 @@ class SchedulerConnector:
             handshakes=producer.handshakes + consumer.handshakes,
             bad_frames=producer.bad_frames,
             refusals=consumer.refusals,
+            prefix_loans=producer.loans,
+            prefix_pulls=consumer.prefix_pulls,
+            prefix_pull_bytes=consumer.prefix_pull_bytes,
+            prefix_pull_failures=dict(consumer.prefix_pull_failures),
             rebuilds=consumer.rebuilds,
         )
 

@@ -28,11 +28,22 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
     cause: LeaseEndCause
 
 
+class LoanRequested(msgspec.Struct, frozen=True, kw_only=True):
+    """Producer: a peer asks for blocks of our prefix cache, by the hashes of a prompt's consecutive blocks.
+
+    To be answered by `SchedulerConnector.lend`, soon.
+    """
+
+    transfer_id: str
+    hashes: tuple[bytes, ...]
+
+
 class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     """Consumer: the prompt's KV is here and proven right; decoding may start.
 
     `wait_s` is from `pull` to the first read, `pull_s` from there to the proof; `tail_s` is the part of it
-    after the producer said that the prompt is ready, and `early_blocks` were here before that.
+    after the producer said that the prompt is ready, and `early_blocks` were here before that. `num_blocks`
+    were pulled: of another agent's prefix cache maybe fewer than were asked for, or none.
     """
 
     transfer_id: str
@@ -43,6 +54,7 @@ class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     pull_s: float
     tail_s: float = 0.0
     early_blocks: int = 0
+    num_blocks: int = 0
     first_tokens: SampledTokens | None = None
 
 
@@ -68,7 +80,7 @@ class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
 
 
-PlaneEvent = LeaseEnded | PullDone | PullFailed | PullQuiescent
+PlaneEvent = LeaseEnded | LoanRequested | PullDone | PullFailed | PullQuiescent
 
 
 class PullTimes(msgspec.Struct, kw_only=True):
@@ -108,5 +120,11 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pulls that ended well and had blocks before the producer had computed all of them."""
     refusals: dict[str, str] = {}
     """Producers that we do not fit, by incarnation, and why: the field, their value and ours."""
+    prefix_loans: int = 0
+    """Leases granted over blocks of our prefix cache."""
+    prefix_pulls: int = 0
+    """Prefixes that peers were asked for; bytes and failures are of those alone, not of pulls."""
+    prefix_pull_bytes: int = 0
+    prefix_pull_failures: dict[str, int] = {}
     rebuilds: int = 0
     """Transfer engines rebuilt: for a quarantine too long or too large, or a peer out of reach."""

@@ -12,6 +12,8 @@ from kvferry.transfer.layout import KVGeometry
 
 MAX_STAGED = 1024
 """Readers that may wait for prefills which have not begun."""
+MAX_LOAN_BLOCKS = 1 << 14
+"""Blocks asked for at once of another agent's prefix cache: those of the longest contexts that there are."""
 
 
 class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,7 @@ class PlaneConfig:
         host_id: Identity of the host, for backends that work within one only.
         rank_addresses: Where this agent's ranks listen, in order of rank, as paths of Unix sockets.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
+        lends_prefixes: Our scheduler answers `LoanRequested`; else nothing of our prefix cache is lent.
         max_staged: Readers that may wait for prefills which have not begun.
         curve_secret: CURVE secret key (Z85) of the control channel: only agents with the same key connect.
     """
@@ -59,6 +62,7 @@ class PlaneConfig:
     host_id: str
     rank_addresses: tuple[Path, ...]
     verify_kv: bool = False
+    lends_prefixes: bool = False
     max_staged: int = MAX_STAGED
     curve_secret: str | None = field(default=None, repr=False)
 

@@ -232,6 +232,7 @@ class Frontend:
             timeout_s=REQUEST_TIMEOUT_S,
             produce=request.produce,
             remote=request.remote,
+            prefix_source=request.prefix_source,
             resumed=kv.resumed_choices(request.resume) if kv and request.remote else (),
             cache_salt=request.cache_salt,
         )
@@ -337,6 +338,7 @@ class Frontend:
             want_timing=bool(body.kvferry_timing),
             produce=kv.transfer_id if kv and kv.do_remote_decode else None,
             remote=kv.remote(len(prompt_ids)) if kv and kv.do_remote_prefill else None,
+            prefix_source=kv.prefix_source.source() if kv and kv.prefix_source else None,
             first_tokens=tuple(kv.first_tokens or ()) if kv else (),
             remote_cached_tokens=(kv.remote_cached_tokens or 0) if kv else 0,
             resume=tuple(body.resume or ()),

@@ -21,6 +21,7 @@ from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import AnswerId, AnswerKind
 from kvferry.agent.messages.requests import (
     FinishReason,
+    PrefixSource,
     PromptLogprob,
     RemoteKV,
     SamplingParams,
@@ -33,7 +34,8 @@ from kvferry.proxy.wire.kv_params import FirstToken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request, validated and resolved. `produce` and `remote` are as in `messages.Submit`.
+    """One request, validated and resolved. `produce`, `remote` and `prefix_source` are as in
+    `messages.Submit`.
 
     `first_tokens` are those that a prefill leg has returned, one per choice; `remote_cached_tokens` is how
     much of the prompt that leg found in its prefix cache. `resume` is what a broken stream had shown of each
@@ -56,6 +58,7 @@ class GenerationRequest:
     want_timing: bool = False
     produce: str | None = None
     remote: RemoteKV | None = None
+    prefix_source: PrefixSource | None = None
     first_tokens: tuple[FirstToken, ...] = ()
     remote_cached_tokens: int = 0
     resume: tuple[Resume, ...] = ()

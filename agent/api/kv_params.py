@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, is_plain_id
-from kvferry.agent.messages.requests import RemoteKV, ResumedChoice
+from kvferry.agent.messages.requests import PrefixSource, RemoteKV, ResumedChoice
 from kvferry.proxy.wire.kv_params import FirstToken, TokenId
 from kvferry.transfer.plane import RemotePrompt
 
@@ -35,11 +35,30 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] | None = None
 
 
+class PrefixSourceParams(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent that may have the KV of the prompt's beginning (`messages.PrefixSource`)."""
+
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_tp_size: _Count
+    min_tokens: _Count
+
+    def source(self) -> PrefixSource:
+        return PrefixSource(
+            engine_id=self.remote_engine_id,
+            host=self.remote_host,
+            port=self.remote_port,
+            tp_size=self.remote_tp_size,
+            min_tokens=self.min_tokens,
+        )
+
+
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Both directions in one map: a prefill leg sets `do_remote_decode`, a decode leg `do_remote_prefill`.
 
     A decode leg with `streamed` was sent beside its prefill leg: it encodes the prompt itself, and its pull
-    brings the first tokens.
+    brings the first tokens. A prefill leg may take the prompt's beginning from `prefix_source`.
     """
 
     do_remote_decode: bool = False
@@ -56,6 +75,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_cached_tokens: Annotated[int, Meta(ge=0)] | None = None
     first_tokens: list[FirstToken] | None = None
     prompt_token_ids: list[TokenId] | None = None
+    prefix_source: PrefixSourceParams | None = None
 
     def check(self, num_choices: int, stream: bool) -> None:
         """Raise `ApiError` 400 where fields that belong together are not all there."""

@@ -23,9 +23,10 @@ _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 _STATUSES = (200, 400, 404, 413, 499, 500, 503)
-_PHASES = ("queue", "prefill", "pull_wait", "pull", "pull_tail", "decode_queue", "first_step")
+_PHASES = ("queue", "prefix_pull", "prefill", "pull_wait", "pull", "pull_tail", "decode_queue", "first_step")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _LEASE_CAUSES = ("released", "expired", "dropped", "failed")
+_PROMPT_SOURCES = ("computed", "cached", "pulled", "pulled_prefix")
 
 
 class AgentMetrics:
@@ -195,6 +196,21 @@ class _EngineCollector(Collector):
             ),
             ("transfer_rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
             ("transfer_handshakes", "Handshakes with other agents.", plane.handshakes),
+            (
+                "transfer_prefix_loans",
+                "Times that part of the prefix cache was lent to another agent.",
+                plane.prefix_loans,
+            ),
+            (
+                "transfer_prefix_pulls",
+                "Times that another agent was asked for part of its cache.",
+                plane.prefix_pulls,
+            ),
+            (
+                "transfer_prefix_pull_bytes",
+                "Bytes of KV so pulled, apart from other pulls.",
+                plane.prefix_pull_bytes,
+            ),
         ):
             yield CounterMetricFamily(f"kvferry_{name}", text, value)
         for name, text, label, values, counts in (
@@ -204,6 +220,20 @@ class _EngineCollector(Collector):
                 "reason",
                 PULL_FAILURE_REASONS,
                 plane.pull_failures,
+            ),
+            (
+                "transfer_prefix_pull_failures",
+                "Pulls from another agent's cache that failed, by reason.",
+                "reason",
+                PULL_FAILURE_REASONS,
+                plane.prefix_pull_failures,
+            ),
+            (
+                "agent_prompt_tokens_by_source",
+                "Prompt tokens by where their KV came from.",
+                "source",
+                _PROMPT_SOURCES,
+                stats.prompt_tokens,
             ),
             (
                 "transfer_leases_ended",

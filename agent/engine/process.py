@@ -234,6 +234,7 @@ class Engine:
             blocks_total=self._allocator.num_blocks,
             preemptions=counters.preemptions,
             recomputes=counters.recomputes,
+            prompt_tokens=dict(counters.prompt_tokens),
             integrity_errors=self._integrity_errors,
             plane=plane,
             work=self._scheduler.work.work(plane.leases_ended.get("expired", 0)),
@@ -273,6 +274,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         host_id=host_id(),
         rank_addresses=tuple(transfer_address(run_dir, rank) for rank in range(config.tp)),
         verify_kv=config.verify_kv,
+        lends_prefixes=config.prefix_cache,
         curve_secret=boot.curve_secret,
     )
 

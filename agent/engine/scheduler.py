@@ -15,7 +15,7 @@ depend on the batch (I4).
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
+from kvferry.agent.engine.prefix_transfers import PrefixOutcome, PrefixTransfers
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed
+from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 
 
@@ -44,6 +45,9 @@ class SchedulerCounters:
     steps: int = 0
     preemptions: int = 0
     recomputes: int = 0
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """By where their KV came from: computed here (again after a preemption), cached here, pulled from the
+    request's prefill agent, or as a prefix from another agent's cache (`pulled_prefix`)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +75,7 @@ class Scheduler:
         self._kv_cache = KVCacheManager(limits, allocator)
         self.work = WorkCounts()
         self._transfers = TransferLedger(limits, allocator, connector, self.work)
+        self._prefixes = PrefixTransfers(limits, allocator, connector)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -86,7 +91,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._transfers.pulling())
+        return len(self._waiting) + len(self._awaiting_kv())
 
     @property
     def is_idle(self) -> bool:
@@ -107,7 +112,9 @@ class Scheduler:
         sequences = [seq for request in self._requests.values() for seq in request.sequences.values()]
         held = [seq.blocks for seq in sequences]
         copied = [[source for source, _ in self._plan.copies]] if self._plan else []
-        self._allocator.check_integrity([*held, *copied, *self._transfers.holders()])
+        self._allocator.check_integrity(
+            [*held, *copied, *self._transfers.holders(), *self._prefixes.holders()]
+        )
 
     # Requests.
 
@@ -179,15 +186,37 @@ class Scheduler:
     def handle_event(self, event: PlaneEvent, now: float) -> None:
         """Act on what the transfer plane reports."""
         if isinstance(event, LeaseEnded):
+            self._prefixes.loan_ended(event)
             request = self._transfers.lease_ended(event)
             if request is not None:
                 self._fail(request, 409, "transfer_dropped", f"The KV transfer was {event.cause}.")
+        elif isinstance(event, LoanRequested):
+            self._prefixes.lend(event, reserve=self._num_growing())
         elif isinstance(event, PullDone):
+            self._prefix_ended(self._prefixes.arrived(event), now)
             self._pull_ended(self._transfers.pull_done(event), now)
         elif isinstance(event, PullFailed):
+            self._prefix_ended(self._prefixes.failed(event), now)
             self._pull_ended(self._transfers.pull_failed(event), now)
         else:
+            self._prefixes.quiescent(event.transfer_id)
             self._transfers.pull_quiescent(event.transfer_id)
+
+    def _prefix_ended(self, outcome: PrefixOutcome | None, now: float) -> None:
+        """Compute the prompt from the end of its proven prefix on; after a failure begin anew."""
+        if outcome is None:
+            return
+        sequence, request = outcome.sequence, outcome.sequence.request
+        request.note_prefix_pull(now)
+        if outcome.failure is not None:
+            self._requeue(sequence)
+            return
+        self._kv_cache.remember(sequence)
+        request.cached_tokens = sequence.num_computed
+        self.counters.prompt_tokens["pulled_prefix"] += request.prefix_tokens
+        if self._open_lease(sequence, now):
+            sequence.transition(SequenceState.RUNNING)
+            self._running.append(sequence)
 
     def _pull_ended(self, outcome: PullOutcome | None, now: float) -> None:
         """Decode from the pulled KV; else compute the prompt here, or fail the request."""
@@ -198,6 +227,7 @@ class Scheduler:
             sequence.transition(SequenceState.RUNNING)
             self._running.append(sequence)
             self._kv_cache.remember(sequence)
+            self.counters.prompt_tokens["pulled"] += outcome.num_tokens
             self._prompt_done(sequence, now)
         elif self._limits.recompute_on_pull_failure:
             self.counters.recomputes += 1
@@ -322,30 +352,52 @@ class Scheduler:
         """
         while self._waiting and not plan.preempted and self._fits(plan, self._limits.prefill_chunk):
             sequence = self._waiting[0]
-            slots = sum(seq.num_slots for seq in [*self._running, *self._transfers.pulling()])
+            slots = sum(seq.num_slots for seq in [*self._running, *self._awaiting_kv()])
             if slots + sequence.num_slots > self._limits.max_num_seqs:
                 return
-            growing = sum(1 for seq in self._running if not seq.request.produces)
-            if not self._kv_cache.allocate(sequence, reserve=growing):
+            if not self._kv_cache.allocate(sequence, reserve=self._num_growing()):
                 return
-            if sequence.request.produces:
-                try:
-                    self._transfers.open_lease(sequence, now)
-                except DuplicateTransfer:
-                    message = "This transfer id was used before."
-                    self._fail(sequence.request, 409, "duplicate_transfer", message)
-                    continue
+            pulls_prefix = self._prefixes.wants(sequence)
+            if sequence.request.produces and not pulls_prefix and not self._open_lease(sequence, now):
+                continue
             self._waiting.popleft()
-            self._start(plan, sequence, now)
+            self._note_admission(sequence, now)
+            if pulls_prefix:
+                sequence.transition(SequenceState.WAITING_FOR_REMOTE_KV)
+                self._prefixes.start_pull(sequence, now)
+            else:
+                self._start(plan, sequence, now)
 
-    def _start(self, plan: _Plan, sequence: Sequence, now: float) -> None:
-        """Set an admitted sequence to work: pull, compute, or go straight to decoding."""
+    def _awaiting_kv(self) -> list[Sequence]:
+        """Sequences that wait for KV of another agent."""
+        return [*self._transfers.pulling(), *self._prefixes.waiting()]
+
+    def _num_growing(self) -> int:
+        """How many running sequences may need another block."""
+        return sum(1 for seq in self._running if not seq.request.produces)
+
+    def _open_lease(self, sequence: Sequence, now: float) -> bool:
+        """Lease a produced prompt's blocks, in which its KV is going to be. False: the request has failed."""
+        try:
+            self._transfers.open_lease(sequence, now)
+        except DuplicateTransfer:
+            message = "This transfer id was used before."
+            self._fail(sequence.request, 409, "duplicate_transfer", message)
+            return False
+        return True
+
+    def _note_admission(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         if request.clock.admitted is None:
             request.clock.admitted = now
             request.cached_tokens = min(sequence.num_computed, request.prompt_len)
             if not request.pulls:
                 self.work.prompt(request.prompt_len, request.cached_tokens)
+            self.counters.prompt_tokens["cached"] += request.cached_tokens
+
+    def _start(self, plan: _Plan, sequence: Sequence, now: float) -> None:
+        """Set an admitted sequence to work: pull, compute, or go straight to decoding."""
+        request = sequence.request
         if request.pulls and not request.forked:
             if sequence.num_computed < request.prompt_len:
                 sequence.transition(SequenceState.WAITING_FOR_REMOTE_KV)
@@ -387,6 +439,8 @@ class Scheduler:
         request = sequence.request
         if sequence.is_decoding and request.clock.first_decoded is None:
             request.clock.first_decoded = now
+        in_prompt = min(end, request.prompt_len) - sequence.num_computed
+        self.counters.prompt_tokens["computed"] += max(in_prompt, 0)
         sequence.num_computed = end
         self._kv_cache.remember(sequence)
         if not request.forked:
@@ -456,6 +510,7 @@ class Scheduler:
         """Forget a request: its lease is withdrawn and its pull abandoned before its blocks are freed."""
         self._forget(request)
         if request.produces:
+            self._prefixes.abandon(request)
             self._transfers.withdraw(request)
         if request.pulls and not request.forked:
             self._transfers.abandon_pull(request)

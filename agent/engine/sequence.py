@@ -14,6 +14,7 @@ from kvferry.agent.engine.blocks import BlockHash, hash_blocks
 from kvferry.agent.messages.requests import (
     FinishReason,
     Output,
+    PrefixSource,
     PromptLogprob,
     ResumedChoice,
     Submit,
@@ -198,8 +199,9 @@ class Request:
 
     Until its prompt is in the pool it has one sequence, the trunk; then the unfinished choices fork from it.
     `resumed` is what the choices had on arrival; `pending_output` are tokens that another engine sampled, to
-    be sent to the API process once the prompt is here, and `prompt_logprobs` with the first tokens. Ranks
-    know the request by `key`, once it is `described` to them.
+    be sent to the API process once the prompt is here, and `prompt_logprobs` with the first tokens.
+    `prefix_source` is whom to ask for the prompt's beginning, None once that is over; `prefix_pull` is the
+    transfer by which it comes. Ranks know the request by `key`, once it is `described` to them.
     """
 
     submit: Submit
@@ -212,6 +214,9 @@ class Request:
     recomputed: bool = False
     preempted: bool = False
     cached_tokens: int | None = None
+    prefix_source: PrefixSource | None = field(init=False)
+    prefix_pull: str | None = None
+    prefix_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
     stop_ids: frozenset[int] = field(init=False)
     resumed: tuple[ResumedChoice, ...] = field(init=False)
@@ -220,6 +225,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.resumed = self.submit.resumed
+        self.prefix_source = self.submit.prefix_source if self.produces else None
         self.stop_ids = frozenset(self.submit.sampling.stop_token_ids)
 
     @property
@@ -269,6 +275,11 @@ class Request:
         trunk.index, outputs = next(iter(self.unfinished_choices().items()))
         trunk.tokens = [*self.submit.prompt_ids, *outputs]
         self.sequences = {trunk.index: trunk}
+
+    def note_prefix_pull(self, now: float) -> None:
+        """Its prefix is here, or does not come; it was asked for on admission."""
+        spent = _between(self.clock.admitted, now)
+        self.timing = msgspec.structs.replace(self.timing, prefix_pull_s=spent)
 
     def describe(self) -> SamplingSetup:
         """Return what the ranks must know before the request's first row; it must be sent."""
@@ -325,10 +336,11 @@ class Request:
         """Return where the time went; a stage that did not happen took none."""
         clock = self.clock
         pulled = self.submit.remote is not None and not self.recomputed
+        prefill_s = _between(clock.admitted, clock.prompt_done) - self.timing.prefix_pull_s
         return msgspec.structs.replace(
             self.timing,
             queue_s=_between(clock.arrived, clock.admitted),
-            prefill_s=0.0 if pulled else _between(clock.admitted, clock.prompt_done),
+            prefill_s=0.0 if pulled else prefill_s,
             decode_queue_s=_between(clock.prompt_done, clock.first_step),
             first_step_s=_between(clock.first_step, clock.first_decoded),
             prompt_done_at=clock.prompt_done,

@@ -47,6 +47,8 @@ class PullOutcome:
 
     sequence: Sequence
     failure: str | None = None
+    num_tokens: int = 0
+    """Of the prompt, pulled: all that was not cached."""
 
 
 class TransferLedger:
@@ -198,7 +200,8 @@ class TransferLedger:
             pull_descriptors=event.descriptors,
             backend=event.backend,
         )
-        return PullOutcome(sequence)
+        cached = len(pull.shared) * self._limits.block_size
+        return PullOutcome(sequence, num_tokens=request.prompt_len - cached)
 
     def pull_failed(self, event: PullFailed) -> PullOutcome | None:
         """Free the blocks, through quarantine if a write may still come; None if no sequence waits."""

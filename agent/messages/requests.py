@@ -72,10 +72,34 @@ class RemoteKV(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool = False
 
 
+class PrefixSource(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent that may have the KV of the prompt's beginning in its prefix cache, and where it is asked.
+
+    Fewer than `min_tokens` that are missing here are not worth asking for.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    min_tokens: int = 1
+
+    def agent(self, num_tokens: int) -> RemotePrompt:
+        """Return how the transfer plane addresses it, for so many tokens at most."""
+        return RemotePrompt(
+            engine_id=self.engine_id,
+            host=self.host,
+            port=self.port,
+            num_tokens=num_tokens,
+            tp_size=self.tp_size,
+        )
+
+
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """One request. `produce` names the transfer under which the prompt's KV is to be leased after one token;
     `remote` says where to pull the prompt's KV from. At most one of the two; neither means a local request.
-    Prefixes are shared only among requests with one `cache_salt`.
+    Prefixes are shared only among requests with one `cache_salt`. `prefix_source` is whom to ask for the
+    beginning of a prompt that is produced.
     """
 
     request_id: str
@@ -86,6 +110,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     remote: RemoteKV | None = None
     resumed: tuple[ResumedChoice, ...] = ()
     cache_salt: str = ""
+    prefix_source: PrefixSource | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -148,12 +173,14 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request's time went, in seconds, and what its KV transfer moved.
 
-    `pull_tail_s` is the part of `pull_s` after the prefill had ended; `pull_early_blocks` were here before
-    that. `prompt_done_at` (when its KV was computed or pulled) and `first_step_at` are readings of
-    the monotonic clock, which all processes of a host share.
+    `prefix_pull_s` was spent on getting `prefix_tokens` of the prompt's beginning from another agent's prefix
+    cache, before it was computed. `pull_tail_s` is the part of `pull_s` after the prefill had ended;
+    `pull_early_blocks` were here before that. `prompt_done_at` (when its KV was computed or pulled) and
+    `first_step_at` are readings of the monotonic clock, which all processes of a host share.
     """
 
     queue_s: float = 0.0
+    prefix_pull_s: float = 0.0
     prefill_s: float = 0.0
     pull_wait_s: float = 0.0
     pull_s: float = 0.0
@@ -163,6 +190,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int = 0
     pull_descriptors: int = 0
     pull_early_blocks: int = 0
+    prefix_pull_bytes: int = 0
+    prefix_tokens: int = 0
     prompt_done_at: float | None = None
     first_step_at: float | None = None
     backend: str | None = None
@@ -176,6 +205,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         """
         seconds = {
             "queue": self.queue_s,
+            "prefix_pull": self.prefix_pull_s,
             "prefill": self.prefill_s,
             "pull_wait": self.pull_wait_s,
             "pull": self.pull_s,
@@ -183,6 +213,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
             "decode_queue": self.decode_queue_s,
             "first_step": self.first_step_s,
         }
+        if not self.prefix_pull_s:
+            del seconds["prefix_pull"]
         if not self.prefill_s:
             del seconds["prefill"]
         if self.first_step_at is None:
@@ -259,6 +291,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     blocks_total: int
     preemptions: int
     recomputes: int
+    prompt_tokens: dict[str, int] = {}
+    """Prompt tokens by where their KV came from (`SchedulerCounters.prompt_tokens`)."""
     integrity_errors: int
     plane: PlaneStats
     work: WorkReport | None = None

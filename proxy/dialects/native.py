@@ -73,14 +73,22 @@ def alone_body(request: ClientRequest, ids: Identity, first_choice: int = 0) -> 
     return msgspec.json.encode(_whole_body(request, ids, first_choice))
 
 
-def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId) -> bytes:
-    """The prefill leg: the client's own sampling settings and `n`, one token each, the KV to be kept."""
+def prefill_body(
+    request: ClientRequest,
+    ids: Identity,
+    transfer_id: TransferId,
+    prefix_source: dict[str, Any] | None = None,
+) -> bytes:
+    """The prefill leg: the client's own sampling settings and `n`, one token each, the KV to be kept.
+
+    `prefix_source` (`prefix_source_params`) is whom the agent may ask for the KV of the prompt's beginning.
+    """
     body = {
         name: value
         for name, value in request.body.items()
         if name not in ("stream_options", "max_completion_tokens")
     }
-    params = {
+    params: dict[str, Any] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "transfer_id": transfer_id,
@@ -90,6 +98,8 @@ def prefill_body(request: ClientRequest, ids: Identity, transfer_id: TransferId)
         "remote_port": None,
         "client_max_tokens": request.max_tokens,
     }
+    if prefix_source is not None:
+        params["prefix_source"] = prefix_source
     body |= {"stream": False, "max_tokens": 1, "seed": ids.seed, "kv_transfer_params": params}
     return msgspec.json.encode(body)
 
@@ -117,6 +127,21 @@ def control_address(prefill: Register) -> tuple[str, int] | None:
     except ValueError:
         return None
     return (host, port) if host and port else None
+
+
+def prefix_source_params(source: Register, min_tokens: int) -> dict[str, Any] | None:
+    """Where a prefill agent finds `source`, which may lend it KV if it lacks at least so many tokens."""
+    control = control_address(source)
+    if control is None:
+        return None
+    host, port = control
+    return {
+        "remote_engine_id": source.incarnation,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_tp_size": source.tp_size,
+        "min_tokens": min_tokens,
+    }
 
 
 def streamed_body(

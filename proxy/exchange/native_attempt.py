@@ -283,7 +283,8 @@ class _PromptExchange:
         """The prefill leg. From sending it until its KV is known to be read or absent, KV is pinned."""
         if self._log.phase is Phase.ROUTE:
             self._log.enter(Phase.PREFILL)
-        leg = self._leg(native.prefill_body(self._request, self._ids, self._transfer_id))
+        source = self._prefix_source()
+        leg = self._leg(native.prefill_body(self._request, self._ids, self._transfer_id, source))
         self._pinned = True
         try:
             async with self._legs.open_prefill(self._pair.prefill.info, leg) as response:
@@ -300,6 +301,14 @@ class _PromptExchange:
         self._pinned = prefill.params is not None
         self._on_prefilled()
         return prefill
+
+    def _prefix_source(self) -> dict[str, Any] | None:
+        """From whom the prefill agent may pull. A retry takes the plain way."""
+        lender = self._pair.prefix_lender
+        if lender is None or self._tools.is_retry:
+            return None
+        self._tools.metrics.prefix_sources.inc()
+        return native.prefix_source_params(lender.agent, lender.min_tokens)
 
     def _complete(self, prefill: NativePrefill, sink: ResponseSink) -> None:
         """End the response with that of the prefill leg."""

@@ -42,6 +42,7 @@ class FleetSettings:
     decode_limit: int | None = None
     split_min_tokens: int = 0
     stream_pull_min_tokens: int | None = None
+    prefix_pull_min_tokens: int = 0
     queue_limit: int = 1024
 
 
@@ -203,4 +204,5 @@ def _router(settings: FleetSettings, slots: Slots) -> Router:
         Loads(slots, {"prefill": settings.prefill_limit, "decode": settings.decode_limit}),
         settings.split_min_tokens,
         settings.stream_pull_min_tokens,
+        settings.prefix_pull_min_tokens,
     )

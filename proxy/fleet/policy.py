@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: which of several agents, any of which could serve a leg, is to serve it.
 
-A policy does no I/O and reads no clock. It may remember what `note` passes to it.
+A policy does no I/O and reads no clock. It may remember what `note` passes to it. `PrefixLenders` chooses
+whose KV of a prompt's beginning may be used again: a hint, of texts or ids as clients send them. Agents
+compare the ids of tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from heapq import nlargest
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.messages import NATIVE_DIALECT, Incarnation, Register
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 
@@ -182,6 +186,48 @@ class PrefixAware(Policy):
 
     def cached_tokens(self, node: Node, request: RoutingRequest) -> int:
         return self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS
+
+
+class PrefixLender(msgspec.Struct, frozen=True):
+    """From whom a prefill agent may pull the beginning of a prompt, if it lacks at least so many tokens."""
+
+    agent: Register
+    min_tokens: int
+
+
+class PrefixLenders:
+    """Remembers who decoded which prompts, whatever the policies are, as far as these are long enough.
+
+    Args:
+        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 0 never names a lender.
+    """
+
+    def __init__(self, min_tokens: int = 0) -> None:
+        self._min_tokens = min_tokens
+        self._index = PrefixIndex()
+
+    def note(self, decode: Node, request: RoutingRequest) -> None:
+        """Record that the agent decodes the request."""
+        if self._is_long(request) and decode.info.dialect == NATIVE_DIALECT:
+            self._index.remember(request.chunks, decode.incarnation)
+
+    def known(self, request: RoutingRequest) -> Iterable[Incarnation]:
+        """Return the agents that have decoded the beginning of the prompt."""
+        return self._index.holders(request.chunks) if self._is_long(request) else ()
+
+    def best(self, known: Sequence[Node], prefill: Node, request: RoutingRequest) -> PrefixLender | None:
+        """Return which of the `known` ones, which fit the prefill agent, has decoded most of the prompt."""
+        matches = [
+            (self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS, node)
+            for node in known
+            if node.incarnation not in prefill.info.refusals and node.incarnation != prefill.incarnation
+        ]
+        longest, lender = max(matches, key=lambda match: match[0], default=(0, prefill))
+        return PrefixLender(lender.info, self._min_tokens) if longest >= max(self._min_tokens, 1) else None
+
+    def _is_long(self, request: RoutingRequest) -> bool:
+        """Several prompts of one request are one text to routing, so nothing is known of each."""
+        return 0 < self._min_tokens <= request.tokens and request.prompts == 1
 
 
 def _rank(session: str, address: str) -> bytes:

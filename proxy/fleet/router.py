@@ -21,6 +21,8 @@ from kvferry.proxy.fleet.policy import (
     PowerOfTwo,
     PrefixAware,
     PrefixIndex,
+    PrefixLender,
+    PrefixLenders,
     RoundRobin,
     Session,
 )
@@ -35,11 +37,13 @@ class Pair(msgspec.Struct, frozen=True):
     """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
 
     `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
+    `prefix_lender`: an agent that may lend the prefill agent the KV of the prompt's beginning.
     """
 
     prefill: Node
     decode: Node
     streamed: bool = False
+    prefix_lender: PrefixLender | None = None
 
     @property
     def alone(self) -> bool:
@@ -76,6 +80,7 @@ class Router:
             worth moving: a decode agent serves the request alone.
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
+        prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
     """
 
     def __init__(
@@ -85,11 +90,13 @@ class Router:
         loads: Loads,
         split_min_tokens: int = 0,
         stream_pull_min_tokens: int | None = 0,
+        prefix_pull_min_tokens: int = 0,
     ) -> None:
         self._policies: dict[Leg, Policy] = {"prefill": prefill, "decode": decode}
         self._loads = loads
         self._split_min_tokens = split_min_tokens
         self._stream_pull_min_tokens = stream_pull_min_tokens
+        self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens)
         self._openings = Openings(loads)
         self._reasons: dict[str, NoPair | None] = {}
         """By model: what `can_serve` returned last, for as long as no agent enters or leaves the rotation."""
@@ -157,7 +164,9 @@ class Router:
         partners = search.partners(prefill, request.n)
         decode = self._pick("decode", partners, request, _skewed(count, num_prefills, len(partners)))
         streamed = _has_spare_room(decode) and self._is_long(request, prefill)
-        return self._noted(Pair(prefill, decode, streamed), request)
+        lenders = partners.find(self._prefix_lenders.known(request))
+        lender = self._prefix_lenders.best(lenders, prefill, request)
+        return self._noted(Pair(prefill, decode, streamed, lender), request)
 
     def _reason(
         self, snapshot: Snapshot, search: Search | Openings, model: str, apart: bool
@@ -200,6 +209,7 @@ class Router:
     def _noted(self, pair: Pair, request: RoutingRequest) -> Pair:
         self._policies["prefill"].note(pair.prefill, request)
         self._policies["decode"].note(pair.decode, request)
+        self._prefix_lenders.note(pair.decode, request)
         return pair
 
 

@@ -214,6 +214,10 @@ class Metrics:
             "kvferry_proxy_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
             registry=registry,
         )  # fmt: skip
+        self.prefix_sources = Counter(
+            "kvferry_proxy_prefix_sources", "Prefill legs that named an agent to pull the beginning from.",
+            registry=registry,
+        )  # fmt: skip
         self.retries_denied = Counter(
             "kvferry_proxy_retries_denied", "Retries that the retry budget did not allow.", registry=registry
         )

@@ -33,6 +33,13 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        sentence="A loan may be opened by any reader.",
+        module="lease",
+        old="            lease.reader = consumer\n        return effects\n\n    def advance",
+        new="            lease.reader = None\n        return effects\n\n    def advance",
+        world="a loan that two readers ask for",
+    ),
+    Mutation(
         sentence="A release that comes after the deadline, but before the timer, is called valid.",
         module="lease",
         old="""        effects = self.expire(now)

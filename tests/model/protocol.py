@@ -43,6 +43,7 @@ from tests.model.world import (
     World,
     blocks_of,
     checksums_of,
+    hashes_of,
     incarnation,
     replaced,
     transfer_id,
@@ -52,8 +53,9 @@ Step = tuple[str, Callable[[], World]]
 
 _WAIT_S = 1
 _HASH = "hash"
+_BLOCK_SIZE = 4
 _AGES = 1000
-_ANSWERS = ("grant", "pending", "gone", "released", "refused", "renewed")
+_ANSWERS = ("grant", "pending", "gone", "lent", "released", "refused", "renewed")
 
 
 class Violation(AssertionError):
@@ -152,14 +154,14 @@ class Protocol:
 
     def _steps_of_scheduler(self, world: World, request: int) -> Iterator[Step]:
         prompt = world.prompts[request]
-        if prompt.phase is Phase.NEW:
+        if prompt.phase is Phase.NEW and not self._bounds.lent:
             yield self._step(f"register {request}", self.register, world, request)
         if prompt.phase is Phase.FILLING and prompt.pinned:
             if prompt.computed < (BLOCKS if self._bounds.whole else BLOCKS - 1):
                 yield self._step(f"advance {request}", self.advance, world, request)
             yield self._step(f"ready {request}", self.ready, world, request)
         if world.faults:
-            if prompt.pinned:
+            if prompt.pinned and not self._bounds.lent:
                 yield self._step(f"preempt {request}", self.preempt, world, request)
             if not world.incarnation and not prompt.dropped:
                 yield self._step(f"drop {request}", self.drop, world, request)
@@ -262,7 +264,11 @@ class Protocol:
 
     def open(self, world: World, index: int) -> World:
         """There is room for it. The handshake is no part of the model."""
-        world = self._pull(world, index, "start", 0.0, _destination(index), 0, _HASH)
+        if self._bounds.lent:
+            hashes = hashes_of(world.pulls[index].request)
+            world = self._pull(world, index, "start_prefix", 0.0, _destination(index), hashes, _BLOCK_SIZE)
+        else:
+            world = self._pull(world, index, "start", 0.0, _destination(index), 0, _HASH)
         return self._pull(world, index, "connected", "tcp")
 
     def renew(self, world: World, index: int) -> World:
@@ -350,6 +356,8 @@ class Protocol:
         match message.kind:
             case "open":
                 return self._opened(world, message)
+            case "lend":
+                return self._lent(world, message)
             case "renew":
                 return self._renewed(world, message)
             case "release":
@@ -372,6 +380,37 @@ class Protocol:
             return world
         must(world.now < prompt.until, "I1: a lease that is over is not revived")
         return self._promise(world, pull.request)
+
+    def _lent(self, world: World, message: Message) -> World:
+        """The scheduler finds the blocks in its cache, and leases them to the reader for a request's time."""
+        pull = world.pulls[message.pull]
+        request, before = pull.request, world
+        must(message.body == hashes_of(request), "I1: the hashes are those of the prompt")
+        dropped, limit = world.prompts[request].dropped, world.now + REQUEST_S
+        fresh = world.prompts[request].phase is Phase.NEW
+        if fresh:
+            world = self._prompt(
+                world, request, phase=Phase.FILLING, pinned=True, limit=limit, until=limit, computed=BLOCKS
+            )
+        tokens, ids_hash = BLOCKS * _BLOCK_SIZE, hashes_of(request)[-1].hex()
+        arguments = (incarnation(pull.reader), blocks_of(request), tokens, ids_hash, REQUEST_S)
+        try:
+            world = self._table(world, "lend", world.now, transfer_id(request), *arguments)[0]
+        except self._machines.lease.DuplicateTransfer:
+            must(not fresh or world.incarnation or not self._remembers_all or
+                 self._is_awaited_by_another(before, pull), "what nobody has used is lent")  # fmt: skip
+            return self._answer(before, message, "lent", 0)
+        must(fresh, "I7: a second lease for the same transfer")
+        if dropped and self._remembers_all:
+            must(not world.prompts[request].pinned, "I2: what was dropped before it began is freed at once")
+        if world.prompts[request].pinned:
+            world = self._prompt(world, request, reader=pull.reader)
+            world = self.ready(world, request)
+        return self._answer(world, message, "lent", BLOCKS)
+
+    def _is_awaited_by_another(self, world: World, pull: Reading) -> bool:
+        """Whether another reader has opened the transfer early."""
+        return any(other.request == pull.request and other.reader != pull.reader for other in world.pulls)
 
     def _renewed(self, world: World, message: Message) -> World:
         pull = world.pulls[message.pull]
@@ -433,6 +472,8 @@ class Protocol:
                 return self._pull(world, index, "opened", 0.0, message.body)
             case "pending":
                 return self._pull(world, index, "pending")
+            case "lent":
+                return self._pull(world, index, "lent", 0.0, message.body)
             case "gone":
                 return self._pull(world, index, "gone", message.body)
             case "released":
@@ -519,6 +560,8 @@ class Protocol:
             match effect:
                 case names.EnsureLink():
                     pass
+                case names.SendLend(hashes):
+                    world = self._send(world, index, "lend", hashes, awaited=True)
                 case names.SendOpen(have):
                     world = self._send(world, index, "open", have, awaited=True)
                 case names.SendRelease(read_ok):
@@ -587,6 +630,8 @@ class Protocol:
 
     def _decoding(self, world: World, index: int) -> World:
         pull = world.pulls[index]
+        if self._bounds.lent and not pull.reads:
+            return world  # nothing was lent, and nothing counts as computed
         must(
             all(read.outcome is not None and read.outcome.ok for read in pull.reads), "I6: every rank is done"
         )

@@ -23,6 +23,10 @@ SHORT: Mapping[str, Bounds] = MappingProxyType(
         "one reader, renewals": replace(_ALONE, faults=0, renewals=1, time=3),
         "one reader that verifies": replace(_ALONE, verify=True, faults=1, time=1),
         "one reader that may have all blocks early": replace(_ALONE, whole=True, faults=1, time=1),
+        "a loan": replace(_ALONE, lent=True, faults=2, time=2),
+        "a loan that two readers ask for": Bounds(
+            requests=1, pulls=((0, 0), (1, 0)), lent=True, faults=1, renewals=0, time=1, depth=11
+        ),
         "two ranks": replace(_ALONE, ranks=2, faults=1, time=0, depth=15),
         "two readers of one request": Bounds(
             requests=1, pulls=((0, 0), (1, 0)), faults=1, renewals=1, time=1, depth=9

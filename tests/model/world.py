@@ -34,7 +34,8 @@ class Bounds:
     history, of any kind; `renewals` how many renewals are sent; `time` how far the clock runs; `depth` the
     number of steps of a history, after those of `begin`, which are taken first, by name; `memory` and
     `staged` bound what the producer remembers of ended leases and of readers that came early. With `whole` a
-    prompt's last block may be readable, too, before the prompt is ready.
+    prompt's last block may be readable, too, before the prompt is ready. With `lent` nothing is prefilled:
+    the producer's cache has the prompts' blocks, which readers ask for by their hashes.
     """
 
     requests: int = 2
@@ -43,6 +44,7 @@ class Bounds:
     ranks: int = 1
     verify: bool = False
     whole: bool = False
+    lent: bool = False
     faults: int = 2
     renewals: int = 1
     time: int = 3
@@ -165,6 +167,11 @@ def incarnation(reader: int) -> Incarnation:
 def blocks_of(request: int) -> tuple[int, ...]:
     """The producer's blocks that hold a request's prompt."""
     return tuple(range(10 * (request + 1), 10 * (request + 1) + BLOCKS))
+
+
+def hashes_of(request: int) -> tuple[bytes, ...]:
+    """Of the same blocks, by their tokens."""
+    return tuple(b"hash of %d" % block for block in blocks_of(request))
 
 
 def checksums_of(request: int) -> tuple[bytes, ...]:

@@ -26,6 +26,7 @@ SAMPLER = "tests/unit/agent/worker/test_sampler.py"
 REFERENCE = "tests/unit/agent/worker/test_sampler_reference.py"
 SCHEDULER = f"{AGENT}/test_scheduler.py"
 BLOCKS = f"{AGENT}/test_blocks.py"
+PREFIXES = f"{AGENT}/test_prefix_transfers.py"
 LEASE = "tests/unit/transfer/producer/test_lease.py"
 PULL = "tests/unit/transfer/consumer/test_pull.py"
 QUARANTINE = "tests/unit/transfer/consumer/test_quarantine.py"
@@ -36,6 +37,48 @@ REGISTRY = "tests/unit/proxy/fleet/test_registry.py"
 
 DEFECTS = (
     # The agent.
+    Defect(
+        sentence="What is left of a failed pull of a prefix counts as computed.",
+        file="agent/engine/scheduler.py",
+        old="        request.note_prefix_pull(now)\n        if outcome.failure is not None:\n",
+        new="        if False:\n",
+        tests=(PREFIXES,),
+    ),
+    Defect(
+        sentence="Blocks that a failed pull of a prefix may still write to are used again.",
+        file="agent/engine/prefix_transfers.py",
+        old="            self._allocator.quarantine(pull.destination)\n",
+        new="            self._allocator.release(pull.destination)\n",
+        tests=(PREFIXES,),
+    ),
+    Defect(
+        sentence="Lent blocks are not pinned.",
+        file="agent/engine/prefix_transfers.py",
+        old="            self._allocator.lease(blocks)\n            self._lent[event.transfer_id] = blocks\n",
+        new="            self._lent[event.transfer_id] = []\n",
+        tests=(PREFIXES,),
+    ),
+    Defect(
+        sentence="Fewer blocks came of a prefix than count as computed.",
+        file="agent/engine/prefix_transfers.py",
+        old="(len(pull.before) + event.num_blocks) *",
+        new="(len(pull.before) + len(pull.destination)) *",
+        tests=(PREFIXES,),
+    ),
+    Defect(
+        sentence="Anybody may open what was lent to one agent.",
+        file="transfer/producer/lease.py",
+        old="            lease.reader = consumer\n        return effects\n\n    def advance",
+        new="            lease.reader = None\n        return effects\n\n    def advance",
+        tests=(LEASE,),
+    ),
+    Defect(
+        sentence="A loan of other tokens is read.",
+        file="transfer/consumer/pull.py",
+        old="        self._ids_hash = self._hashes[num_blocks - 1].hex()\n",
+        new="",
+        tests=(PULL,),
+    ),
     Defect(
         sentence="A block's hash does not cover the blocks before it.",
         file="agent/engine/blocks.py",

@@ -7,7 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.transfer.events import LeaseEnded, PlaneEvent, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import (
+    LeaseEnded,
+    LoanRequested,
+    PlaneEvent,
+    PullDone,
+    PullFailed,
+    PullQuiescent,
+)
 from kvferry.transfer.ids import DuplicateTransfer
 from kvferry.transfer.plane import RemotePrompt
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -19,6 +26,14 @@ class StandInPull:
     first_block: int
     timeout_s: float
     fill_s: float = 0.0
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class StandInPrefixPull:
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    timeout_s: float
     cancelled: bool = False
 
 
@@ -36,6 +51,9 @@ class StandInConnector:
     hold_timeouts: dict[str, float] = field(default_factory=dict)
     """For how many seconds each hold was asked for."""
     pulls: dict[str, StandInPull] = field(default_factory=dict)
+    loans: dict[str, tuple[int, tuple[int, ...], str]] = field(default_factory=dict)
+    """What each request for a loan got: tokens, blocks and the hash of the last."""
+    prefix_pulls: dict[str, StandInPrefixPull] = field(default_factory=dict)
     unquiet: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
     released_early: list[str] = field(default_factory=list)
@@ -54,6 +72,17 @@ class StandInConnector:
         self._used.add(transfer_id)
         self.leases[transfer_id] = 0
         self.lease_blocks[transfer_id] = tuple(block_ids)
+
+    def lend(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+        assert bool(block_ids) == bool(num_tokens) == bool(ids_hash)
+        self.loans[transfer_id] = (num_tokens, tuple(block_ids), ids_hash)
+        if not block_ids or transfer_id in self._used:
+            return False
+        self._used.add(transfer_id)
+        self.leases[transfer_id] = len(block_ids)
+        self.lease_blocks[transfer_id] = tuple(block_ids)
+        self.ready_leases.add(transfer_id)
+        return True
 
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
         if transfer_id in self.leases:
@@ -104,8 +133,21 @@ class StandInConnector:
         assert timeout_s > 0 and fill_s >= 0
         self.pulls[transfer_id] = StandInPull(tuple(block_ids), first_block, timeout_s, fill_s)
 
+    def pull_prefix(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        timeout_s: float,
+    ) -> None:
+        assert block_ids and len(block_ids) == len(hashes) and timeout_s > 0
+        self.prefix_pulls[transfer_id] = StandInPrefixPull(tuple(block_ids), tuple(hashes), timeout_s)
+
     def cancel(self, transfer_id: str) -> None:
-        if transfer_id in self.pulls:
+        if transfer_id in self.prefix_pulls:
+            self.prefix_pulls[transfer_id].cancelled = True
+        elif transfer_id in self.pulls:
             self.pulls[transfer_id].cancelled = True
         elif transfer_id in self.holds:
             self.holds.remove(transfer_id)
@@ -135,6 +177,32 @@ class StandInConnector:
                 first_tokens=first_tokens,
             )
         )
+
+    def ask_for_loan(self, transfer_id: str, hashes: Sequence[bytes]) -> None:
+        self.events.append(LoanRequested(transfer_id=transfer_id, hashes=tuple(hashes)))
+
+    def finish_prefix_pull(self, transfer_id: str, num_blocks: int) -> None:
+        """So many of the first blocks came; a cancelled one ends in failure all the same."""
+        pull = self.prefix_pulls.pop(transfer_id)
+        if pull.cancelled:
+            self.events.append(PullFailed(transfer_id=transfer_id, reason="cancelled", quiescent=True))
+            return
+        done = PullDone(
+            transfer_id=transfer_id,
+            backend="stand-in",
+            nbytes=64 * num_blocks,
+            descriptors=1,
+            wait_s=0.25,
+            pull_s=0.5,
+            num_blocks=num_blocks,
+        )
+        self.events.append(done)
+
+    def fail_prefix_pull(self, transfer_id: str, *, quiescent: bool) -> None:
+        del self.prefix_pulls[transfer_id]
+        self.events.append(PullFailed(transfer_id=transfer_id, reason="read_failed", quiescent=quiescent))
+        if not quiescent:
+            self.unquiet.add(transfer_id)
 
     def fail_pull(
         self, transfer_id: str, *, quiescent: bool, first_tokens: SampledTokens | None = None

@@ -23,6 +23,7 @@ from kvferry.transfer.consumer.pull import (
     PullState,
     ReadBlocks,
     SendDrop,
+    SendLend,
     SendOpen,
     SendRelease,
     Verify,
@@ -72,6 +73,8 @@ class _PullEntry:
     deadline: float
     move_s: float
     timer: asyncio.TimerHandle
+    of_prefix: bool = False
+    """It is of the peer's prefix cache, and counted apart."""
     backoff: _OpenBackoff = field(default_factory=_OpenBackoff)
     backoff_timer: asyncio.TimerHandle | None = None
 
@@ -106,6 +109,9 @@ class Consumer:
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
         self.pulls = 0
+        self.prefix_pulls = 0
+        self.prefix_pull_bytes = 0
+        self.prefix_pull_failures: Counter[str] = Counter()
         self.streamed_pulls = 0
         self.nbytes = 0
         self.descriptors = 0
@@ -176,6 +182,21 @@ class Consumer:
         entry.move_s = timeout_s
         self._schedule_renewal()
         self._perform(entry, entry.pull.start(time.monotonic(), block_ids, first_block, ids_hash))
+
+    def pull_prefix(
+        self,
+        transfer_id: TransferId,
+        remote: RemotePrompt,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        timeout_s: float,
+    ) -> None:
+        entry = self._add(transfer_id, remote, timeout_s)
+        entry.of_prefix = True
+        self.prefix_pulls += 1
+        self._schedule_renewal()
+        block_size = self._config.geometry.block_size
+        self._perform(entry, entry.pull.start_prefix(time.monotonic(), block_ids, hashes, block_size))
 
     def cancel(self, transfer_id: TransferId) -> None:
         entry = self._entries.get(transfer_id)
@@ -267,6 +288,8 @@ class Consumer:
             match effect:
                 case EnsureLink():
                     self._ensure_link(entry)
+                case SendLend():
+                    self._lend(entry, effect)
                 case SendOpen():
                     self._open(entry, effect)
                 case ReadBlocks():
@@ -291,6 +314,11 @@ class Consumer:
             self._perform(entry, entry.pull.lost("refused", self._links.refusal(entry.remote)))
         elif entry.link.state is LinkState.READY:
             self._perform(entry, entry.pull.connected(entry.link.transfer))
+
+    def _lend(self, entry: _PullEntry, effect: SendLend) -> None:
+        if entry.link is not None:
+            limit_s = max(entry.deadline - time.monotonic(), 0.0)
+            entry.link.lend(entry.pull.transfer_id, effect.hashes, limit_s, partial(self._responded, entry))
 
     def _open(self, entry: _PullEntry, effect: SendOpen) -> None:
         if entry.link is None:
@@ -318,6 +346,8 @@ class Consumer:
             case wire.Pending():
                 self._pending(entry)
                 return
+            case wire.Lent():
+                effects = pull.lent(time.monotonic(), response.num_blocks)
             case wire.Gone():
                 effects = pull.gone(response.reason)
             case wire.Released():
@@ -373,14 +403,17 @@ class Consumer:
     def _report(self, entry: _PullEntry, effect: Emit) -> None:
         """Count the end of a pull and pass it to the scheduler."""
         event = effect.event
-        if isinstance(event, PullDone):
+        if isinstance(event, PullDone) and entry.of_prefix:
+            self.prefix_pull_bytes += event.nbytes
+        elif isinstance(event, PullDone):
             self.pulls += 1
             self.nbytes += event.nbytes
             self.descriptors += event.descriptors
             self.times.setdefault(event.backend, PullTimes()).add(event.pull_s)
             self.streamed_pulls += event.early_blocks > 0
         elif isinstance(event, PullFailed):
-            self.failures[event.reason] += 1
+            failures = self.prefix_pull_failures if entry.of_prefix else self.failures
+            failures[event.reason] += 1
             _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)
         entry.timer.cancel()
         self._emit(event)

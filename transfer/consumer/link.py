@@ -170,6 +170,23 @@ class Link:
         )
         self._request(request, wait_s + RESPONSE_TIMEOUT_S, on_response)
 
+    def lend(
+        self,
+        transfer_id: str,
+        hashes: tuple[bytes, ...],
+        limit_s: float,
+        on_response: Callable[[wire.Response | None], None],
+    ) -> None:
+        request = wire.Lend(
+            seq=self._client.next_seq(),
+            incarnation=self.source.engine_id,
+            transfer_id=transfer_id,
+            consumer=self._config.incarnation,
+            hashes=hashes,
+            limit_s=limit_s,
+        )
+        self._request(request, RESPONSE_TIMEOUT_S, on_response)
+
     def renew(self, transfer_ids: Sequence[str], on_response: Callable[[wire.Response | None], None]) -> None:
         for first in range(0, len(transfer_ids), wire.MAX_IDS):
             request = wire.Renew(

@@ -28,6 +28,8 @@ class PullState(enum.Enum):
     HELD = "held"
     """Accepted; there is no room for its blocks yet, so the lease is only renewed."""
     CONNECTING = "connecting"
+    ASKING = "asking"
+    """For a lease over blocks that the peer's prefix cache may have."""
     OPENING = "opening"
     """Asking for blocks that are not known yet, or whether these are all; earlier reads may be in flight."""
     READING = "reading"
@@ -43,7 +45,8 @@ class PullState(enum.Enum):
 PULL_TRANSITIONS = transitions(
     {
         PullState.HELD: {PullState.CONNECTING, PullState.FAILED},
-        PullState.CONNECTING: {PullState.OPENING, PullState.FAILED},
+        PullState.CONNECTING: {PullState.ASKING, PullState.OPENING, PullState.FAILED},
+        PullState.ASKING: {PullState.OPENING, PullState.DONE, PullState.FAILED},
         PullState.OPENING: {
             PullState.READING,
             PullState.VERIFYING,
@@ -60,6 +63,13 @@ PULL_TRANSITIONS = transitions(
 @dataclass(frozen=True, slots=True)
 class EnsureLink:
     """Effect: have a link to the producer that is ready, then call `connected`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendLend:
+    """Effect: ask for a lease over cached blocks with these hashes; the response must come to `lent`."""
+
+    hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class Emit:
     event: PullDone | PullFailed | PullQuiescent
 
 
-Effect = EnsureLink | SendOpen | ReadBlocks | CancelRead | Verify | SendRelease | SendDrop | Emit
+Effect = EnsureLink | SendLend | SendOpen | ReadBlocks | CancelRead | Verify | SendRelease | SendDrop | Emit
 
 
 class Pull:
@@ -126,6 +136,8 @@ class Pull:
         self._blocks: tuple[int, ...] = ()
         self._first_block = 0
         self._ids_hash: str | None = None
+        self._hashes: tuple[bytes, ...] = ()
+        self._block_size = 0
         self._known = 0
         self._reading: dict[int, int] = {}
         """Reads that may still write, and how many blocks each has."""
@@ -180,12 +192,43 @@ class Pull:
         self._started = now
         return [EnsureLink()]
 
+    def start_prefix(
+        self, now: float, block_ids: Sequence[int], hashes: Sequence[bytes], block_size: int
+    ) -> list[Effect]:
+        """Begin: pull into `block_ids` the first of the blocks with these hashes, as many as the peer has.
+
+        Raises ValueError unless there is a hash for each block.
+        """
+        if not block_ids or len(block_ids) != len(hashes):
+            raise ValueError(f"{len(hashes)} hashes of {len(block_ids)} blocks")
+        self._hashes = tuple(hashes)
+        self._block_size = block_size
+        return self.start(now, block_ids, 0, None)
+
     def connected(self, backend: str) -> list[Effect]:
         """The link to the producer is ready."""
         if self.state is not PullState.CONNECTING:
             return []
-        self._transition(PullState.OPENING)
         self._backend = backend
+        if self._hashes:
+            self._transition(PullState.ASKING)
+            return [SendLend(self._hashes)]
+        self._transition(PullState.OPENING)
+        return [SendOpen(self._known)]
+
+    def lent(self, now: float, num_blocks: int) -> list[Effect]:
+        """The peer leases us the first `num_blocks` of those asked for. With none it is done."""
+        if self.state is not PullState.ASKING:
+            return []
+        if num_blocks > len(self._hashes):
+            return self.fail("mismatch", f"{num_blocks} blocks, {len(self._hashes)} asked for")
+        self._blocks = self._blocks[:num_blocks]
+        if not num_blocks:
+            self._transition(PullState.DONE)
+            return [self._done(now)]
+        self._num_tokens = num_blocks * self._block_size
+        self._ids_hash = self._hashes[num_blocks - 1].hex()
+        self._transition(PullState.OPENING)
         return [SendOpen(self._known)]
 
     def opened(self, now: float, grant: Grant) -> list[Effect]:
@@ -259,6 +302,9 @@ class Pull:
         if not valid:
             return self._failed("invalid")
         self._transition(PullState.DONE)
+        return [self._done(now)]
+
+    def _done(self, now: float) -> Emit:
         begun = now if self._first_read is None else self._first_read
         done = PullDone(
             transfer_id=self.transfer_id,
@@ -269,12 +315,16 @@ class Pull:
             pull_s=now - begun,
             tail_s=0.0 if self._ready_at is None else now - self._ready_at,
             early_blocks=self._early_blocks,
+            num_blocks=len(self._blocks) - self._first_block,
             first_tokens=self._first_tokens,
         )
-        return [Emit(done)]
+        return Emit(done)
 
     def unanswered(self) -> list[Effect]:
         """A control request got no response in time: repeat it, up to `MAX_ATTEMPTS`."""
+        if self.state is PullState.ASKING:
+            # Not repeated: what it would take from the cache may have been leased to us already.
+            return self.fail("unreachable", "no response on the control channel")
         if self.state not in (PullState.OPENING, PullState.RELEASING):
             return []
         self._attempts += 1
@@ -288,7 +338,7 @@ class Pull:
         """Fail, and let the producer free its blocks at once."""
         if not self.live:
             return []
-        untouched = self.state in (PullState.HELD, PullState.CONNECTING)
+        untouched = self.state in (PullState.HELD, PullState.CONNECTING, PullState.ASKING)
         last: Effect = SendDrop() if untouched else SendRelease(read_ok=False)
         return [last, *self._failed(reason, detail)]
 

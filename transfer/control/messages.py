@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import MAX_REGIONS, KVGeometry, Placement
+from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 _UNSAID = (2, 2)
@@ -42,6 +43,8 @@ _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 _Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
 _Version = Annotated[int, Meta(ge=1, le=64)]
+_Hash = Annotated[bytes, Meta(min_length=1, max_length=32)]
+_Hashes = Annotated[tuple[_Hash, ...], Meta(min_length=1, max_length=MAX_LOAN_BLOCKS)]
 MAX_BLOCKS = 1 << 17
 """Blocks named in one `opened`."""
 _Blocks = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCKS)]
@@ -171,6 +174,26 @@ class Gone(_Frame, frozen=True, tag="gone"):
     reason: GoneReason
 
 
+class Lend(_Frame, frozen=True, tag="lend"):
+    """Ask for a lease over blocks of the producer's prefix cache: those with the first of these hashes.
+
+    A hash stands for all of the prompt up to the block's end (`agent.engine.blocks.hash_blocks`). The lease
+    is the consumer's from the start, and lasts `limit_s` at most.
+    """
+
+    transfer_id: _Id
+    consumer: _Id
+    hashes: _Hashes
+    limit_s: _Seconds
+
+
+class Lent(_Frame, frozen=True, tag="lent"):
+    """So many blocks are leased, to be opened like a prompt of as many; 0: there are none, and no lease."""
+
+    transfer_id: _Id
+    num_blocks: _Count
+
+
 class Renew(_Frame, frozen=True, tag="renew"):
     """Renew leases."""
 
@@ -208,9 +231,9 @@ class Dropped(_Frame, frozen=True, tag="dropped"):
     transfer_id: _Id
 
 
-Request = Hello | Open | Renew | Release | Drop
+Request = Hello | Open | Lend | Renew | Release | Drop
 Received = Request | OtherHello
-Response = HelloOk | RequestRefused | Opened | Pending | Gone | Renewed | Released | Dropped
+Response = HelloOk | RequestRefused | Opened | Pending | Gone | Lent | Renewed | Released | Dropped
 _F = TypeVar("_F")
 
 

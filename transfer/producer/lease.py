@@ -239,6 +239,30 @@ class LeaseTable:
             return self._end(lease, LeaseState.DROPPED)
         return []
 
+    def lend(
+        self,
+        now: float,
+        transfer_id: TransferId,
+        consumer: Incarnation,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        ids_hash: str,
+        timeout_s: float,
+    ) -> list[Effect]:
+        """Begin a lease over blocks that are computed already, for the one reader that asked for them.
+
+        Like `register`, after which nothing is readable before `ready`; another reader's early `open` counts
+        as a use of the id.
+        """
+        lease = self._live.get(transfer_id)
+        if lease is not None and lease.reader != consumer:
+            raise DuplicateTransfer(transfer_id)
+        effects = self.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s)
+        lease = self._live.get(transfer_id)
+        if lease is not None:
+            lease.reader = consumer
+        return effects
+
     def advance(
         self, now: float, transfer_id: TransferId, readable: int, checksums: Sequence[bytes] = ()
     ) -> list[Effect]:

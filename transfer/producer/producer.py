@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -15,8 +16,8 @@ from kvferry.transfer.checksum import SUM_BYTES
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import Caller, ControlServer
-from kvferry.transfer.events import LeaseEnded
-from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.events import LeaseEnded, LoanRequested
+from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
 from kvferry.transfer.plane import PlaneConfig
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
@@ -29,7 +30,18 @@ _HELLO_S = 15.0
 """Limit for a peer's ranks to connect after its `hello`; until then our ranks poll for them."""
 _MAX_HELLOS = 1024
 """Peers whose ranks are awaited; one more replaces the oldest."""
+_MAX_LOAN_REQUESTS = 256
+"""Peers' requests that our scheduler has not answered yet; one more gets nothing."""
 _TIMER_SLACK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _LoanRequest:
+    """A `lend` that the scheduler is to answer."""
+
+    caller: Caller
+    consumer: Incarnation
+    limit_s: float
 
 
 class Producer:
@@ -38,7 +50,9 @@ class Producer:
     The scheduler's calls are documented at `SchedulerConnector`.
     """
 
-    def __init__(self, config: PlaneConfig, ranks: RankGroup, emit: Callable[[LeaseEnded], None]) -> None:
+    def __init__(
+        self, config: PlaneConfig, ranks: RankGroup, emit: Callable[[LeaseEnded | LoanRequested], None]
+    ) -> None:
         self._config = config
         self._ranks = ranks
         self._emit = emit
@@ -53,10 +67,12 @@ class Producer:
         self._timer: asyncio.TimerHandle | None = None
         self._hellos: dict[bytes, float] = {}
         """Control connections of peers whose ranks are awaited, and until when, in order."""
+        self._loan_requests: dict[TransferId, _LoanRequest] = {}
         self._serving_until = 0.0
         self._serving = Serve(on=False, awaited=False)
         self.ended: Counter[str] = Counter()
         self.handshakes = 0
+        self.loans = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> int:
         """Bind the control channel, and return its port."""
@@ -94,6 +110,36 @@ class Producer:
         if self._publisher is not None:
             self._publisher.register(transfer_id, block_ids)
         self._perform(effects)
+
+    def lend(self, transfer_id: TransferId, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+        request = self._loan_requests.pop(transfer_id, None)
+        if request is None:
+            return False
+        lent = bool(block_ids) and self._lend(transfer_id, request, block_ids, num_tokens, ids_hash)
+        self._respond_lent(request.caller, transfer_id, len(block_ids) if lent else 0)
+        return lent
+
+    def _lend(
+        self,
+        transfer_id: TransferId,
+        request: _LoanRequest,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        ids_hash: str,
+    ) -> bool:
+        now = time.monotonic()
+        try:
+            effects = self._table.lend(
+                now, transfer_id, request.consumer, block_ids, num_tokens, ids_hash, request.limit_s
+            )
+        except DuplicateTransfer:
+            return False
+        self.loans += 1
+        if self._publisher is not None:
+            self._publisher.register(transfer_id, block_ids)
+        self._perform(effects)
+        self.ready(transfer_id, None)
+        return True
 
     def advance(self, transfer_id: TransferId, readable_blocks: int) -> None:
         if self._publisher is not None:
@@ -143,6 +189,8 @@ class Producer:
                 self._refuse(caller, "version", str(wire.VERSIONS), str(request.v))
             case wire.Open():
                 self._open(caller, request)
+            case wire.Lend():
+                self._loan_requested(caller, request)
             case wire.Renew():
                 self._renew(caller, request)
             case wire.Release():
@@ -202,6 +250,21 @@ class Producer:
             caller,
         )
         self._perform(effects)
+
+    def _loan_requested(self, caller: Caller, request: wire.Lend) -> None:
+        self._hellos.pop(caller.identity, None)
+        transfer_id = TransferId(request.transfer_id)
+        waiting = self._loan_requests
+        if transfer_id in waiting and waiting[transfer_id].caller == caller:
+            return  # the same request once more; the response to the first is its response
+        if not self._config.lends_prefixes or transfer_id in waiting or len(waiting) >= _MAX_LOAN_REQUESTS:
+            self._respond_lent(caller, transfer_id, 0)
+            return
+        waiting[transfer_id] = _LoanRequest(caller, Incarnation(request.consumer), request.limit_s)
+        self._emit(LoanRequested(transfer_id=transfer_id, hashes=request.hashes))
+
+    def _respond_lent(self, caller: Caller, transfer_id: TransferId, num_blocks: int) -> None:
+        self._respond(caller, wire.Lent, transfer_id=transfer_id, num_blocks=num_blocks)
 
     def _renew(self, caller: Caller, request: wire.Renew) -> None:
         alive, gone, effects = self._table.renew(

@@ -34,6 +34,7 @@ def test_the_flags_are_these() -> None:
         "decode_policy",
         "split_min_tokens",
         "stream_pull_min_tokens",
+        "prefix_pull_min_tokens",
         "prefill_limit",
         "decode_limit",
         "queue_limit",

@@ -410,3 +410,35 @@ def test_a_stream_that_begins_otherwise_is_refused_at_once(raw: bytes) -> None:
     with pytest.raises(AgentLost) as lost:
         OpeningEvent(EVENT, DECODE).strip(raw)
     assert lost.value.agent == DECODE
+
+
+async def test_a_prefill_leg_names_who_decoded_the_beginning_and_a_retry_does_not(
+    start_stage: StartStage,
+) -> None:
+    """Nothing that made an attempt fail can make the next one fail again."""
+    stage = await start_stage(prefix_pull_min_tokens=64)
+    prefill, decode = await stage.pair()
+    turn = {**BODY, "prompt": " ".join(f"word{index}" for index in range(100))}
+    for _ in range(2):
+        status, _ = await stage.ask(turn)
+        assert status == 200
+    first, second = [
+        leg.body["kv_transfer_params"]
+        for leg in prefill.asked
+        if leg.body["kv_transfer_params"]["do_remote_decode"]
+    ]
+    assert "prefix_source" not in first
+    assert second["prefix_source"] == {
+        "remote_engine_id": decode.incarnation,
+        "remote_host": "127.0.0.1",
+        "remote_port": decode.port,
+        "remote_tp_size": 1,
+        "min_tokens": 64,
+    }
+    assert stage.metric("kvferry_proxy_prefix_sources_total") == 1
+    prefill.asked.clear()
+    prefill.faults.append(Fault("prefill", "reset"))
+    status, _ = await stage.ask(turn)
+    assert status == 200
+    named = ["prefix_source" in leg.body["kv_transfer_params"] for leg in prefill.asked]
+    assert named == [True, False]

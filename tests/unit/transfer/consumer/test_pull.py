@@ -16,6 +16,7 @@ from kvferry.transfer.consumer.pull import (
     PullState,
     ReadBlocks,
     SendDrop,
+    SendLend,
     SendOpen,
     SendRelease,
     Verify,
@@ -66,9 +67,101 @@ def test_decoding_may_start_only_after_the_producers_proof() -> None:
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
     (done,) = events(pull.released(5.0, True))
     assert done == PullDone(
-        transfer_id="t", backend="tcp", nbytes=100, descriptors=3, wait_s=1.0, pull_s=3.0, tail_s=3.0
+        transfer_id="t",
+        backend="tcp",
+        nbytes=100,
+        descriptors=3,
+        wait_s=1.0,
+        pull_s=3.0,
+        tail_s=3.0,
+        num_blocks=3,
     )
     assert pull.over
+
+
+HASHES = (b"first", b"second", b"third")
+
+
+def asking() -> Pull:
+    pull = Pull(TransferId("t"), 48)
+    assert pull.start_prefix(1.0, OURS, HASHES, 16) == [EnsureLink()]
+    assert pull.connected("tcp") == [SendLend(HASHES)]
+    return pull
+
+
+def borrowed(num_blocks: int, ids: tuple[int, ...], **changes: Any) -> Grant:
+    """What opens a loan of so many blocks."""
+    whole = Grant(True, 0, ids, 16 * num_blocks, HASHES[num_blocks - 1].hex())
+    return replace(whole, **changes)
+
+
+def test_of_a_borrowed_prefix_the_blocks_that_the_peer_has_are_read_and_proven() -> None:
+    pull = asking()
+    assert pull.lent(2.0, 2) == [SendOpen(0)]
+    assert pull.opened(3.0, borrowed(2, (7, 8))) == [ReadBlocks(0, OURS[:2], (7, 8))]
+    assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
+    (done,) = events(pull.released(5.0, True))
+    assert isinstance(done, PullDone)
+    assert (done.num_blocks, done.nbytes) == (2, 100)
+    assert pull.over
+
+
+def test_a_borrowed_prefix_without_proof_is_thrown_away() -> None:
+    pull = asking()
+    pull.lent(2.0, 3)
+    pull.opened(3.0, borrowed(3, (7, 8, 9)))
+    pull.read_ended(0, GOOD)
+    assert failure(pull.released(5.0, False)).reason == "invalid"
+
+
+def test_a_peer_without_any_of_the_blocks_is_no_failure() -> None:
+    pull = asking()
+    (done,) = events(pull.lent(2.0, 0))
+    assert isinstance(done, PullDone)
+    assert (done.num_blocks, done.nbytes) == (0, 0)
+    assert pull.over
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ids_hash": HASHES[2].hex()},
+        {"ids_hash": b"another".hex()},
+        {"num_tokens": 48},
+        {"block_ids": (7, 8, 9)},
+        {"block_ids": (7,)},
+    ],
+)
+def test_a_loan_of_something_else_is_not_read(other: dict[str, Any]) -> None:
+    """I1: of another prompt, another salt, or of more or fewer blocks than were announced."""
+    pull = asking()
+    pull.lent(2.0, 2)
+    effects = pull.opened(3.0, borrowed(2, (7, 8), **other))
+    assert not any(isinstance(effect, ReadBlocks) for effect in effects)
+    assert failure(effects).reason == "mismatch"
+
+
+def test_more_blocks_than_were_asked_for_are_refused() -> None:
+    pull = asking()
+    effects = pull.lent(2.0, 4)
+    assert effects[0] == SendDrop() and failure(effects).reason == "mismatch"
+
+
+def test_a_loan_that_is_given_up_is_dropped_at_the_peer() -> None:
+    """I2: what it leases us too late ends at once."""
+    for end in ("unanswered", "cancelled"):
+        pull = asking()
+        effects = pull.unanswered() if end == "unanswered" else pull.fail("cancelled")
+        assert effects[0] == SendDrop()
+        failed = failure(effects)
+        assert failed.quiescent and failed.reason == ("unreachable" if end == "unanswered" else end)
+        assert pull.over and pull.lent(3.0, 2) == []
+
+
+def test_a_borrowing_needs_a_hash_for_each_block() -> None:
+    for blocks, hashes in ((OURS, HASHES[:2]), ((), ())):
+        with pytest.raises(ValueError, match="hashes"):
+            Pull(TransferId("t"), 48).start_prefix(1.0, blocks, hashes, 16)
 
 
 def test_without_the_proof_the_bytes_are_thrown_away() -> None:

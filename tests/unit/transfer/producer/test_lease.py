@@ -58,6 +58,58 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     assert table.leased == 0
 
 
+def lent(reader: Incarnation = READER) -> LeaseTable:
+    """Blocks of the prefix cache, leased to `reader` for 20 seconds at most."""
+    table = LeaseTable(LEASE_S)
+    assert table.lend(0.0, T, reader, [5, 6], 32, "hash", 20.0) == []
+    assert table.ready(0.0, T) == []
+    return table
+
+
+def test_a_loan_is_read_and_released_like_a_prompt() -> None:
+    table = lent()
+    assert only_result(open_lease(table, 1.0)) == Grant(True, 0, (5, 6), 32, "hash")
+    assert table.release(2.0, T, READER, True) == (True, [Freed(T, "released")])
+    assert table.leased == 0
+
+
+def test_a_loan_is_for_the_one_reader_that_asked() -> None:
+    table = lent()
+    assert only_result(open_lease(table, 1.0, reader=STRANGER)) == Denied("finished")
+    assert table.release(1.0, T, STRANGER, True) == (False, [])
+    assert table.renew(1.0, STRANGER, [T]) == ([], [T], [])
+    assert table.leased == 1
+
+
+def test_a_loan_that_nobody_opens_or_renews_expires() -> None:
+    """I2: its clock runs from the start, and ends with the limit however often it is renewed."""
+    assert lent().expire(LEASE_S) == [Freed(T, "expired")]
+    table = lent()
+    for now in (5.0, 10.0, 15.0):
+        assert table.renew(now, READER, [T]) == ([T], [], [])
+    assert table.expire(20.0) == [Freed(T, "expired")]
+    assert table.release(20.0, T, READER, True) == (False, [])
+
+
+def test_a_loan_whose_reader_has_given_up_ends_at_once() -> None:
+    table = LeaseTable(LEASE_S)
+    table.drop(0.0, T)
+    assert table.lend(1.0, T, READER, [5], 16, "hash", 20.0) == [Freed(T, "dropped")]
+    assert table.ready(1.0, T) == [] and table.leased == 0
+
+
+def test_an_id_that_was_used_or_is_waited_for_by_another_is_not_lent() -> None:
+    table = lent()
+    table.release(1.0, T, READER, True)
+    with pytest.raises(DuplicateTransfer):
+        table.lend(2.0, T, READER, [5], 16, "hash", 20.0)
+    table = LeaseTable(LEASE_S)
+    open_lease(table, 0.0, reader=STRANGER)
+    with pytest.raises(DuplicateTransfer):
+        table.lend(1.0, T, READER, [5], 16, "hash", 20.0)
+    table.check_integrity()
+
+
 def test_the_first_tokens_come_with_the_last_blocks_and_not_before() -> None:
     table, first = filling(max_blocks=1), SampledTokens(choices=(SampledToken(id=3),))
     table.advance(0.0, T, 1)

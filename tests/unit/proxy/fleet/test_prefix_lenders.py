@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom a prefill agent may pull the beginning of a prompt from (their index: `test_policy.py`)."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvferry.proxy.fleet.load import Loads, Slots
+from kvferry.proxy.fleet.registry import Snapshot
+from kvferry.proxy.fleet.router import Pair, Router, make_policy
+from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
+from tests.unit.proxy.builders import registration, snapshot
+
+MIN_TOKENS = 2 * CHUNK_TOKENS
+TURN = list(range(1000, 1000 + 3 * CHUNK_TOKENS))
+
+
+def make_router(min_tokens: int = MIN_TOKENS) -> Router:
+    loads, rng = Loads(Slots(), {"prefill": None, "decode": None}), Random(0)
+    policies = (make_policy("round_robin", rng), make_policy("round_robin", rng))
+    return Router(*policies, loads, prefix_pull_min_tokens=min_tokens)
+
+
+def fleet(decodes: int = 2) -> Snapshot:
+    return snapshot(
+        registration("prefill", 100),
+        *(registration("decode", 200 + index) for index in range(decodes)),
+    )
+
+
+def choose(router: Router, agents: Snapshot, ids: list[int] = TURN, **fields: Any) -> Pair:
+    pair = router.choose(agents, RoutingRequest(model="m", prompt=ids, **fields))
+    assert isinstance(pair, Pair)
+    return pair
+
+
+def lender(pair: Pair) -> str | None:
+    return None if pair.prefix_lender is None else pair.prefix_lender.agent.incarnation
+
+
+def test_the_agent_that_decoded_the_turn_before_is_named() -> None:
+    """Whoever decodes the next one."""
+    router, agents = make_router(), fleet()
+    first = choose(router, agents)
+    assert lender(first) is None
+    second = choose(router, agents, [*TURN, *TURN])
+    assert second.decode.incarnation != first.decode.incarnation
+    assert lender(second) == first.decode.incarnation
+    assert second.prefix_lender is not None and second.prefix_lender.min_tokens == MIN_TOKENS
+
+
+def test_the_longest_beginning_counts() -> None:
+    router, agents = make_router(), fleet()
+    choose(router, agents)
+    second = choose(router, agents, [*TURN, *TURN])
+    assert lender(choose(router, agents, [*TURN, *TURN, 1])) == second.decode.incarnation
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"cache_salt": b'"mine"'}),
+        ({"cache_salt": b'"mine"'}, {}),
+        ({}, {"ids": [7, *TURN]}),
+        ({}, {"prompts": 2}),
+        ({"prompts": 2}, {}),
+    ],
+)
+def test_another_conversation_has_no_lender(before: dict[str, Any], after: dict[str, Any]) -> None:
+    router, agents = make_router(), fleet()
+    choose(router, agents, **before)
+    assert lender(choose(router, agents, **after)) is None
+
+
+def test_a_beginning_that_is_too_short_is_not_worth_it() -> None:
+    router, agents = make_router(), fleet()
+    choose(router, agents, [*TURN[:CHUNK_TOKENS], *range(2 * CHUNK_TOKENS)])
+    assert lender(choose(router, agents)) is None
+    for _ in range(2):
+        assert lender(choose(router, agents, TURN[: MIN_TOKENS - 1])) is None
+
+
+def test_with_0_none_is_ever_named() -> None:
+    router, agents = make_router(0), fleet()
+    assert [lender(choose(router, agents)) for _ in range(4)] == [None] * 4
+
+
+def test_an_agent_that_is_gone_or_fits_no_more_is_not_named() -> None:
+    router = make_router()
+    first = choose(router, fleet(1))
+    assert lender(choose(router, fleet(1))) == first.decode.incarnation
+    assert lender(choose(router, snapshot(registration("prefill", 100), registration("decode", 300)))) is None
+    router = make_router()
+    choose(router, fleet(1))
+    other = snapshot(
+        registration("prefill", 100),
+        registration("decode", 200, weights="others"),
+        registration("decode", 300),
+    )
+    assert lender(choose(router, other)) is None
+
+
+def test_an_agent_that_refused_the_prefill_agent_is_not_named() -> None:
+    router = make_router()
+    first = choose(router, fleet(1))
+    refused = {first.decode.incarnation: "verify_kv"}
+    agents = snapshot(registration("prefill", 100, refusals=refused), registration("decode", 200))
+    pair = router.choose(agents, RoutingRequest(model="m", prompt=TURN))
+    assert not isinstance(pair, Pair) or lender(pair) is None
