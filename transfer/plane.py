@@ -14,6 +14,8 @@ MAX_STAGED = 1024
 """Readers that may wait for prefills which have not begun."""
 MAX_LOAN_BLOCKS = 1 << 14
 """Blocks asked for at once of another agent's prefix cache: those of the longest contexts that there are."""
+MAX_LOAN_S = 5.0
+"""Limit for such blocks to be asked for and to come, and for a loan; computing them is the alternative."""
 
 
 class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):

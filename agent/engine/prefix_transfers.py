@@ -17,13 +17,17 @@ import msgspec
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, BlockHash
 from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.agent.messages.requests import PrefixSource
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
-from kvferry.transfer.plane import MAX_LOAN_BLOCKS
+from kvferry.transfer.plane import MAX_LOAN_BLOCKS, MAX_LOAN_S
 
-PREFIX_PULL_TIMEOUT_S = 5.0
-"""Limit for a prefix to be asked for and to come; computing it is the alternative."""
+PAUSE_S = 30.0
+"""How long an agent is not asked after a failure: it may be out of reach from here for good, or too slow, or
+too old to know the question, and every prompt that asked it would be late by the time limit."""
+_MAX_PAUSED = 256
+"""Agents so remembered; one more replaces the oldest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +62,8 @@ class PrefixTransfers:
         self._lent: dict[str, list[int]] = {}
         self._pulls: dict[str, _PulledPrefix] = {}
         self._quarantine: dict[str, list[int]] = {}
+        self._paused: dict[PrefixSource, float] = {}
+        """Agents that are not asked, and until when, in order."""
 
     # Lending.
 
@@ -85,10 +91,12 @@ class PrefixTransfers:
         """Sequences that wait for a prefix."""
         return [each.sequence for each in self._pulls.values() if each.sequence is not None]
 
-    def wants(self, sequence: Sequence) -> bool:
+    def wants(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence that has its blocks lacks enough of its prompt to ask another agent for it."""
         source = sequence.request.prefix_source
         if source is None or not self._limits.prefix_cache or sequence.request.scores_prompt:
+            return False
+        if self._paused.get(source, now) > now:
             return False
         missing = len(self._missing(sequence)) * self._limits.block_size
         return missing >= max(source.min_tokens, 1)
@@ -101,7 +109,7 @@ class PrefixTransfers:
         upto = num_known + len(hashes)
         pull = _PulledPrefix(blocks[:num_known], blocks[num_known:upto], blocks[upto:], sequence)
         transfer_id = new_transfer_id()
-        timeout_s = min(PREFIX_PULL_TIMEOUT_S, self._limits.pull_timeout_s, request.deadline - now)
+        timeout_s = min(MAX_LOAN_S, self._limits.pull_timeout_s, request.deadline - now)
         sequence.blocks = []
         request.prefix_pull = transfer_id
         self._pulls[transfer_id] = pull
@@ -136,8 +144,11 @@ class PrefixTransfers:
         )
         return PrefixOutcome(sequence)
 
-    def failed(self, event: PullFailed) -> PrefixOutcome | None:
-        """Free the blocks, through quarantine if a write may still come; None if no sequence waits."""
+    def failed(self, event: PullFailed, now: float) -> PrefixOutcome | None:
+        """Free the blocks, through quarantine if a write may still come; None if no sequence waits.
+
+        The agent is not asked again for `PAUSE_S`.
+        """
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
@@ -150,8 +161,16 @@ class PrefixTransfers:
         sequence = pull.sequence
         if sequence is None:
             return None
+        if sequence.request.prefix_source is not None:
+            self._pause(sequence.request.prefix_source, now)
         sequence.request.prefix_pull = sequence.request.prefix_source = None
         return PrefixOutcome(sequence, event.reason)
+
+    def _pause(self, source: PrefixSource, now: float) -> None:
+        self._paused.pop(source, None)
+        self._paused[source] = now + PAUSE_S
+        if len(self._paused) > _MAX_PAUSED:
+            del self._paused[next(iter(self._paused))]
 
     def quiescent(self, transfer_id: str) -> None:
         """Free quarantined blocks: no write can come any more."""

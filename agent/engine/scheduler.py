@@ -196,7 +196,7 @@ class Scheduler:
             self._prefix_ended(self._prefixes.arrived(event), now)
             self._pull_ended(self._transfers.pull_done(event), now)
         elif isinstance(event, PullFailed):
-            self._prefix_ended(self._prefixes.failed(event), now)
+            self._prefix_ended(self._prefixes.failed(event, now), now)
             self._pull_ended(self._transfers.pull_failed(event), now)
         else:
             self._prefixes.quiescent(event.transfer_id)
@@ -357,7 +357,7 @@ class Scheduler:
                 return
             if not self._kv_cache.allocate(sequence, reserve=self._num_growing()):
                 return
-            pulls_prefix = self._prefixes.wants(sequence)
+            pulls_prefix = self._prefixes.wants(sequence, now)
             if sequence.request.produces and not pulls_prefix and not self._open_lease(sequence, now):
                 continue
             self._waiting.popleft()

@@ -307,8 +307,10 @@ class _PromptExchange:
         lender = self._pair.prefix_lender
         if lender is None or self._tools.is_retry:
             return None
-        self._tools.metrics.prefix_sources.inc()
-        return native.prefix_source_params(lender.agent, lender.min_tokens)
+        params = native.prefix_source_params(lender.agent, lender.min_tokens)
+        if params is not None:
+            self._tools.metrics.prefix_sources.inc()
+        return params
 
     def _complete(self, prefill: NativePrefill, sink: ResponseSink) -> None:
         """End the response with that of the prefill leg."""

@@ -19,7 +19,7 @@ from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
-from kvferry.transfer.plane import PlaneConfig
+from kvferry.transfer.plane import MAX_LOAN_S, PlaneConfig
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed, LeaseTable, NotYet
 from kvferry.transfer.ranks.group import RankGroup
@@ -260,7 +260,9 @@ class Producer:
         if not self._config.lends_prefixes or transfer_id in waiting or len(waiting) >= _MAX_LOAN_REQUESTS:
             self._respond_lent(caller, transfer_id, 0)
             return
-        waiting[transfer_id] = _LoanRequest(caller, Incarnation(request.consumer), request.limit_s)
+        waiting[transfer_id] = _LoanRequest(
+            caller, Incarnation(request.consumer), min(request.limit_s, MAX_LOAN_S)
+        )
         self._emit(LoanRequested(transfer_id=transfer_id, hashes=request.hashes))
 
     def _respond_lent(self, caller: Caller, transfer_id: TransferId, num_blocks: int) -> None:

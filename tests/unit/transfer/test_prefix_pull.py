@@ -127,6 +127,19 @@ async def test_a_loan_that_runs_out_while_it_is_read_is_thrown_away() -> None:
         assert failed.reason in ("invalid", "lease_gone")
 
 
+async def test_no_loan_lasts_longer_than_the_lender_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: whatever limit the borrower names, and however often it renews."""
+    monkeypatch.setattr("kvferry.transfer.producer.producer.MAX_LOAN_S", 0.3)
+    async with (
+        Agent(seed=1, lends_prefixes=True, tcp_fault="delay:seconds=2") as decode,
+        Agent(seed=2) as prefill,
+    ):
+        prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 3600.0)
+        await answer(decode, CACHED)
+        assert (await decode.event(LeaseEnded, timeout_s=1.5)).cause == "expired"
+        await prefill.event(PullFailed)
+
+
 async def test_a_lender_that_does_not_answer_costs_the_deadline_and_no_lease() -> None:
     async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
         transfer_id = new_transfer_id()

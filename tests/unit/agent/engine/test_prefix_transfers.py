@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.agent.engine.blocks import hash_blocks
-from kvferry.agent.engine.prefix_transfers import PREFIX_PULL_TIMEOUT_S
+from kvferry.agent.engine.prefix_transfers import PAUSE_S
 from kvferry.agent.messages.requests import Output, PrefixSource, RequestFailed, Submit
+from kvferry.transfer.plane import MAX_LOAN_S
 from tests.standins.connector import StandInPrefixPull
 from tests.standins.model import StandInRunner, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers, start_pull
@@ -139,6 +140,35 @@ def test_after_a_failure_all_is_computed_into_blocks_that_nothing_is_written_to(
     end_lease(engine)
 
 
+def test_after_a_failure_an_agent_is_left_alone_for_a_while() -> None:
+    """It may be out of reach from here: every prompt would wait for the time limit."""
+    engine, transfer_id, _ = borrowing()
+    engine.connector.fail_prefix_pull(transfer_id, quiescent=True)
+    engine.run()
+    other = numbers(100, 22)
+    engine.submit(produced("soon", other))
+    engine.run()
+    assert not engine.connector.prefix_pulls
+    elsewhere = PrefixSource(engine_id="e" * 16, host="127.0.0.1", port=3, tp_size=1, min_tokens=4)
+    engine.submit(produced("elsewhere", numbers(200, 22), prefix_source=elsewhere))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 1, "others are asked"
+    engine.now += PAUSE_S
+    engine.submit(produced("later", numbers(300, 22)))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 2
+
+
+def test_who_aborts_does_not_keep_others_from_asking() -> None:
+    engine, transfer_id, _ = borrowing()
+    engine.scheduler.abort("p")
+    engine.connector.fail_prefix_pull(transfer_id, quiescent=True)
+    engine.step()
+    engine.submit(produced("q"))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 1
+
+
 @pytest.mark.parametrize("quiescent", [True, False])
 def test_a_request_that_is_aborted_while_it_borrows_gives_everything_back(quiescent: bool) -> None:
     engine, transfer_id, pull = borrowing()
@@ -165,7 +195,7 @@ def test_what_arrives_for_an_aborted_request_is_freed() -> None:
 
 
 def test_a_borrowing_has_a_deadline_of_its_own_and_the_request_s() -> None:
-    assert borrowing()[2].timeout_s == PREFIX_PULL_TIMEOUT_S
+    assert borrowing()[2].timeout_s == MAX_LOAN_S
     assert borrowing(pull_timeout_s=2.0)[2].timeout_s == 2.0
     engine, transfer_id, pull = borrowing(timeout_s=1.0)
     assert pull.timeout_s == 1.0
