@@ -255,5 +255,5 @@ async def test_a_source_whose_blocks_are_reused_while_they_are_read(
             {dict(labels)["reason"]: value for (key, labels), value in samples.items() if key == name}
         )
         assert failures.total() == num_conversations, failures
-        assert set(failures) <= {"invalid", "deadline"}, failures
+        assert set(+failures) <= {"invalid", "deadline"}, failures
         print(failures)
