@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table model-table field-table prefix-table lifecycles reference dashboards site train clean
 
@@ -79,6 +79,11 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
 	$(BIN)/python -m tests.system.vllm.install .venv-vllm
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+
+# make test-clients CLIENTS="lm-eval langchain" installs and runs some of them.
+test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the commands of docs/clients.md; installs about 9 GB, less with a TORCH_INDEX of CPU builds
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.clients.install build/clients $(CLIENTS)
+	$(BIN)/python -m pytest -m clients -rs --timeout 900 tests/clients $(if $(CLIENTS),-k "$(subst -,_,$(subst $(eval) , or ,$(CLIENTS)))")
 
 test-deploy: $(STAMP) ## how it is deployed: the Helm chart, systemd units, three Ray nodes; gets Helm, schemas and Ray first
 	$(BIN)/python -m tests.deploy.install build/deploy

@@ -39,6 +39,7 @@ def start_cluster(log_dir: Path) -> StartCluster:
         *,
         prefill: int = 1,
         decode: int = 1,
+        both: int = 0,
         args: tuple[str, ...] = (),
         prefill_args: tuple[str, ...] = (),
         decode_args: tuple[str, ...] = (),
@@ -49,7 +50,11 @@ def start_cluster(log_dir: Path) -> StartCluster:
     ) -> AsyncIterator[Cluster]:
         agents = [
             AgentSpec(name=f"{role}-{index}", role=role, args=(*COMMON_ARGS, *args, *own_args), module=module)
-            for role, count, own_args in (("prefill", prefill, prefill_args), ("decode", decode, decode_args))
+            for role, count, own_args in (
+                ("prefill", prefill, prefill_args),
+                ("decode", decode, decode_args),
+                ("both", both, ()),
+            )
             for index in range(count)
         ]
         number = len(list(log_dir.iterdir()))

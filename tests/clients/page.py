@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/clients.md says to install and to run, client by client."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "clients.md"
+_SECTION = re.compile(r"^## (\S+)$", re.MULTILINE)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One section: what pip installs, then what is run."""
+
+    name: str
+    packages: tuple[str, ...]
+    scripts: tuple[str, ...]
+    """Python programs; what each of their lines prints stands behind it, as a comment."""
+    commands: tuple[tuple[str, ...], ...]
+    """Command lines, in words."""
+
+
+def clients() -> dict[str, Client]:
+    """Read the page. Raises ValueError for a section that does not begin with its installation."""
+    _, *parts = _SECTION.split(PAGE.read_text())
+    return {
+        name: _client(name, _BLOCK.findall(text)) for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def printed(script: str) -> list[str]:
+    """What the script is to print, line by line."""
+    return re.findall(r"^ *print\(.*\)  # (.*)$", script, flags=re.MULTILINE)
+
+
+def _client(name: str, blocks: list[tuple[str, str]]) -> Client:
+    (_, install), *rest = blocks
+    pip, verb, *packages = shlex.split(install)
+    if (pip, verb) != ("pip", "install"):
+        raise ValueError(f"{name}: the first block installs it")
+    lines = "".join(text for language, text in rest if not language).replace("\\\n", " ").splitlines()
+    return Client(
+        name,
+        tuple(packages),
+        tuple(text for language, text in rest if language == "python"),
+        tuple(tuple(shlex.split(line)) for line in lines),
+    )
