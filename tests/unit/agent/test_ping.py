@@ -121,7 +121,9 @@ async def test_an_agent_is_released_once_every_proxy_that_lives_has_nothing_for_
     async with announced(make) as (lifecycle, announcer, _):
         for proxy in proxies:
             ping = await proxy.hear_ping()
-            await proxy.say(Ack(proxy="p", index=ping.index, in_flight=0))
+            await proxy.say(Ack(proxy="p", index=ping.index, in_flight=0, versions=VERSIONS))
+            while (await proxy.hear_ping()).v != VERSIONS[1]:
+                continue  # the ack has not been read yet
         lifecycle.transition("ready")
         waiting = asyncio.ensure_future(announcer.wait_released())
         lifecycle.transition("draining")
