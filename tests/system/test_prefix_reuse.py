@@ -71,7 +71,7 @@ async def idle(agents: list[Process]) -> None:
         assert not total(await scrape(agent.url), "kvferry_agent_integrity_errors_total")
 
 
-@pytest.mark.parametrize("transfer", ["tcp", "nixl"])
+@pytest.mark.parametrize("transfer", ["tcp", pytest.param("nixl", marks=pytest.mark.full)])
 async def test_a_turn_computes_and_moves_what_is_new(
     transfer: str, start_cluster: StartCluster, alone: Process
 ) -> None:
@@ -165,6 +165,7 @@ async def test_nothing_is_borrowed_of_another_salt_or_other_ids(start_cluster: S
         await idle([prefill, decode])
 
 
+@pytest.mark.full
 async def test_a_source_that_dies_while_it_is_read_costs_no_answer(
     start_cluster: StartCluster, alone: Process
 ) -> None:
