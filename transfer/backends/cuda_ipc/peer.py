@@ -54,7 +54,8 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
         self._launches = launches
         self._address = address
         self._pool = pool
-        self._ours = ours
+        self._sizes = [each.nbytes for each in ours], [each.nbytes for each in pool]
+        self._destinations = [each.address for each in ours]
         self._mapped: list[MappedMemory] = []
         """One for each allocation of the peer's."""
         self._sources: list[int] = []
@@ -67,10 +68,10 @@ class CudaIpcPeer(HandshakePeer[CudaIpcTransfer]):
 
     def read(self, spans: SpanTable, timeout_s: float) -> CudaIpcTransfer:
         """Queue a read. Raises ValueError for a span outside the peer's pool or ours."""
-        check_bounds(spans, [each.nbytes for each in self._ours], [each.nbytes for each in self._pool])
+        check_bounds(spans, *self._sizes)
         rows = spans.copy()
         if self.state is PeerState.READY:
-            rows[:, 0] = addresses(spans[:, 0], [each.address for each in self._ours])
+            rows[:, 0] = addresses(spans[:, 0], self._destinations)
             rows[:, 1] = addresses(spans[:, 1], self._sources)
         transfer = CudaIpcTransfer(rows, time.monotonic() + timeout_s)
         if self.state is not PeerState.READY:
