@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -60,3 +62,29 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
             return response.status < 500
     except aiohttp.ClientError:
         return False
+
+
+@contextmanager
+def paused(processes: Iterable[int]) -> Iterator[None]:
+    """Stop processes by SIGSTOP, and let them go on at the end."""
+    pids = list(processes)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The processes that a process has started, and those that they have started."""
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
+
+
+def children(pid: int) -> Iterator[int]:
+    """The processes that a process has started."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import secrets
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.bench.pd.fleet import MODEL, Setup, System, running
+from tests.servers import descendants, paused
 from tests.system.client import heldout
 
 TOKENS = 16
@@ -93,7 +90,7 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
 async def _late(url: str, prefill: str, decode_pid: int, prompts: list[str]) -> list[Answer]:
     asking = asyncio.create_task(_answers(url, prompts))
     await asyncio.sleep(random.uniform(0, STOP_WITHIN_S))
-    with _stopped(list(_descendants(decode_pid))):
+    with paused(descendants(decode_pid)):
         await asyncio.sleep(LEASE_S + 0.5)
         fillers = [f"{number} " * 480 for number in range(FILLERS)]
         await _answers(prefill, fillers, tokens=1)
@@ -132,21 +129,3 @@ async def _sample(http: aiohttp.ClientSession, url: str, name: str, label: str =
         text = await response.text()
     found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
     return sum(float(value) for labels, value in found if label in labels)
-
-
-@contextmanager
-def _stopped(processes: list[int]) -> Iterator[None]:
-    for pid in processes:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in processes:
-            os.kill(pid, signal.SIGCONT)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from _descendants(child)

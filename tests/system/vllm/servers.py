@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.servers import free_port, running_server
+from tests.servers import children, descendants, free_port, paused, running_server
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -44,13 +43,13 @@ class VllmServer:
     @contextmanager
     def engine_stopped(self) -> Iterator[None]:
         """Stop its engine's processes, and let them go on at the end. Its API server goes on throughout."""
-        with _stopped(list(_descendants(self.pid))):
+        with paused(descendants(self.pid)):
             yield
 
     @contextmanager
     def ranks_stopped(self) -> Iterator[None]:
         """Stop its engine's ranks, but not the process that schedules."""
-        with _stopped([rank for engine in _children(self.pid) for rank in _descendants(engine)]):
+        with paused(rank for engine in children(self.pid) for rank in descendants(engine)):
             yield
 
     async def sample(self, http: aiohttp.ClientSession, name: str, label: str = "") -> float:
@@ -131,26 +130,3 @@ def our_connector(url: str, proxy: str, lease_s: int | None) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
-
-
-@contextmanager
-def _stopped(processes: list[int]) -> Iterator[None]:
-    for pid in processes:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in processes:
-            os.kill(pid, signal.SIGCONT)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """The processes that a process has started, and those that they have started."""
-    for child in _children(pid):
-        yield child
-        yield from _descendants(child)
-
-
-def _children(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        yield from map(int, (task / "children").read_text().split())
