@@ -38,6 +38,10 @@ MAX_BODY_BYTES_HELD = 1024 * 1024 * 1024
 """Of the bodies of all requests of one process that have no complete response yet."""
 MAX_PARTIAL_BYTES_HELD = 128 * 1024 * 1024
 """Of those of them that have not arrived completely."""
+MAX_TURN_BYTES = 1024 * 1024
+"""Of bodies that are read in one turn of the event loop, from all connections. What else the process serves
+waits for the whole turn, and reading costs up to ten times as much as usual where memory is slow to get.
+"""
 MAX_UNREAD_BYTES_HELD = 512 * 1024 * 1024
 """Of all responses of one process, what was written for clients that do not read."""
 CANCEL_TIMEOUT_S = 2.0
@@ -56,6 +60,10 @@ _DROP_SYN = (  # linux/filter.h; a segment begins with its TCP header
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE_BUFFER_BYTES = 128 * 1024
 """More than one read from a socket takes, for that would cost a system call each."""
+_LONG_READ_BYTES = 16 * 1024
+"""Shorter ones are not counted: what they cost is their number, whatever they hold."""
+_READ_BYTES = 256 * 1024
+"""The most that uvloop and asyncio read from a connection before others have their turn."""
 _CANDIDATES = 64
 """How many connections are looked at to find one that is idle."""
 
@@ -75,15 +83,69 @@ class RequestRejected(Exception):
 
 
 class _Reading(FlowControl):
-    """Does not read while requests are queued: uvicorn resumes for each request that it runs."""
+    """Does not read while requests are queued (uvicorn resumes for each request that it runs), nor while
+    others have their turn.
+    """
 
     def __init__(self, transport: asyncio.Transport, queued: deque[Any]) -> None:
         super().__init__(transport)
+        self.awaits_turn = False
         self._queued = queued
+        self._is_wanted = True
+        """Whether uvicorn reads on; it does not while the application has not taken what was read."""
+
+    def pause_reading(self) -> None:
+        self._is_wanted = False
+        super().pause_reading()
 
     def resume_reading(self) -> None:
-        if self.read_paused and not self._queued:
+        self._is_wanted = True
+        if self.read_paused and not self._queued and not self.awaits_turn:
             super().resume_reading()
+
+    def await_turn(self) -> None:
+        """Do not read until `take_turn`."""
+        self.awaits_turn = True
+        super().pause_reading()
+
+    def take_turn(self) -> None:
+        """Read on, if that is wanted and the connection is still open."""
+        self.awaits_turn = False
+        if self._is_wanted and not self._transport.is_closing():
+            self.resume_reading()
+
+
+class _Turns:
+    """Bounds how much one turn of the event loop reads, from all connections of a server.
+
+    Connections that deliver more wait, and read on in the order in which they began to wait, a few in each
+    turn: however many send large bodies at once, everything else is served between any few of them.
+    """
+
+    def __init__(self) -> None:
+        self._room = MAX_TURN_BYTES
+        self._waiting: deque[_Reading] = deque()
+        self._is_counting = False
+        """Whether the turn that goes on has read anything, so that its end is awaited."""
+
+    def note_read(self, reading: _Reading, size: int) -> None:
+        """Count bytes that a connection delivered in this turn; it waits if they were too many."""
+        self._room -= size
+        if self._room < 0 and not reading.awaits_turn:
+            reading.await_turn()
+            self._waiting.append(reading)
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        """Begin the next turn."""
+        self._room = MAX_TURN_BYTES
+        for _ in range(min(len(self._waiting), MAX_TURN_BYTES // _READ_BYTES)):
+            self._waiting.popleft().take_turn()
+        self._is_counting = bool(self._waiting)
+        if self._is_counting:
+            asyncio.get_running_loop().call_soon(self._begin)
 
 
 class ServerBounds:
@@ -109,6 +171,7 @@ class ServerBounds:
         self._partial_room = max_partial_bytes
         self._partial: dict[GuardedConnection, int] = {}
         """Bytes of bodies that have not arrived completely; the one that began first is in front."""
+        self.turns = _Turns()
         self._unread_room = max_unread_bytes
         self._unread: dict[GuardedConnection, int] = {}
         """Bytes written for clients that do not read, when they were last counted."""
@@ -227,13 +290,15 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Reading(transport, self.pipeline)
+        self.flow = self._reading = _Reading(transport, self.pipeline)
         if len(self.connections) > self._bounds.max_connections and not self._replace_idle():
             self._reject(503, "too_many_connections", "the server has as many connections as it may have")
             return
         self._start_head_deadline()
 
     def data_received(self, data: bytes) -> None:
+        if len(data) > _LONG_READ_BYTES:
+            self._bounds.turns.note_read(self._reading, len(data))
         now, later = data[: self._head_room], data[self._head_room :]
         self._head_room -= len(now)
         try:

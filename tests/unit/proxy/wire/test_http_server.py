@@ -21,6 +21,7 @@ from kvferry.proxy.wire.http_server import (
     MAX_CHUNKS,
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
+    MAX_TURN_BYTES,
     GuardedConnection,
     HttpServer,
     ServerBounds,
@@ -60,12 +61,16 @@ class Held:
 
 
 @asynccontextmanager
-async def served(head_s: float = WAIT_S, bounds: ServerBounds | None = None) -> AsyncIterator[Held]:
+async def served(
+    head_s: float = WAIT_S,
+    bounds: ServerBounds | None = None,
+    connection: Callable[..., GuardedConnection] = GuardedConnection,
+) -> AsyncIterator[Held]:
     app = Held()
     app.server = HttpServer(
         uvicorn.Config(
             app,
-            http=cast(Any, partial(GuardedConnection, head_s=head_s, bounds=bounds or ServerBounds())),
+            http=cast(Any, partial(connection, head_s=head_s, bounds=bounds or ServerBounds())),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -272,6 +277,39 @@ async def test_a_partial_body_gives_way_that_is_alone_too_much() -> None:
         writer.write(post(50_001, whole=False))
         assert await typed(reader) == (503, "too_many_bodies")
         writer.close()
+
+
+async def test_one_turn_of_the_loop_reads_little_however_many_send() -> None:
+    """D12: a hundred bodies at once made turns of 25 MB; `/health` waited for several of them."""
+    turns = [0]
+
+    class Counted(GuardedConnection):
+        """Counts what each turn reads."""
+
+        def data_received(self, data: bytes) -> None:
+            if not turns[-1]:
+                asyncio.get_running_loop().call_soon(turns.append, 0)
+            turns[-1] += len(data)
+            super().data_received(data)
+
+    size = 1_000_000
+    async with served(connection=Counted) as app:
+        clients = [await asyncio.open_connection("127.0.0.1", app.port) for _ in range(40)]
+        for _, writer in clients:
+            writer.write(b"P")
+        await until(lambda: sum(turns) == len(clients))
+        turns[:] = [0]
+        for _, writer in clients:
+            writer.write(post(size)[1:])
+        await until(lambda: len(app.gates) == len(clients))
+        for gate in app.gates:
+            gate.set()
+        for reader, writer in clients:
+            async with asyncio.timeout(WAIT_S):
+                await reader.readuntil(b"ok")
+            writer.close()
+        assert sum(turns) > len(clients) * size
+    assert max(turns[1:]) <= 4 * MAX_TURN_BYTES  # before the first one nobody waits
 
 
 async def test_bodies_of_running_requests_are_bounded_together() -> None:
