@@ -15,7 +15,7 @@ BATCH = 8
 CHOICES = 8
 SHARED = "".join(f"{first}{second}=417;" for first in "abcd" for second in "wxyz")
 """What all prompts begin with: several blocks that the prefix cache shares."""
-SETTLE_S = 2.0
+SETTLE_S = 5.0
 MAX_KV_USE = 0.05
 
 

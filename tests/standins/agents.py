@@ -242,7 +242,7 @@ class StandInAgent:
         }
         return wire.Register(**(fields | self.overrides))
 
-    async def until(self, claim: Any, timeout_s: float = 5.0) -> None:
+    async def until(self, claim: Any, timeout_s: float = 20.0) -> None:
         """Wait until `claim()` is true; it is asked again whenever something has changed here."""
         async with asyncio.timeout(timeout_s):
             while not claim():

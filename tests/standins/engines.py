@@ -32,7 +32,7 @@ from tests.standins.agents import (
     _reset,
 )
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 STOPS_AT_ONCE = "stop at once"
 """A prompt that contains this draws the end of sequence first, unless `min_tokens` forbids it."""
 CACHED_AT_PREFILL = 2

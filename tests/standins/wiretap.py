@@ -46,7 +46,7 @@ class Wiretap:
             writer.write(bytes(self.heard))
             await writer.drain()
             writer.write_eof()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 return await reader.read()
         except ConnectionError:
             return b""

@@ -9,7 +9,7 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-STATS_S = 3.0
+STATS_S = 10.0
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

@@ -59,7 +59,7 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         assert total(await scrape(cluster.url), "kvferry_proxy_migrations_total") >= 1
         again = await complete_all(cluster.url, bodies[:4], concurrency=4)
         assert all(isinstance(result, Answer) for result in again)
-        assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=5))["used"] == 0
+        assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=10))["used"] == 0
 
 
 # The engine dies of its rank's death, so the one shows the other too.
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     for agent in cluster.agents.values():
-        left = await wait_idle(agent.url, timeout_s=3)
+        left = await wait_idle(agent.url, timeout_s=10)
         assert left["leased"] == left["used"] == left["quarantined"] == 0, (agent.name, left)
 
 

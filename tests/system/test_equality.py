@@ -315,7 +315,7 @@ async def check_cells(pair: Pair, references: References, cells: list[Cell], cou
         compared = [group.create_task(compare_cell(pair, references, cell, count)) for cell in cells]
     await check_moved(pair, before, [answer for task in compared for answer in task.result()])
     for agent in (pair.prefill, pair.decode):
-        left = await wait_idle(agent.url, timeout_s=2.0)
+        left = await wait_idle(agent.url, timeout_s=5.0)
         assert left["used"] == left["leased"] == left["quarantined"] == 0, (agent.name, left)
 
 

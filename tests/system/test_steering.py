@@ -72,7 +72,7 @@ async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(cluster
         ]
         for answer in await streams:
             assert isinstance(answer, Answer) and answer.completion_tokens == 200
-        assert (await wait_idle(drained.url, timeout_s=5))["used"] == 0
+        assert (await wait_idle(drained.url, timeout_s=10))["used"] == 0
         assert (await nodes(http, cluster))[drained.url]["in_flight"] == 0
         served = {
             agent.url: total(await scrape(agent.url), "kvferry_agent_requests_total")

@@ -32,7 +32,7 @@ from kvferry.proxy.wire.messages import (
 )
 from kvferry.transfer.state_machine import IllegalTransition
 
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 
 
 class Proxy:

@@ -47,7 +47,7 @@ async def test_it_serves_until_told_to_stop_and_exits_0(signum: signal.Signals) 
             async with http.post(f"{listening['url']}/v1/completions", json=BODY) as response:
                 assert response.status == 200
         child.send_signal(signum)
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 20) == 0
 
 
 async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
@@ -68,7 +68,7 @@ async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
                 child.send_signal(signal.SIGTERM)
                 await decode.until(lambda: decode.aborted)
                 await prefill.until(lambda: prefill.dropped)
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await asyncio.wait_for(child.wait(), 20) == 0
 
 
 @pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])

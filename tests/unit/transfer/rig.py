@@ -140,7 +140,7 @@ class Agent:
         return range(self.config.tp_size)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Poll for what has no event. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():

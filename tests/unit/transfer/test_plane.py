@@ -303,7 +303,7 @@ async def test_a_lease_never_outlives_its_request() -> None:
     async with Agent(lease_s=5.0, seed=1) as prefill, Agent(lease_s=5.0, renew_s=0.1, seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS, timeout_s=0.5)
         decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
-        assert (await prefill.event(LeaseEnded, timeout_s=2.0)).cause == "expired"
+        assert (await prefill.event(LeaseEnded, timeout_s=4.0)).cause == "expired"
 
 
 async def test_an_early_lease_end_reaches_the_reader_as_the_reason() -> None:
@@ -425,7 +425,7 @@ async def test_an_address_without_a_listener_fails_at_once() -> None:
             unused.bind(("127.0.0.1", 0))
             remote = prefill.remote(TOKENS, port=unused.getsockname()[1])
         decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
-        failed = await decode.event(PullFailed, timeout_s=1.0)
+        failed = await decode.event(PullFailed, timeout_s=5.0)
         assert (failed.reason, failed.quiescent) == ("unreachable", True)
 
 
@@ -472,7 +472,7 @@ async def test_a_listener_that_never_answers_runs_into_the_deadline() -> None:
         async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
             remote = prefill.remote(TOKENS, port=silent.getsockname()[1])
             decode.plane.pull(new_transfer_id(), remote, OURS, 0, 0.5)
-            assert (await decode.event(PullFailed, timeout_s=2.0)).reason == "deadline"
+            assert (await decode.event(PullFailed, timeout_s=4.0)).reason == "deadline"
 
 
 def other_geometry(**changes: object) -> KVGeometry:

@@ -30,7 +30,7 @@ from kvferry.agent.messages.requests import (
     Token,
 )
 
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 
 
 class Engine:

@@ -73,6 +73,6 @@ async def test_a_pipe_is_read_to_its_end_whatever_the_lines(capsys: pytest.Captu
         pipe.feed_data(part)
         await asyncio.sleep(0)
     pipe.feed_eof()
-    await asyncio.wait_for(relaying, 5)
+    await asyncio.wait_for(relaying, 20)
     assert log.tail(9).splitlines() == ["one", "(a line that is too long is left out)", "\ufffd", "two"]
     assert capsys.readouterr().err.splitlines() == log.tail(9).splitlines()

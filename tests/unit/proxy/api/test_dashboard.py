@@ -27,7 +27,7 @@ BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
 
 async def next_snapshot(response: aiohttp.ClientResponse) -> dict[str, Any]:
     """The next snapshot of an open feed."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not (line := await response.content.readline()).startswith(b"data: "):
             assert line, "the feed ended"
     return json.loads(line.removeprefix(b"data: "))
@@ -223,7 +223,7 @@ async def test_viewers_are_limited_and_a_disconnect_frees_a_slot(
             assert second.status == 503
             assert (await second.json())["error"]["code"] == "too_many_viewers"
         first.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while stage.proxy.services.dashboard.is_full:
             await asyncio.sleep(0.01)
 
@@ -236,5 +236,5 @@ async def test_a_stopping_proxy_does_not_wait_for_viewers() -> None:
         proxy = await serving.enter_async_context(running_proxy(config))
         async with http.get(f"{proxy.url}/ui/events") as response:
             await next_snapshot(response)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await serving.aclose()

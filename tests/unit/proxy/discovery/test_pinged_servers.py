@@ -117,7 +117,7 @@ async def test_a_server_is_not_ready_after_an_internal_error_in_a_probe(
 
     monkeypatch.setattr(health_probe, "_probe", probing)
     info, now = registration("decode", 1), 10.0
-    async with asyncio.timeout(5), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(20), aiohttp.ClientSession() as http:
         made = PingedServers(http, lambda: now)
         while made.complete(info).state != "ready":
             await asyncio.sleep(0)

@@ -27,8 +27,8 @@ from tests.standins.raw_server import EVENT, STREAM_HEAD, Flood, RawServer, chun
 from tests.unit.proxy.conftest import Stage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
-PROMPT_S = 3.0
-"""Within which a bad server must have been noticed; every timeout of the proxy is longer."""
+PROMPT_S = 15.0
+"""Within which a bad server must have been noticed; every deadline of the proxy for a response is longer."""
 SOCKET_BUFFERS = 32 * 2**20
 """What a kernel may take from a server that the proxy has stopped reading from."""
 

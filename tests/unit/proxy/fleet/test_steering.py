@@ -37,7 +37,7 @@ def start_stream(stage: Stage, body: dict[str, Any]) -> asyncio.Task[Any]:
 
 
 async def until_waiting(stage: Stage, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while stage.proxy.fleet.admission.waiting != count:
             await asyncio.sleep(0.005)
 
@@ -166,7 +166,7 @@ async def test_a_probe_that_fails_opens_the_breaker_again(start_stage: StartStag
         status, answer = await stage.ask(BODY)
         assert (status, answer["error"]["code"]) == (503, "no_agent"), "no agent is bothered"
         assert len(prefill.asked) == opened + 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (await node(stage, decode))["state"] == "tripped":
                 await asyncio.sleep(0.02)
     assert (await stage.stream(BODY)).error is None
@@ -183,7 +183,7 @@ async def test_a_request_waits_for_the_outcome_of_a_trial(start_stage: StartStag
     await stage.agent("decode")
     prefill.faults.append(Fault("prefill", "status"))
     assert (await stage.ask(BODY))[0] == 502
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await node(stage, prefill))["state"] == "tripped":
             await asyncio.sleep(0.01)
     gate.clear()

@@ -24,7 +24,7 @@ from tests.unit.proxy.conftest import Stage, StartStage
 BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 ASK = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class Agent:
     async def ping(self, message: wire.Register) -> wire.ProxyMessage:
         """Send a registration and return the answer."""
         await self.send(message)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return wire.decode_proxy_message(await self._dealer.recv())
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
                 tap.alter = flip
                 # Its last byte is `max_running`: without the seal, 8 would arrive as 9.
                 await victim.send(registration("decode", 1, index=1, load=load(max_running=8)))
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await tap.altered.wait()
                 await asyncio.sleep(REFUSAL_S / 2)
                 assert registry.snapshot(clock()).nodes == before

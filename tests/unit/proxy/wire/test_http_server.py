@@ -27,7 +27,7 @@ from kvferry.proxy.wire.http_server import (
     ServerBounds,
 )
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -62,7 +62,7 @@ class Held:
 
 @asynccontextmanager
 async def served(
-    head_s: float = WAIT_S,
+    head_s: float = 2 * WAIT_S,
     bounds: ServerBounds | None = None,
     connection: Callable[..., GuardedConnection] = GuardedConnection,
 ) -> AsyncIterator[Held]:

@@ -33,7 +33,7 @@ from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.exposition import sample
 
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 PREFILL, DECODE = registration("prefill", 1), registration("decode", 2, load=load(max_running=1))
 DECODE_ID = Incarnation(DECODE.incarnation)
 REQUESTS = 'kvferry_proxy_requests_total{endpoint="completions",status="200"}'

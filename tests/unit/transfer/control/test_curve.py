@@ -18,7 +18,7 @@ from kvferry.transfer.events import PullDone, PullFailed
 from tests.standins.wiretap import Wiretap
 from tests.unit.transfer.rig import Agent, assert_same_kv
 
-RESPONSE_TIMEOUT_S = 5.0
+RESPONSE_TIMEOUT_S = 20.0
 REFUSAL_S = 0.5
 """How long a peer that is not admitted is watched; one that is admitted is answered in a few ms."""
 MARK = "a-transfer-id-that-must-stay-secret"

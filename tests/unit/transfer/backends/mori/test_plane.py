@@ -112,7 +112,7 @@ async def test_a_rebuilt_engine_ends_what_would_not_end_and_reads_again() -> Non
             ended = await decode.event((PullDone, PullFailed))
         assert isinstance(ended, PullFailed)
         assert not ended.quiescent
-        await decode.event(PullQuiescent, timeout_s=5.0)
+        await decode.event(PullQuiescent, timeout_s=15.0)
         assert decode.plane.stats().rebuilds == 1
         decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
         assert (await decode.event(PullDone)).backend == "mori"
