@@ -22,7 +22,7 @@ from tests.chaos.victims import BACKENDS, library, processes, stopped
 from tests.standins import faults
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, wait_idle
+from tests.system.metrics import settled, wait_idle
 
 LEASE_S = 1.0
 EXPIRY_S = 10.0
@@ -32,7 +32,6 @@ FILLER = [5] * (POOL_BLOCKS * 16 - 1)
 BATCH = 15
 MAX_PROMPT_TOKENS = 96
 """So short that the pool holds a batch."""
-STATS_S = 1.5
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 times = pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.full)])
@@ -97,10 +96,9 @@ async def ask_late(
     return Counter(verdicts)
 
 
-async def failures(cluster: Cluster) -> Counter[str]:
-    """Pulls that have failed so far, by reason; counters reach the metrics page within a second."""
-    await asyncio.sleep(STATS_S)
-    samples = await scrape(cluster.agents["decode-0"].url)
+async def failures(cluster: Cluster, count: int = 0) -> Counter[str]:
+    """Pulls that have failed so far, by reason; the metrics page is given time to have `count` of them."""
+    samples = await settled(cluster.agents["decode-0"].url, "kvferry_transfer_failures_total", count)
     return Counter(
         {
             dict(labels)["reason"]: int(value)
@@ -139,7 +137,7 @@ async def test_a_reader_that_comes_after_the_blocks_were_reused(count: int, clus
 
     before = await failures(cluster)
     verdicts = await ask_late(cluster, count, decode)
-    new = await failures(cluster) - before
+    new = await failures(cluster, before.total() + count) - before
     assert new == {"lease_expired": count}, (new, verdicts)
 
 
@@ -160,6 +158,6 @@ async def test_a_reader_whose_blocks_are_reused_while_it_reads(count: int, clust
 
     before = await failures(cluster)
     verdicts = await ask_late(cluster, count, decode)
-    new = await failures(cluster) - before
+    new = await failures(cluster, before.total() + count) - before
     # On a slow machine some come too late even to open.
     assert new.total() == count and new["invalid"] >= count / 2, (new, verdicts)

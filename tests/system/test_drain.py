@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents are replaced one by one under load: no request fails, none is computed twice, no lease lapses."""
+"""Agents are replaced one by one under load: no request fails, none is computed twice, no lease lapses.
+
+The long forms for one proxy; `make test` shows the same in `test_rolling.py`.
+"""
 
 from __future__ import annotations
 
@@ -77,14 +80,11 @@ async def replace(cluster: Cluster, spec: AgentSpec, name: str) -> Samples:
     return await end(old)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("transfer", "rounds", "proxy_args"),
-    [
-        ("tcp", 1, ()),
-        pytest.param("tcp", 2, ("--workers", "2"), marks=pytest.mark.full),
-        pytest.param("nixl", 2, (), marks=pytest.mark.full),
-    ],
+    [("tcp", 1, ()), ("tcp", 2, ("--workers", "2")), ("nixl", 2, ())],
 )
 async def test_agents_are_replaced_under_load_and_nobody_notices(
     start_cluster: StartCluster, transfer: str, rounds: int, proxy_args: tuple[str, ...]

@@ -266,6 +266,13 @@ async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
     }
 
 
+def tried_again(page: Samples) -> float:
+    """How often a proxy has sent a request, or the rest of a stream, to another agent."""
+    names = ("kvferry_proxy_retries_total", "kvferry_proxy_migrations_total")
+    assert set(names) <= {name for name, _ in page}
+    return sum(total(page, name) for name in names)
+
+
 RECOMPUTES = {"kvferry_agent_recomputes_total", "kvferry_recomputes_total"}
 LEASES_ENDED = {"kvferry_transfer_leases_ended_total", "kvferry_leases_ended_total"}
 """The second name is that of the older agents."""
@@ -287,6 +294,7 @@ LEASE = ("--lease-s", "20")
 async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(
     log_dir: Path, transfer: str, rounds: int, concurrency: int, requests: int, proxy_args: tuple[str, ...]
 ) -> None:
+    """Agents by SIGTERM, one by a drain that a proxy was asked for, and then the proxies."""
     where = log_dir / f"rolling-{transfer}-{rounds}{''.join(proxy_args)}"
     async with Fleet(where, (*LEASE, "--transfer", transfer), proxy_args) as fleet:
 
@@ -295,9 +303,13 @@ async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(
 
         async with loaded(fleet, concurrency, requests) as load:
             for _ in range(rounds):
-                for name in [*fleet.agents(), *PROXIES]:
-                    how = through_a_proxy if name.startswith("decode") else sigterm
-                    assert await fleet.replace(name, how) == 0, name
+                for name in fleet.agents():
+                    assert await fleet.replace(name, sigterm) == 0, name
+                (decode,) = (name for name in fleet.agents() if name.startswith("decode"))
+                assert await fleet.replace(decode, through_a_proxy) == 0
+                for proxy in PROXIES:
+                    assert not tried_again(await scrape(fleet.processes[proxy].url))
+                    assert await fleet.replace(proxy, sigterm) == 0, proxy
         assert not load.failed, load.failed[:3]
         assert await trouble(fleet, load) == NONE
         assert load.answered >= requests
