@@ -79,13 +79,15 @@ def make_questions(seed: int, count: int) -> list[dict[str, Any]]:
 def make_rounds(
     seed: int, requests: int, questions: int, stop_s: tuple[float, float], round_size: int = ROUND_REQUESTS
 ) -> list[Round]:
-    """The whole run. Each role is struck in every round, and over two rounds every role is killed once."""
+    """The whole run. Each role is struck in every round, and over two rounds every role is killed once; which
+    of them first depends on the seed.
+    """
     draw = random.Random(f"rounds {seed}")
     rounds = []
     while requests > 0:
         size = min(requests, round_size)
         asks = tuple(_ask(draw, questions) for _ in range(size))
-        rounds.append(Round(asks=asks, strikes=_strikes(draw, len(rounds), size, stop_s)))
+        rounds.append(Round(asks=asks, strikes=_strikes(draw, seed + len(rounds), size, stop_s)))
         requests -= size
     return rounds
 
@@ -100,6 +102,7 @@ def _ask(draw: random.Random, questions: int) -> Ask:
 
 
 def _strikes(draw: random.Random, number: int, size: int, stop_s: tuple[float, float]) -> tuple[Strike, ...]:
+    """`number` counts the rounds, from the seed on."""
     killed = sorted(ROLES)[number % 2]
     strikes = [
         _strike(draw, role, "kill", _KILLED, size, stop_s)

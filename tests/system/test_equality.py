@@ -56,7 +56,7 @@ CELLS: list[Cell] = list(itertools.product(SAMPLINGS, (1, 4), TASKS))
 # Room for all of them, for none to wait or to be preempted: 96 requests, of which half have four choices.
 ROOM = ("--max-num-seqs", "240", "--kv-blocks", "4096")
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.long]
 
 
 @dataclasses.dataclass(frozen=True)

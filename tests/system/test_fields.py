@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from kvferry.agent.api.fields import HARMLESS, REFUSED
 from tests.system.client import heldout
-from tests.system.conftest import StartAgent, StartCluster
+from tests.system.conftest import StartCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -42,7 +42,7 @@ CHAT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Servers:
-    """A pair behind a proxy, and one agent that does everything."""
+    """A pair behind a proxy, and one agent that, asked directly, does everything."""
 
     apart: str
     together: str
@@ -72,9 +72,9 @@ class Servers:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(start_cluster: StartCluster, start_agent: StartAgent) -> AsyncIterator[Servers]:
-    async with start_cluster() as cluster, start_agent() as agent, aiohttp.ClientSession() as http:
-        yield Servers(cluster.url, agent.url, http)
+async def servers(start_cluster: StartCluster) -> AsyncIterator[Servers]:
+    async with start_cluster() as cluster, aiohttp.ClientSession() as http:
+        yield Servers(cluster.url, cluster.agents["decode-0"].url, http)
 
 
 async def both(servers: Servers, body: dict[str, Any]) -> dict[str, Any]:

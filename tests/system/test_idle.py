@@ -13,8 +13,8 @@ from kvferry.deploy.launcher import Cluster
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
-SETTLE_S = 3.0
-WINDOW_S = 10.0
+SETTLE_S = 2.0
+WINDOW_S = 5.0
 MAX_CPU_SHARE = 0.05
 MAX_GROWTH = 1.05
 

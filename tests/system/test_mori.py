@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.standins import mori_io
 from tests.system.client import Answer, complete_all
-from tests.system.conftest import StartAgent, StartCluster
+from tests.system.conftest import StartCluster
 from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cells, expect_answers
 
 PROMPTS = 20
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 
 class References:
-    """Answers of one agent with role `both`, by cell."""
+    """Answers of the prefill agent, which does everything itself when it is asked directly, by cell."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, int, str], list[Answer]] = {}
@@ -36,16 +36,6 @@ def standin() -> Iterator[None]:
         yield
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def references(start_agent: StartAgent) -> References:
-    made = References()
-    async with start_agent() as agent:
-        for cell in CELLS:
-            results = await complete_all(agent.url, bodies(*cell, PROMPTS), CONCURRENCY)
-            made.answers[cell] = expect_answers(results)
-    return made
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=PAIRS)
 async def pair(
     request: pytest.FixtureRequest, standin: None, start_cluster: StartCluster
@@ -56,6 +46,15 @@ async def pair(
     ) as cluster:
         agents = cluster.agents
         yield Pair(1, request.param, "mori", cluster.proxy, agents["prefill-0"], agents["decode-0"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def references(pair: Pair) -> References:
+    made = References()
+    for cell in CELLS:
+        results = await complete_all(pair.prefill.url, bodies(*cell, PROMPTS), CONCURRENCY)
+        made.answers[cell] = expect_answers(results)
+    return made
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")

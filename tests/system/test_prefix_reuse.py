@@ -36,7 +36,7 @@ from tests.system.conversation import (
     Turn,
     counters_of,
 )
-from tests.system.metrics import scrape, total, wait_idle
+from tests.system.metrics import scrape, settled, total, wait_idle
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -71,23 +71,26 @@ async def idle(agents: list[Process]) -> None:
         assert not total(await scrape(agent.url), "kvferry_agent_integrity_errors_total")
 
 
-@pytest.mark.parametrize("transfer", ["tcp", pytest.param("nixl", marks=pytest.mark.full)])
-async def test_a_turn_computes_and_moves_what_is_new(
-    transfer: str, start_cluster: StartCluster, alone: Process
-) -> None:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["tcp", pytest.param("nixl", marks=pytest.mark.full)]
+)
+async def cluster(request: pytest.FixtureRequest, start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    """Two prefill agents and a decode agent that lends to them."""
+    async with start_cluster(
+        prefill=2,
+        args=(*CACHED, "--transfer", request.param),
+        proxy_args=(*PULLING, "--stream-pull-min-tokens", "400"),
+    ) as started:
+        yield started
+
+
+async def test_a_turn_computes_and_moves_what_is_new(cluster: Cluster, alone: Process) -> None:
     """Two prefill agents in turn, so that each lacks its own last answer and a whole turn of the other.
 
     Turns differ in how they go: streamed or not, one choice or two, and some of them are pulled while they
     are computed, hence asked for before their prefill has what it borrows.
     """
-    async with (
-        start_cluster(
-            prefill=2,
-            args=(*CACHED, "--transfer", transfer),
-            proxy_args=(*PULLING, "--stream-pull-min-tokens", "400"),
-        ) as cluster,
-        session() as http,
-    ):
+    async with session() as http:
         conversation = Conversation(cluster, http)
         for number in range(TURNS):
             fields = {"n": 1 + number % 2, "stream": number % 4 > 1}
@@ -146,14 +149,16 @@ async def prefill_leg(
             await asyncio.sleep(0.05)
 
 
-async def test_nothing_is_borrowed_of_another_salt_or_other_ids(start_cluster: StartCluster) -> None:
+async def test_nothing_is_borrowed_of_another_salt_or_other_ids(cluster: Cluster) -> None:
     """Whatever a hint says. (Other weights and layouts: `tests/unit/transfer/test_prefix_pull.py`.)"""
-    async with start_cluster(args=CACHED) as cluster, session() as http:
+    async with session() as http:
         prefill, decode = cluster.agents["prefill-0"], cluster.agents["decode-0"]
         prompt = [7 + index % 150 for index in range(200)]
         body = Conversation.body(prompt, cache_salt="mine", max_tokens=2)
         await complete(http, decode.url, body)
         source = await source_params(http, cluster, decode)
+        loans = "kvferry_transfer_prefix_loans_total"
+        before = total(await scrape(decode.url), loans)
         for salt in (None, "theirs"):
             added = await prefill_leg(http, prefill, source, {**body, "cache_salt": salt})
             assert (added["pulled_prefix"], added["computed"]) == (0, 200)
@@ -161,7 +166,7 @@ async def test_nothing_is_borrowed_of_another_salt_or_other_ids(start_cluster: S
         assert (added["pulled_prefix"], added["computed"]) == (0, 200)
         added = await prefill_leg(http, prefill, source, body)
         assert (added["pulled_prefix"], added["computed"]) == (192, 8)
-        assert total(await scrape(decode.url), "kvferry_transfer_prefix_loans_total") == 1
+        assert total(await settled(decode.url, loans, int(before) + 1), loans) == before + 1
         await idle([prefill, decode])
 
 

@@ -27,6 +27,7 @@ from tests.system.conftest import COMMON_ARGS, MODEL
 from tests.system.metrics import Samples, scrape, total
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 BEFORE_RANGES = "ef820561c58d09de4ca90de1204e39c09118c387"
 DEADLINE_S = patient(90.0)
 PROXIES = ("proxy-0", "proxy-1")

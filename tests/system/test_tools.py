@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of tools: valid, and the same apart, together and after a death (I4); and the official client."""
+"""Calls of tools: valid, and the same apart, together and after a death (I4); and the official client.
+
+"Together" is what the decode agent answers that is asked directly: it does everything itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import pytest_asyncio
 from kvferry.deploy.launcher import Cluster
 from tests.standins.chat_templates import HERMES
 from tests.system.client import heldout, session
-from tests.system.conftest import StartAgent, StartCluster
+from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total
 from tests.system.test_migration import kill_rank
 
@@ -165,12 +168,9 @@ async def cluster(start_cluster: StartCluster, model: str) -> AsyncIterator[Clus
         yield cluster
 
 
-async def test_calls_are_valid_and_equal_apart_together_and_after_a_death(
-    cluster: Cluster, start_agent: StartAgent, model: str
-) -> None:
+async def test_calls_are_valid_and_equal_apart_together_and_after_a_death(cluster: Cluster) -> None:
     asked = bodies(8)
-    async with start_agent(model=model) as agent:
-        together = await asyncio.gather(*(chat(agent.url, body) for body in asked))
+    together = await asyncio.gather(*(chat(cluster.agents["decode-1"].url, body) for body in asked))
     apart = await asyncio.gather(*(chat(cluster.url, body) for body in asked))
     for body, ours, theirs in zip(asked, apart, together, strict=True):
         check_valid(body, ours)
