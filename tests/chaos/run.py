@@ -23,7 +23,7 @@ from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_que
 from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
 from tests.system.conftest import wait_ready
-from tests.system.metrics import scrape, total, wait_idle
+from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 CONCURRENCY = 12
 DEADLINE_S = 90.0
@@ -186,7 +186,7 @@ class _Run:
     async def _check_nothing_left(self) -> None:
         """Blocks of every agent, all at once: the lease and a second count from now."""
         agents = self.cluster.agents.values()
-        held = await asyncio.gather(*(wait_idle(agent.url, LEASE_S + 1.0) for agent in agents))
+        held = await asyncio.gather(*(wait_idle(agent.url, LEASE_S + 1.0 + PAGE_AGE_S) for agent in agents))
         for agent, blocks in zip(agents, held, strict=True):
             if blocks["used"] or blocks["leased"] or blocks["quarantined"]:
                 self.tally.wrongs.append(f"left over at {agent.name}: {blocks}")

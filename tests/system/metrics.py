@@ -10,6 +10,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 STATS_S = 10.0
+PAGE_AGE_S = 1.0
+"""How old what an agent's page says may be."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

@@ -17,7 +17,7 @@ from kvferry.deploy.launcher import Cluster
 from tests.deaths import assert_within, exit_s
 from tests.system.client import Answer, complete, complete_all, heldout, session
 from tests.system.conftest import StartAgent, StartCluster
-from tests.system.metrics import scrape, total, wait_idle
+from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 LEASE_S = 2.0
 STREAMS = 32
@@ -50,7 +50,7 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         os.kill(doomed.pid, signal.SIGKILL)
         await doomed.process.wait()
         results = await running
-        left = await wait_idle(cluster.agents["prefill-0"].url, timeout_s=LEASE_S + 1)
+        left = await wait_idle(cluster.agents["prefill-0"].url, timeout_s=LEASE_S + 1 + PAGE_AGE_S)
         assert left["leased"] == left["used"] == left["quarantined"] == 0
         answered = [result for result in results if isinstance(result, Answer)]
         assert len(answered) == STREAMS, [result for result in results if result not in answered]

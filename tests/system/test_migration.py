@@ -14,7 +14,7 @@ import pytest
 from kvferry.deploy.launcher import Process
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total, wait_idle
+from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 STREAMS = 16
 # Long enough that the agent's counters, a second old at most, still show streams in their midst.
@@ -94,7 +94,7 @@ async def test_streams_survive_the_death_of_their_decode_agent(
         migrations = total(await scrape(cluster.url), "kvferry_proxy_migrations_total")
         for name, agent in cluster.agents.items():
             if name != "decode-0":
-                left = await wait_idle(agent.url, timeout_s=LEASE_S + 1)
+                left = await wait_idle(agent.url, timeout_s=LEASE_S + 1 + PAGE_AGE_S)
                 assert left["leased"] == left["used"] == left["quarantined"] == 0, (name, left)
     assert migrations >= MIN_MIGRATIONS
     for body, ours, theirs in zip(bodies(), results, undisturbed, strict=True):

@@ -39,6 +39,7 @@ MISTAKES = [
     ("up --proxy.prt 1", 2, "--prt: no such option; did you mean --port?"),
     ("up --proxy.api-keys {folder}/keys", 2, "/keys has no admin's key, which the list of agents needs"),
     ("up --prefill.port 8000", 2, "--prefill.port: kvferry up chooses this"),
+    ("up --prefill none", 2, "--prefill: 'none' is not a whole number"),
     ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
     ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
     ("up --config none.yaml", 2, "--config: 'none.yaml': No such file or directory"),
