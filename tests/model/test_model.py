@@ -8,6 +8,8 @@ import pytest
 from tests.model.explore import explore
 from tests.model.scenarios import LONG, SHORT
 
+pytestmark = pytest.mark.long
+
 EVERY_STEP = {
     *("register", "advance", "ready", "preempt", "drop", "expire", "time", "restart"),
     *("open", "renew", "lose", "unanswered", "cancel", "crash", "deliver", "repeat"),

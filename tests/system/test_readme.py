@@ -36,6 +36,7 @@ from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.wire.flags import parse_flags
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 README = (ROOT / "README.md").read_text()
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 BIN = r"(\.venv|/opt/kvferry)/bin/"

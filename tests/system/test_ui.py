@@ -15,7 +15,10 @@ from tests.system.browser import Page, chromium, open_page
 from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="Chromium is not installed (see .ci/run)")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(chromium() is None, reason="Chromium is not installed (see .ci/run)"),
+]
 
 ROWS = "[...document.querySelectorAll('#nodes tbody tr:has(.name)')]"
 AGENTS = f"{ROWS}.map((row) => row.querySelector('.name').textContent)"

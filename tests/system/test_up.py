@@ -21,6 +21,7 @@ import pytest
 from tests.system.client import Answer, complete, heldout, session
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 START_TIMEOUT_S = 90.0
 RESTART_TIMEOUT_S = 60.0
 
