@@ -4,7 +4,7 @@
 A cell is (TP of prefill and decode, backend, sampling, n, task). At equal TP everything is equal bit for bit;
 elsewhere the only excuse is a tie at the first differing position. Every cell also proves that KV moved.
 `make test` takes 60 prompts a cell, `make test-full` 500. Once KV is pulled, its backend matters no more, so
-`make test` has the long answers of each pair of TP sizes over one backend only.
+`make test` has all cells of each pair of TP sizes over one backend, and a few short ones over the other.
 A cell's requests are sent sixteen at a time. The short form runs all cells of a task side by side, which
 mixes them in the steps: fewer and larger ones cost less.
 """
@@ -53,6 +53,7 @@ BACKENDS = ["tcp", "nixl"]
 SAMPLINGS = {"greedy": 0.0, "t1": 1.0, "t2": 2.0}
 TASKS = ("answers", "ignore_eos")
 CELLS: list[Cell] = list(itertools.product(SAMPLINGS, (1, 4), TASKS))
+FEW_CELLS: list[Cell] = [("greedy", 1, "answers"), ("t1", 4, "answers"), ("t2", 1, "answers")]
 # Room for all of them, for none to wait or to be preempted: 96 requests, of which half have four choices.
 ROOM = ("--max-num-seqs", "240", "--kv-blocks", "4096")
 
@@ -232,14 +233,10 @@ async def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Pair:
 
 
 def cells_at_once() -> list[object]:
-    """Each pair's cells of a task side by side; those of long answers over the backends in turn."""
-    long = set(zip(TOPOLOGIES, itertools.cycle(BACKENDS), strict=False))
-    return [
-        one_test(key, [cell for cell in CELLS if cell[2] == task])
-        for key in PAIRS
-        for task in TASKS
-        if task == "answers" or key in long
-    ]
+    """Each pair's cells of a task side by side. The backends take turns in having all of them."""
+    by_task = [[cell for cell in CELLS if cell[2] == task] for task in TASKS]
+    thorough = set(zip(TOPOLOGIES, itertools.cycle(BACKENDS), strict=False))
+    return [one_test(key, cells) for key in PAIRS for cells in (by_task if key in thorough else [FEW_CELLS])]
 
 
 def every_cell() -> list[object]:
