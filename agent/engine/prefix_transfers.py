@@ -23,17 +23,42 @@ from kvferry.transfer.events import LeaseEnded, LoanRequested, PullDone, PullFai
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS, MAX_LOAN_S
 
-PAUSE_S = 30.0
-"""How long an agent is not asked after a failure: it may be out of reach from here for good, or too slow, or
-too old to know the question, and every prompt that asked it would be late by the time limit."""
-_MAX_PAUSED = 256
-"""Agents so remembered; one more replaces the oldest."""
+PAUSE_S, MAX_PAUSE_S = 30.0, 960.0
+"""How long an agent is not asked after a failure, doubled with each failure upon another up to the second:
+it may be out of reach from here for good, and a prompt that asks it is late by the time limit."""
+_MAX_LENDERS = 256
+"""Agents that something is remembered of; one more replaces the oldest."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lender:
+    """An agent that prefixes are pulled from. Until it has answered once, and again after a failure, it is
+    asked by one prompt at a time.
+    """
+
+    has_answered: bool = False
+    num_asking: int = 0
+    paused_until: float = 0.0
+    next_pause_s: float = PAUSE_S
+
+    def may_be_asked(self, now: float) -> bool:
+        return now >= self.paused_until and (self.has_answered or not self.num_asking)
+
+    def answered(self) -> None:
+        self.has_answered, self.next_pause_s = True, PAUSE_S
+
+    def failed(self, now: float) -> None:
+        """Leave it alone; of failures that come together the first one counts."""
+        if now >= self.paused_until:
+            self.has_answered, self.paused_until = False, now + self.next_pause_s
+            self.next_pause_s = min(2 * self.next_pause_s, MAX_PAUSE_S)
 
 
 @dataclass(eq=False, slots=True)
 class _PulledPrefix:
     """A sequence's blocks: `before` have their KV, `destination` is written to, `after` is for later."""
 
+    lender: _Lender
     before: list[int]
     destination: list[int]
     after: list[int]
@@ -62,8 +87,7 @@ class PrefixTransfers:
         self._lent: dict[str, list[int]] = {}
         self._pulls: dict[str, _PulledPrefix] = {}
         self._quarantine: dict[str, list[int]] = {}
-        self._paused: dict[PrefixSource, float] = {}
-        """Agents that are not asked, and until when, in order."""
+        self._lenders: dict[PrefixSource, _Lender] = {}
 
     # Lending.
 
@@ -96,7 +120,8 @@ class PrefixTransfers:
         source = sequence.request.prefix_source
         if source is None or not self._limits.prefix_cache or sequence.request.scores_prompt:
             return False
-        if self._paused.get(source, now) > now:
+        lender = self._lenders.get(source)
+        if lender is not None and not lender.may_be_asked(now):
             return False
         missing = len(self._missing(sequence)) * self._limits.block_size
         return missing >= max(source.min_tokens, 1)
@@ -107,7 +132,9 @@ class PrefixTransfers:
         assert request.prefix_source is not None
         hashes = self._missing(sequence)
         upto = num_known + len(hashes)
-        pull = _PulledPrefix(blocks[:num_known], blocks[num_known:upto], blocks[upto:], sequence)
+        lender = self._lender(request.prefix_source)
+        lender.num_asking += 1
+        pull = _PulledPrefix(lender, blocks[:num_known], blocks[num_known:upto], blocks[upto:], sequence)
         transfer_id = new_transfer_id()
         timeout_s = min(MAX_LOAN_S, self._limits.pull_timeout_s, request.deadline - now)
         sequence.blocks = []
@@ -128,6 +155,8 @@ class PrefixTransfers:
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
+        pull.lender.num_asking -= 1
+        pull.lender.answered()
         sequence, blocks = pull.sequence, self._blocks_of(pull)
         if sequence is None:
             self._allocator.release(reversed(blocks))
@@ -147,11 +176,12 @@ class PrefixTransfers:
     def failed(self, event: PullFailed, now: float) -> PrefixOutcome | None:
         """Free the blocks, through quarantine if a write may still come; None if no sequence waits.
 
-        The agent is not asked again for `PAUSE_S`.
+        Unless the pull was cancelled, the agent is not asked again for a while.
         """
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
+        pull.lender.num_asking -= 1
         self._allocator.release(reversed([*pull.before, *pull.after]))
         if event.quiescent:
             self._allocator.release(pull.destination)
@@ -161,16 +191,15 @@ class PrefixTransfers:
         sequence = pull.sequence
         if sequence is None:
             return None
-        if sequence.request.prefix_source is not None:
-            self._pause(sequence.request.prefix_source, now)
+        pull.lender.failed(now)
         sequence.request.prefix_pull = sequence.request.prefix_source = None
         return PrefixOutcome(sequence, event.reason)
 
-    def _pause(self, source: PrefixSource, now: float) -> None:
-        self._paused.pop(source, None)
-        self._paused[source] = now + PAUSE_S
-        if len(self._paused) > _MAX_PAUSED:
-            del self._paused[next(iter(self._paused))]
+    def _lender(self, source: PrefixSource) -> _Lender:
+        lender = self._lenders.setdefault(source, _Lender())
+        if len(self._lenders) > _MAX_LENDERS:
+            del self._lenders[next(iter(self._lenders))]
+        return lender
 
     def quiescent(self, transfer_id: str) -> None:
         """Free quarantined blocks: no write can come any more."""

@@ -21,7 +21,7 @@ import msgspec
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Incarnation, Register
+from kvferry.proxy.wire.messages import LENDS_SINCE, NATIVE_DIALECT, Incarnation, Register, common_version
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 
@@ -220,7 +220,7 @@ class PrefixLenders:
         matches = [
             (self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS, node)
             for node in known
-            if node.incarnation not in prefill.info.refusals and node.incarnation != prefill.incarnation
+            if _can_lend(node.info, prefill.info)
         ]
         longest, lender = max(matches, key=lambda match: match[0], default=(0, prefill))
         return PrefixLender(lender.info, self._min_tokens) if longest >= max(self._min_tokens, 1) else None
@@ -228,6 +228,13 @@ class PrefixLenders:
     def _is_long(self, request: RoutingRequest) -> bool:
         """Several prompts of one request are one text to routing, so nothing is known of each."""
         return 0 < self._min_tokens <= request.tokens and request.prompts == 1
+
+
+def _can_lend(lender: Register, borrower: Register) -> bool:
+    """Whether one that fits the other can lend to it: older versions do not know how to, or to ask."""
+    if lender.incarnation in borrower.refusals or lender.incarnation == borrower.incarnation:
+        return False
+    return (common_version(lender.control_versions, borrower.control_versions) or 0) >= LENDS_SINCE
 
 
 def _rank(session: str, address: str) -> bytes:

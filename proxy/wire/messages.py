@@ -24,6 +24,8 @@ VERSIONS: Versions = (2, 3)
 """Of the messages below."""
 FIRST_CONTROL_VERSIONS: Versions = (2, 2)
 """Of the control channel between agents, as spoken by those whose pings do not say."""
+LENDS_SINCE = 3
+"""The version of the control channel from which on agents lend each other what their prefix caches hold."""
 DEFAULT_DISCOVERY_PORT = 36367
 PING_INTERVAL_S = 1.0
 NODE_EXPIRY_S = 3.5

@@ -13,13 +13,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import ControlClient
-from kvferry.transfer.control.messages import Grant
+from kvferry.transfer.control.messages import LENDS_SINCE, VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import BlockTemplate, num_columns, pair_blocks, plan_templates, source_columns
 from kvferry.transfer.net import resolve
@@ -32,6 +33,8 @@ from kvferry.transfer.state_machine import transition, transitions
 HANDSHAKE_S = 5.0
 RESPONSE_TIMEOUT_S = 2.0
 """Limit for a response, on top of the wait that a request allows."""
+_VERSIONS_TIMEOUT_S = 2.0
+"""Limit for a response to a `hello` with versions. Then one is sent without: the field may be unknown."""
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +106,8 @@ class Link:
         self.transfer = ""
         self.tp_size = 0
         self.num_blocks = 0
+        self.version = VERSIONS[0]
+        """Of the control channel: the highest that both speak, once the producer has accepted."""
         self.refusal = ""
         """Why these two agents can never work together; empty as far as is known."""
         self._config = config
@@ -112,6 +117,7 @@ class Link:
         self._client = ControlClient(self._broken, key)
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
+        self._says_versions = True
         self._deadline: asyncio.TimerHandle | None = None
         self._templates: list[dict[int, BlockTemplate]] = []
         """By our rank and theirs; a pull's spans are made of them."""
@@ -155,12 +161,18 @@ class Link:
         self.close()
         self._on_lost(self, reason, detail)
 
+    @property
+    def lends(self) -> bool:
+        """Whether the producer knows `lend`, as far as it has said. Only while `READY`."""
+        return self.version >= LENDS_SINCE
+
     # Requests.
 
     def open(
         self, transfer_id: str, have: int, wait_s: float, on_response: Callable[[wire.Response | None], None]
     ) -> None:
         request = wire.Open(
+            v=self.version,
             seq=self._client.next_seq(),
             incarnation=self.source.engine_id,
             transfer_id=transfer_id,
@@ -178,6 +190,7 @@ class Link:
         on_response: Callable[[wire.Response | None], None],
     ) -> None:
         request = wire.Lend(
+            v=self.version,
             seq=self._client.next_seq(),
             incarnation=self.source.engine_id,
             transfer_id=transfer_id,
@@ -190,6 +203,7 @@ class Link:
     def renew(self, transfer_ids: Sequence[str], on_response: Callable[[wire.Response | None], None]) -> None:
         for first in range(0, len(transfer_ids), wire.MAX_IDS):
             request = wire.Renew(
+                v=self.version,
                 seq=self._client.next_seq(),
                 incarnation=self.source.engine_id,
                 consumer=self._config.incarnation,
@@ -201,6 +215,7 @@ class Link:
         self, transfer_id: str, read_ok: bool, on_response: Callable[[wire.Response | None], None]
     ) -> None:
         request = wire.Release(
+            v=self.version,
             seq=self._client.next_seq(),
             incarnation=self.source.engine_id,
             transfer_id=transfer_id,
@@ -212,7 +227,10 @@ class Link:
     def drop(self, transfer_id: str) -> None:
         self._request(
             wire.Drop(
-                seq=self._client.next_seq(), incarnation=self.source.engine_id, transfer_id=transfer_id
+                v=self.version,
+                seq=self._client.next_seq(),
+                incarnation=self.source.engine_id,
+                transfer_id=transfer_id,
             ),
             RESPONSE_TIMEOUT_S,
             _ignore,
@@ -313,9 +331,10 @@ class Link:
             host_id=config.host_id,
             verify_kv=config.verify_kv,
             ranks=ranks,
-            versions=wire.said_versions(),
+            versions=VERSIONS if self._says_versions else msgspec.UNSET,
         )
-        self._request(hello, HANDSHAKE_S, self._hello_responded)
+        limit_s = _VERSIONS_TIMEOUT_S if self._says_versions else HANDSHAKE_S
+        self._request(hello, limit_s, self._hello_responded)
 
     def _hello_responded(self, response: wire.Response | None) -> None:
         if self.state is not LinkState.NEGOTIATING:
@@ -328,6 +347,9 @@ class Link:
                 if response.field != "transfers" or self._offer == self._ranks.transfers:
                     self.refusal = detail
                 self.lose("refused", detail)
+            case None if self._says_versions:
+                self._says_versions = False
+                self._send_hello()
             case None:
                 self.lose("unreachable", "no response to hello")
             case _:
@@ -343,6 +365,7 @@ class Link:
         if response.transfer not in self._offer:
             self.lose("refused", f"transfer {response.transfer} was not offered")
             return
+        self.version = response.v
         self.transfer = response.transfer
         self.tp_size = len(response.ranks)
         self.num_blocks = response.num_blocks

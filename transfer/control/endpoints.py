@@ -45,10 +45,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: its address on the ROUTER and the request's number. Valid for one response."""
+    """The sender of a request: its address on the ROUTER, the request's number and its version. Valid for one
+    response.
+    """
 
     identity: bytes
     seq: int
+    version: int
 
 
 class ControlServer:
@@ -112,7 +115,7 @@ class ControlServer:
             self.bad_frames += 1
             _log.debug("dropped a control frame: %s", error)
             return
-        self._on_request(Caller(frames[0], request.seq), request)
+        self._on_request(Caller(frames[0], request.seq, request.v), request)
 
 
 class ControlClient:

@@ -7,6 +7,8 @@ version, a `seq` that the response echoes, and the producer's incarnation.
 A consumer says `hello` in the lowest version that it speaks, and which it speaks in all. The response, and
 all that follows, is in the highest that both speak; without one the producer refuses by the field `version`.
 Proxies know these ranges from pings, and pair no agents of which one would refuse the other.
+
+Version 3 is version 2 and `lend`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from kvferry.transfer.sampled_tokens import SampledTokens
 
 _UNSAID = (2, 2)
 """What a consumer speaks that does not say."""
-VERSIONS = (2, 2)
+VERSIONS = (2, 3)
 """The lowest and the highest version that is spoken here. What ranks send each other counts too: a backend's
 frames change with a version of this.
 """
+LENDS_SINCE = 3
+"""The first version with `lend`."""
 MAX_FRAME_BYTES = 1 << 20
 _GRANT_SPARE_BYTES = 1 << 16
 _BLOCK_ID_BYTES = 9
@@ -43,6 +47,7 @@ _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 _Ids = Annotated[tuple[_Id, ...], Meta(max_length=MAX_IDS)]
 _Version = Annotated[int, Meta(ge=1, le=64)]
+_Spoken = Annotated[int, Meta(ge=VERSIONS[0], le=VERSIONS[1])]
 _Hash = Annotated[bytes, Meta(min_length=1, max_length=32)]
 _Hashes = Annotated[tuple[_Hash, ...], Meta(min_length=1, max_length=MAX_LOAN_BLOCKS)]
 MAX_BLOCKS = 1 << 17
@@ -57,7 +62,7 @@ class BadControlFrame(ValueError):
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    v: Literal[2] = 2
+    v: _Spoken = VERSIONS[0]
     seq: _Count
     incarnation: _Id
     """The producer's: of the one that the request is for, and of the one that responds."""
@@ -78,7 +83,8 @@ class Hello(_Frame, frozen=True, tag="hello"):
     """Begin a link. `transfers` are those to choose from, the consumer's best first.
 
     `verify_kv`: the consumer accepts no KV without checksums. `versions`: the lowest and the highest that it
-    speaks; not sent when that is version 2 alone, as agents that know no other do not know the field.
+    speaks; without it version 2 alone. Agents of before there were ranges do not know the field, and drop a
+    frame that has it.
     """
 
     consumer: _Id
@@ -242,15 +248,11 @@ def max_blocks(sum_bytes: int) -> int:
     return min(MAX_BLOCKS, (MAX_FRAME_BYTES - _GRANT_SPARE_BYTES) // (_BLOCK_ID_BYTES + sum_bytes))
 
 
-def said_versions() -> tuple[int, int] | msgspec.UnsetType:
-    """Return `Hello.versions` of a consumer here."""
-    return msgspec.UNSET if VERSIONS == _UNSAID else VERSIONS
-
-
-def have_common_version(hello: Hello) -> bool:
-    """Return whether a producer here and the consumer speak a version in common."""
+def common_version(hello: Hello) -> int | None:
+    """Return the highest version that a producer here and the consumer both speak; None if there is none."""
     lowest, highest = _UNSAID if hello.versions is msgspec.UNSET else hello.versions
-    return max(VERSIONS[0], lowest) <= min(VERSIONS[1], highest)
+    common = min(VERSIONS[1], highest)
+    return common if common >= max(VERSIONS[0], lowest) else None
 
 
 def encode(frame: Request | Response) -> bytes:

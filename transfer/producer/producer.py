@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -200,6 +200,10 @@ class Producer:
                 self._respond(caller, wire.Dropped, transfer_id=request.transfer_id)
 
     def _hello(self, caller: Caller, hello: wire.Hello) -> None:
+        version = wire.common_version(hello)
+        if version is None:
+            self._refuse(caller, "version", str(wire.VERSIONS), str(hello.versions))
+            return
         refusal = self._incompatibility(hello)
         if refusal is not None:
             self._refuse(caller, *refusal)
@@ -212,7 +216,7 @@ class Producer:
             del self._hellos[next(iter(self._hellos))]
         self._perform([])
         self._respond(
-            caller,
+            replace(caller, version=version),
             wire.HelloOk,
             transfer=transfer,
             num_blocks=self._config.num_blocks,
@@ -224,8 +228,6 @@ class Producer:
     def _incompatibility(self, hello: wire.Hello) -> tuple[str, str, str] | None:
         """Return the first incompatibility: field, our value, the consumer's value."""
         config = self._config
-        if not wire.have_common_version(hello):
-            return "version", str(wire.VERSIONS), str(hello.versions)
         for field, ours, theirs in differences(config.geometry, hello.geometry):
             return field, ours, theirs
         layout = config.geometry.fingerprint()
@@ -289,7 +291,8 @@ class Producer:
         self._respond(caller, wire.RequestRefused, field=field, ours=ours[:256], theirs=theirs[:256])
 
     def _respond(self, caller: Caller, kind: Callable[..., wire.Response], **fields: object) -> None:
-        self._server.respond(caller, kind(seq=caller.seq, incarnation=self._config.incarnation, **fields))
+        head = {"v": caller.version, "seq": caller.seq, "incarnation": self._config.incarnation}
+        self._server.respond(caller, kind(**head, **fields))
 
     # Effects and time.
 

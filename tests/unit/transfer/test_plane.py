@@ -512,12 +512,12 @@ async def test_another_layout_is_refused_with_both_values(field: str, ours: obje
         assert str(theirs) in failed.detail
 
 
-@pytest.mark.parametrize("theirs", [(3, 4), (9, 9)])
+@pytest.mark.parametrize("theirs", [(4, 5), (9, 9)])
 async def test_a_consumer_without_a_version_in_common_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, theirs: tuple[int, int]
 ) -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
-        monkeypatch.setattr(wire, "said_versions", lambda: theirs)
+        monkeypatch.setattr("kvferry.transfer.consumer.link.VERSIONS", theirs)
         transfer_id = prefill.lend(THEIRS, TOKENS)
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
         failed = await decode.event(PullFailed)

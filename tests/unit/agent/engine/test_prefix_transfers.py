@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.agent.engine.blocks import hash_blocks
-from kvferry.agent.engine.prefix_transfers import PAUSE_S
+from kvferry.agent.engine.prefix_transfers import MAX_PAUSE_S, PAUSE_S
 from kvferry.agent.messages.requests import Output, PrefixSource, RequestFailed, Submit
 from kvferry.transfer.plane import MAX_LOAN_S
 from tests.standins.connector import StandInPrefixPull
@@ -157,6 +157,56 @@ def test_after_a_failure_an_agent_is_left_alone_for_a_while() -> None:
     engine.submit(produced("later", numbers(300, 22)))
     engine.step()
     assert len(engine.connector.prefix_pulls) == 2
+
+
+def test_each_failure_upon_another_makes_the_pause_longer_up_to_a_limit() -> None:
+    engine, transfer_id, _ = borrowing(num_blocks=400)
+    pause_s = PAUSE_S
+    for number in range(7):
+        engine.connector.fail_prefix_pull(transfer_id, quiescent=True)
+        engine.step()
+        engine.now += pause_s - 1
+        engine.submit(produced(f"soon-{number}", numbers(100 * number, 22)))
+        engine.step()
+        assert not engine.connector.prefix_pulls
+        engine.now += 1
+        engine.submit(produced(f"later-{number}", numbers(100 * number + 50, 22)))
+        engine.step()
+        ((transfer_id, _),) = engine.connector.prefix_pulls.items()
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    assert pause_s == MAX_PAUSE_S
+    arrive(engine, transfer_id, 0)
+    engine.submit(produced("again", numbers(1000, 22)))
+    engine.step()
+    ((transfer_id, _),) = engine.connector.prefix_pulls.items()
+    engine.connector.fail_prefix_pull(transfer_id, quiescent=True)
+    engine.step()
+    engine.now += PAUSE_S
+    engine.submit(produced("last", numbers(1100, 22)))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 1, "an answer has made the pause the first one again"
+
+
+def test_an_agent_that_has_not_answered_yet_is_asked_by_one_prompt_at_a_time() -> None:
+    """If it is out of reach, the others are not late."""
+    engine, transfer_id, _ = borrowing(num_blocks=400)
+    for number in (1, 2):
+        engine.submit(produced(f"with-{number}", numbers(100 * number, 22)))
+    engine.step()
+    assert list(engine.connector.prefix_pulls) == [transfer_id]
+    arrive(engine, transfer_id, 3)
+    engine.run()
+    for number in (3, 4):
+        engine.submit(produced(f"after-{number}", numbers(100 * number, 22)))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 2
+    for transfer_id in list(engine.connector.prefix_pulls):  # they fail together: that is one failure
+        engine.connector.fail_prefix_pull(transfer_id, quiescent=True)
+    engine.step()
+    engine.now += PAUSE_S
+    engine.submit(produced("later", numbers(500, 22)))
+    engine.step()
+    assert len(engine.connector.prefix_pulls) == 1
 
 
 def test_who_aborts_does_not_keep_others_from_asking() -> None:

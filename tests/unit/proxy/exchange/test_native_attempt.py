@@ -17,7 +17,7 @@ import pytest
 from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
 from kvferry.proxy.exchange.native_attempt import EarlyLeg, OpeningEvent
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.messages import LENDS_SINCE, Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
 
@@ -417,7 +417,7 @@ async def test_a_prefill_leg_names_who_decoded_the_beginning_and_a_retry_does_no
 ) -> None:
     """Nothing that made an attempt fail can make the next one fail again."""
     stage = await start_stage(prefix_pull_min_tokens=64)
-    prefill, decode = await stage.pair()
+    prefill, decode = await stage.pair(overrides={"v": 3, "control_versions": (2, LENDS_SINCE)})
     turn = {**BODY, "prompt": " ".join(f"word{index}" for index in range(100))}
     for _ in range(2):
         status, _ = await stage.ask(turn)

@@ -12,6 +12,7 @@ from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import Snapshot
 from kvferry.proxy.fleet.router import Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
+from kvferry.proxy.wire.messages import FIRST_CONTROL_VERSIONS, LENDS_SINCE
 from tests.unit.proxy.builders import registration, snapshot
 
 MIN_TOKENS = 2 * CHUNK_TOKENS
@@ -24,10 +25,13 @@ def make_router(min_tokens: int = MIN_TOKENS) -> Router:
     return Router(*policies, loads, prefix_pull_min_tokens=min_tokens)
 
 
+LENDING = {"control_versions": (2, LENDS_SINCE)}
+
+
 def fleet(decodes: int = 2) -> Snapshot:
     return snapshot(
-        registration("prefill", 100),
-        *(registration("decode", 200 + index) for index in range(decodes)),
+        registration("prefill", 100, **LENDING),
+        *(registration("decode", 200 + index, **LENDING) for index in range(decodes)),
     )
 
 
@@ -92,13 +96,14 @@ def test_an_agent_that_is_gone_or_fits_no_more_is_not_named() -> None:
     router = make_router()
     first = choose(router, fleet(1))
     assert lender(choose(router, fleet(1))) == first.decode.incarnation
-    assert lender(choose(router, snapshot(registration("prefill", 100), registration("decode", 300)))) is None
+    others = snapshot(registration("prefill", 100, **LENDING), registration("decode", 300, **LENDING))
+    assert lender(choose(router, others)) is None
     router = make_router()
     choose(router, fleet(1))
     other = snapshot(
-        registration("prefill", 100),
-        registration("decode", 200, weights="others"),
-        registration("decode", 300),
+        registration("prefill", 100, **LENDING),
+        registration("decode", 200, weights="others", **LENDING),
+        registration("decode", 300, **LENDING),
     )
     assert lender(choose(router, other)) is None
 
@@ -107,6 +112,29 @@ def test_an_agent_that_refused_the_prefill_agent_is_not_named() -> None:
     router = make_router()
     first = choose(router, fleet(1))
     refused = {first.decode.incarnation: "verify_kv"}
-    agents = snapshot(registration("prefill", 100, refusals=refused), registration("decode", 200))
+    agents = snapshot(
+        registration("prefill", 100, refusals=refused, **LENDING), registration("decode", 200, **LENDING)
+    )
     pair = router.choose(agents, RoutingRequest(model="m", prompt=TURN))
     assert not isinstance(pair, Pair) or lender(pair) is None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        ((2, 3), (2, 3), True),
+        ((2, 4), (3, 5), True),
+        (FIRST_CONTROL_VERSIONS, (2, 3), False),
+        ((2, 3), FIRST_CONTROL_VERSIONS, False),
+    ],
+)
+def test_an_agent_of_a_version_that_does_not_lend_is_not_named_and_not_told(
+    prefill: tuple[int, int], decode: tuple[int, int], named: bool
+) -> None:
+    agents = snapshot(
+        registration("prefill", 100, control_versions=prefill),
+        registration("decode", 200, control_versions=decode),
+    )
+    router = make_router()
+    choose(router, agents)
+    assert (lender(choose(router, agents)) is not None) is named

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.proxy.wire.messages import LENDS_SINCE
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.messages import BadControlFrame, EngineDescription
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES, SampledToken, SampledTokens
@@ -30,6 +31,7 @@ REQUESTS = [
         ranks=({"tcp": DESCRIPTION},),
     ),
     wire.Open(**HEAD, transfer_id="t", consumer="c", have=3, wait_s=0.5),
+    wire.Lend(**HEAD, transfer_id="t", consumer="c", hashes=(b"one", b"two"), limit_s=5.0),
     wire.Renew(**HEAD, consumer="c", transfer_ids=("a", "b")),
     wire.Release(**HEAD, transfer_id="t", consumer="c", read_ok=True),
     wire.Drop(**HEAD, transfer_id="t"),
@@ -75,6 +77,7 @@ ANSWERS = [
     ),
     wire.Pending(**HEAD, transfer_id="t"),
     wire.Gone(**HEAD, transfer_id="t", reason="expired"),
+    wire.Lent(**HEAD, transfer_id="t", num_blocks=2),
     wire.Renewed(**HEAD, alive=("a",), gone=("b",)),
     wire.Released(**HEAD, transfer_id="t", valid=False),
     wire.Dropped(**HEAD, transfer_id="t"),
@@ -108,14 +111,29 @@ def test_a_hello_of_another_version_is_read_as_far_as_all_versions_are_alike() -
     refused({**body, "v": 2})
 
 
-def test_versions_are_said_only_to_those_who_may_know_the_field() -> None:
+def test_the_highest_version_that_both_speak_is_found() -> None:
     hello = REQUESTS[0]
     assert isinstance(hello, wire.Hello)
-    assert "versions" not in plain(hello)
-    for versions, common in ((msgspec.UNSET, True), ((1, 2), True), ((2, 3), True), ((3, 4), False)):
+    assert "versions" not in plain(hello), "so that it can be said to those who do not know the field"
+    ranges = ((msgspec.UNSET, 2), ((1, 2), 2), ((2, 3), 3), ((3, 4), 3), ((1, 1), None), ((4, 5), None))
+    for versions, common in ranges:
         said = msgspec.structs.replace(hello, versions=versions)
-        assert wire.have_common_version(said) is common
+        assert wire.common_version(said) == common
         assert wire.decode_request(wire.encode(said)) == said
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_frame_is_in_any_version_that_is_spoken_here(version: int) -> None:
+    for request in REQUESTS:
+        said = msgspec.structs.replace(request, v=version)
+        assert wire.decode_request(wire.encode(said)) == said
+    for answer in ANSWERS:
+        said = msgspec.structs.replace(answer, v=version)
+        assert wire.decode_response(wire.encode(said)) == said
+
+
+def test_the_proxy_knows_from_which_version_on_agents_lend() -> None:
+    assert LENDS_SINCE == wire.LENDS_SINCE
 
 
 def refused(body: object) -> None:
