@@ -52,7 +52,7 @@ class ProxyConfig:
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
-            than compute them again; 0 disables this. All agents must be of a version that can lend.
+            than compute them again; 0 disables this.
         prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
         decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
         queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
@@ -102,7 +102,7 @@ class ProxyConfig:
     decode_policy: PolicyName = "round_robin"
     split_min_tokens: int = 0
     stream_pull_min_tokens: int | None = None
-    prefix_pull_min_tokens: int = 0
+    prefix_pull_min_tokens: int = 128
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024

@@ -20,11 +20,16 @@ from tests.system.conversation import TURNS, Conversation, Turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "prefix-reuse.md"
 BEGIN, END = "<!-- table: make prefix-table -->\n", "<!-- end of table -->\n"
-RUNS = (("tcp", 128), ("nixl", 128), ("tcp", 0))
-"""Backends, and what `--prefix-pull-min-tokens` is."""
+OFF = ("--prefix-pull-min-tokens", "0")
+RUNS = {
+    "`tcp`": ("tcp", ()),
+    "`nixl`": ("nixl", ()),
+    "`tcp`, pulls of prefixes off": ("tcp", OFF),
+}
+"""Backends and the proxy's options, by what the page calls them."""
 
 
-async def converse(transfer: str, min_tokens: int) -> list[Turn]:
+async def converse(transfer: str, proxy_args: tuple[str, ...]) -> list[Turn]:
     """A conversation with two prefill agents, which take its turns alternately, and one decode agent."""
     args = ("--threads", "1", "--transfer", transfer)
     with tempfile.TemporaryDirectory() as logs:
@@ -36,7 +41,7 @@ async def converse(transfer: str, min_tokens: int) -> list[Turn]:
                 AgentSpec(name="decode-0", role="decode", args=args),
             ),
             log_dir=Path(logs),
-            proxy_args=("--prefix-pull-min-tokens", str(min_tokens)),
+            proxy_args=proxy_args,
         )
         async with Cluster(spec) as cluster, session() as http:
             await cluster.wait_ready()
@@ -62,10 +67,7 @@ def lines(runs: dict[str, list[Turn]]) -> Iterator[str]:
 
 
 async def main(write: bool) -> None:
-    runs = {}
-    for transfer, min_tokens in RUNS:
-        name = f"`{transfer}`" if min_tokens else f"`{transfer}`, pulls of prefixes off"
-        runs[name] = await converse(transfer, min_tokens)
+    runs = {name: await converse(*settings) for name, settings in RUNS.items()}
     table = "\n".join(lines(runs)) + "\n"
     print(table)
     if write:

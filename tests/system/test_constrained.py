@@ -15,6 +15,7 @@ import jsonschema_rs
 import pytest
 import pytest_asyncio
 
+from tests.patience import patient
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.metrics import scrape, total
@@ -26,6 +27,7 @@ CONCURRENCY = 16
 TOKENS = 400
 RUNNING_BEFORE = 4
 LEASE_S = 2.0
+LONG_FORM = (pytest.mark.full, pytest.mark.timeout(patient(900)))
 
 BYTE = {"type": "integer", "minimum": 0, "maximum": 255}
 WORD = {"type": "string", "pattern": "^[a-z]{2,6}$"}
@@ -176,7 +178,7 @@ async def servers(start_cluster: StartCluster, start_agent: StartAgent) -> Async
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(len(KINDS), id="each"), pytest.param(300, id="300", marks=pytest.mark.full)]
+    "count", [pytest.param(len(KINDS), id="each"), pytest.param(300, id="300", marks=LONG_FORM)]
 )
 async def test_answers_are_valid_and_equal_apart_and_together(servers: Servers, count: int) -> None:
     asked = requests(count)
@@ -218,17 +220,26 @@ def long_requests(count: int) -> list[tuple[dict[str, Any], Wanted]]:
     ]
 
 
+def with_long_ones(count: int, every: int = 5) -> list[tuple[dict[str, Any], Wanted]]:
+    """`count` of all kinds, each `every`th of them long."""
+    long = long_requests(-(-count // every))
+    return [
+        long[number // every] if number % every == 0 else asked
+        for number, asked in enumerate(requests(count))
+    ]
+
+
 @pytest.mark.parametrize(
-    ("count", "kill"),
+    ("asked", "kill"),
     [
-        pytest.param(12, kill_rank, id="12-rank"),
-        pytest.param(60, kill_api, id="60-api", marks=pytest.mark.full),
+        pytest.param(long_requests(12), kill_rank, id="12-rank"),
+        pytest.param(long_requests(60), kill_api, id="60-api", marks=LONG_FORM),
+        pytest.param(with_long_ones(300), kill_rank, id="300-rank", marks=LONG_FORM),
     ],
 )
 async def test_streams_go_on_elsewhere_and_stay_valid(
-    start_cluster: StartCluster, count: int, kill: Any
+    start_cluster: StartCluster, asked: list[tuple[dict[str, Any], Wanted]], kill: Any
 ) -> None:
-    asked = long_requests(count)
     bodies = [body for body, _ in asked]
     async with start_cluster(decode=2, args=("--lease-s", str(LEASE_S))) as cluster:
         undisturbed = await complete_all(cluster.url, bodies, concurrency=CONCURRENCY)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvferry.agent.api.fields import HARMLESS, REFUSED
+from kvferry.agent.api.openai_schema import HONOURED, ChatBody, CompletionBody
 from tests.system.client import heldout
 from tests.system.conftest import StartCluster
 
@@ -154,6 +156,109 @@ async def test_running_usage_is_in_every_event_of_a_choice(servers: Servers, nam
         assert sum(counts[-1] for counts in seen.values()) == total["completion_tokens"]
         if body["return_token_ids"] and "stop" not in body:
             assert all(counts == list(range(1, len(counts) + 1)) for counts in seen.values())
+
+
+ENDED = {"logit_bias": {str(EOS_ID): 100}}
+ALONE: dict[str, tuple[dict[str, Any], Any]] = {
+    "allowed_token_ids": ({}, [5, 6, 7, 8]),
+    "bad_words": ({"allowed_token_ids": [97, 98]}, ["a"]),
+    "best_of": ({}, 2),
+    "echo": ({}, True),
+    "frequency_penalty": ({}, 2.0),
+    "guided_choice": ({}, ["x"]),
+    "guided_grammar": ({}, 'start: "x"'),
+    "guided_json": ({}, {"const": 7}),
+    "guided_json_object": ({}, True),
+    "guided_regex": ({}, "x"),
+    "guided_whitespace_pattern": ({"guided_json": {"const": [1, 2]}}, " {3}"),
+    "ignore_eos": (ENDED, True),
+    "include_stop_str_in_output": ({"guided_regex": "xy", "stop": "y"}, True),
+    "kvferry_timing": ({}, True),
+    "logit_bias": ({}, {"97": 100}),
+    "logprobs": ({}, 3),
+    "max_completion_tokens": ({"max_tokens": None}, 3),
+    "max_tokens": ({}, 3),
+    "min_p": ({}, 1.0),
+    "min_tokens": (ENDED, 4),
+    "model": ({}, "another"),
+    "n": ({}, 2),
+    "presence_penalty": ({}, 2.0),
+    "prompt": ({}, "another"),
+    "prompt_logprobs": ({}, 1),
+    "repetition_penalty": ({}, 2.0),
+    "response_format": ({}, {"type": "json_object"}),
+    "return_token_ids": ({"return_token_ids": False}, True),
+    "seed": ({}, 6),
+    "skip_special_tokens": ({**ENDED, "ignore_eos": True}, False),
+    "stop": ({"guided_regex": "xy"}, "y"),
+    "stop_token_ids": ({"allowed_token_ids": [97]}, [97]),
+    "stream": ({}, True),
+    "stream_options": ({}, {"include_usage": True}),
+    "structured_outputs": ({}, {"regex": "x"}),
+    "temperature": ({}, 0.0),
+    "top_k": ({}, 1),
+    "top_p": ({}, 0.01),
+    "truncate_prompt_tokens": ({}, 3),
+}
+"""By honoured field: in which other fields' company, and a value that cannot be without effect."""
+ALONE_IN_CHAT: dict[str, tuple[dict[str, Any], Any]] = {
+    "add_generation_prompt": ({}, False),
+    "chat_template": ({}, "{{ messages }}"),
+    "chat_template_kwargs": ({}, {"enable_thinking": False}),
+    "continue_final_message": ({}, True),
+    "messages": ({}, [{"role": "user", "content": "another"}]),
+    "reasoning_effort": ({}, "low"),
+    "tool_choice": ({}, "required"),
+    "tools": ({}, [{"type": "function", "function": {"name": "f"}}]),
+    "top_logprobs": ({}, 2),
+}
+SHOWN_ELSEWHERE = {
+    "add_special_tokens": "the bundled model's tokenizer adds none: tests/unit/agent/api/text",
+    "cache_salt": "it changes no answer, but what is shared: tests/system/test_prefix_reuse.py",
+    "include_reasoning": "the bundled model does not reason: tests/unit/agent/api/message",
+    "parallel_tool_calls": "the bundled model calls no tools: tests/system/test_tools.py",
+    "separate_reasoning": "as include_reasoning",
+}
+
+
+async def test_each_honoured_field_alone_changes_the_answer_or_is_refused(servers: Servers) -> None:
+    """Refused: what this model has nothing for, or a proxy says to agents alone. A field that is new in the
+    table must be here as well.
+    """
+    own = {"kv_transfer_params", "kvferry_first_choice", "kvferry_token_lines", "resume"}
+    assert HONOURED[CompletionBody] - own == ALONE.keys() | (
+        SHOWN_ELSEWHERE.keys() & HONOURED[CompletionBody]
+    )
+    in_chat = HONOURED[ChatBody] - HONOURED[CompletionBody]
+    assert in_chat == ALONE_IN_CHAT.keys() | (SHOWN_ELSEWHERE.keys() & in_chat)
+
+    limit = asyncio.Semaphore(8)
+
+    async def raw(body: dict[str, Any]) -> tuple[int, str, Any]:
+        path = "chat/completions" if "messages" in body else "completions"
+        async with limit, servers.http.post(f"{servers.apart}/v1/{path}", json=body) as response:
+            answer: Any = await response.read()
+            if response.content_type == "application/json":
+                answer = json.loads(answer)
+                for name in ("id", "created"):
+                    answer.pop(name, None)
+            return response.status, response.content_type, answer
+
+    async def check(base: dict[str, Any], fields: dict[str, tuple[dict[str, Any], Any]]) -> None:
+        base = {**base, "max_tokens": 8, "ignore_eos": None}
+        plain = await raw(base)
+        bodies = [{**base, **context, name: value} for name, (context, value) in fields.items()]
+        answers = await asyncio.gather(*map(raw, bodies))
+        for (name, (context, _)), answer in zip(fields.items(), answers, strict=True):
+            without = await raw({**base, **context}) if context else plain
+            assert without[0] == 200, (name, without)
+            assert answer != without, name
+            assert answer[0] in (200, 400, 404), (name, answer)
+
+    await asyncio.gather(check(BASE, ALONE), check(CHAT, ALONE_IN_CHAT))
+    for name in own:
+        status, _, answer = await raw({**BASE, name: {"do_remote_decode": True}})
+        assert status == 400, (name, answer)
 
 
 async def test_no_field_is_ignored_unless_it_is_harmless(servers: Servers) -> None:
