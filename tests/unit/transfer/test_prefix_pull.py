@@ -54,11 +54,12 @@ async def test_what_the_cache_has_is_borrowed_with_proof(
         assert (borrower.pulls, borrower.pull_bytes) == (0, 0), "counted apart"
 
 
-async def test_two_agents_borrow_from_each_other_and_pull_at_once() -> None:
+@pytest.mark.parametrize("transfer", BACKENDS)
+async def test_two_agents_borrow_from_each_other_and_pull_at_once(transfer: str) -> None:
     """A pair in two roles: the loan goes the other way than its prompt's KV."""
     async with (
-        Agent(seed=1, lends_prefixes=True) as decode,
-        Agent(seed=2, lends_prefixes=True) as prefill,
+        Agent(seed=1, lends_prefixes=True, transfer=transfer) as decode,
+        Agent(seed=2, lends_prefixes=True, transfer=transfer) as prefill,
     ):
         prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 10.0)
         decode.plane.pull(prefill.lend([1, 2], 8), prefill.remote(8), [30, 31], 0, 10.0)
