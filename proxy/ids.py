@@ -21,6 +21,8 @@ Random = Callable[[int], bytes]
 Endpoint = Literal["completions", "chat/completions"]
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_ANSWER_ID_CHARS = 128
+"""Longer ones agents do not take over."""
 # W3C Trace Context, as of version 00.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions": "chatcmpl-"}
@@ -80,14 +82,17 @@ def new_identity(
 ) -> Identity:
     """Generate the ids and, if the request has none, a seed in 0 … 2^63-1.
 
+    The response's id is a prefix and the request's, as vLLM's are, or a random one if that were too long.
     An invalid `traceparent` is dropped.
     """
-    entropy = random(24)
+    answer_id = _ANSWER_PREFIX[endpoint] + request_id
+    if len(answer_id) > MAX_ANSWER_ID_CHARS:
+        answer_id = _ANSWER_PREFIX[endpoint] + random(16).hex()
     return Identity(
         request_id=request_id,
-        answer_id=AnswerId(_ANSWER_PREFIX[endpoint] + entropy[8:].hex()),
+        answer_id=AnswerId(answer_id),
         created=int(time.time()),
-        seed=int.from_bytes(entropy[:8]) >> 1 if seed is None else seed,
+        seed=int.from_bytes(random(8)) >> 1 if seed is None else seed,
         traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
         session=session,
     )

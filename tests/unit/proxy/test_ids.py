@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids are random, however few calls of the system they take."""
+"""Ids are random, however few calls of the system they take; that of an answer carries its request's."""
 
 from __future__ import annotations
 
-from kvferry.proxy.ids import RandomBytes, new_transfer_id
+import pytest
+
+from kvferry.proxy.ids import RandomBytes, RequestId, new_identity, new_transfer_id
 
 
 def test_no_id_comes_twice() -> None:
@@ -12,3 +14,19 @@ def test_no_id_comes_twice() -> None:
     ids = [new_transfer_id(random) for _ in range(1000)]
     assert len(set(ids)) == len(ids)
     assert {len(each) for each in ids} == {32}
+
+
+@pytest.mark.parametrize(
+    ("request_id", "answer_id"),
+    [("mine", "chatcmpl-mine"), ('a "b" \\', 'chatcmpl-a "b" \\'), ("x" * 119, "chatcmpl-" + "x" * 119)],
+)
+def test_the_id_of_an_answer_carries_the_requests(request_id: str, answer_id: str) -> None:
+    ids = new_identity("chat/completions", RequestId(request_id), None, None)
+    assert ids.answer_id == answer_id
+
+
+def test_a_request_id_too_long_for_an_answers_id_is_left_out() -> None:
+    """Agents take over at most 128 characters."""
+    first, second = (new_identity("chat/completions", RequestId("x" * 120), None, None) for _ in range(2))
+    assert first.answer_id.startswith("chatcmpl-") and len(first.answer_id) == len("chatcmpl-") + 32
+    assert first.answer_id != second.answer_id
