@@ -38,12 +38,33 @@ class LoanRequested(msgspec.Struct, frozen=True, kw_only=True):
     hashes: tuple[bytes, ...]
 
 
+class RankRead(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank read: from when to when, by the monotonic clock that all processes of a host share."""
+
+    rank: int
+    began_at: float
+    ended_at: float
+    nbytes: int
+    descriptors: int
+
+    def __add__(self, other: RankRead) -> RankRead:
+        """Return two reads of one rank as one."""
+        return RankRead(
+            rank=self.rank,
+            began_at=min(self.began_at, other.began_at),
+            ended_at=max(self.ended_at, other.ended_at),
+            nbytes=self.nbytes + other.nbytes,
+            descriptors=self.descriptors + other.descriptors,
+        )
+
+
 class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     """Consumer: the prompt's KV is here and proven right; decoding may start.
 
-    `wait_s` is from `pull` to the first read, `pull_s` from there to the proof; `tail_s` is the part of it
-    after the producer said that the prompt is ready, and `early_blocks` were here before that. `num_blocks`
-    were pulled: of another agent's prefix cache maybe fewer than were asked for, or none.
+    `wait_s` is from `pull` to the first read, `pull_s` from there (`began_at`, by the monotonic clock) to the
+    proof; `tail_s` is the part of it after the producer said that the prompt is ready, and `early_blocks`
+    were here before that. `num_blocks` were pulled: of another agent's prefix cache maybe fewer than were
+    asked for, or none. `rank_reads`, in order of rank, are all reads of each.
     """
 
     transfer_id: str
@@ -56,6 +77,8 @@ class PullDone(msgspec.Struct, frozen=True, kw_only=True):
     early_blocks: int = 0
     num_blocks: int = 0
     first_tokens: SampledTokens | None = None
+    began_at: float = 0.0
+    rank_reads: tuple[RankRead, ...] = ()
 
 
 class PullFailed(msgspec.Struct, frozen=True, kw_only=True):

@@ -343,6 +343,7 @@ class Request:
             prefill_s=0.0 if pulled else prefill_s,
             decode_queue_s=_between(clock.prompt_done, clock.first_step),
             first_step_s=_between(clock.first_step, clock.first_decoded),
+            arrived_at=clock.arrived,
             prompt_done_at=clock.prompt_done,
             first_step_at=clock.first_step,
             recomputed=self.recomputed,

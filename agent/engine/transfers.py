@@ -198,6 +198,8 @@ class TransferLedger:
             pull_early_blocks=event.early_blocks,
             pull_bytes=event.nbytes,
             pull_descriptors=event.descriptors,
+            pull_began_at=event.began_at,
+            rank_reads=event.rank_reads,
             backend=event.backend,
         )
         cached = len(pull.shared) * self._limits.block_size

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvferry.proxy.wire.messages import WorkReport
-from kvferry.transfer.events import PlaneStats
+from kvferry.transfer.events import PlaneStats, RankRead
 from kvferry.transfer.plane import RemotePrompt
 
 FinishReason = Literal["stop", "length"]
@@ -175,7 +175,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
     `prefix_pull_s` was spent on getting `prefix_tokens` of the prompt's beginning from another agent's prefix
     cache, before it was computed. `pull_tail_s` is the part of `pull_s` after the prefill had ended;
-    `pull_early_blocks` were here before that. `prompt_done_at` (when its KV was computed or pulled) and
+    `pull_early_blocks` were here before that, and `rank_reads` is what each rank has read. `arrived_at`,
+    `pull_began_at` (its first read), `prompt_done_at` (when its KV was computed or pulled) and
     `first_step_at` are readings of the monotonic clock, which all processes of a host share.
     """
 
@@ -192,6 +193,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     pull_early_blocks: int = 0
     prefix_pull_bytes: int = 0
     prefix_tokens: int = 0
+    rank_reads: tuple[RankRead, ...] = ()
+    arrived_at: float | None = None
+    pull_began_at: float | None = None
     prompt_done_at: float | None = None
     first_step_at: float | None = None
     backend: str | None = None

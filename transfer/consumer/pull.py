@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.transfer.control.messages import Grant
-from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
@@ -146,6 +146,7 @@ class Pull:
         self._backend = ""
         self._nbytes = 0
         self._descriptors = 0
+        self._rank_reads: dict[int, RankRead] = {}
         self._started = 0.0
         self._first_read: float | None = None
         self._ready_at: float | None = None
@@ -276,6 +277,9 @@ class Pull:
             return self.fail("deadline" if outcome.reason == "deadline" else "read_failed", outcome.reason)
         self._nbytes += outcome.nbytes
         self._descriptors += outcome.descriptors
+        for read in outcome.reads:
+            earlier = self._rank_reads.get(read.rank)
+            self._rank_reads[read.rank] = read if earlier is None else earlier + read
         if self.state is PullState.OPENING:
             self._early_blocks += blocks
         if self._reading or self.state is not PullState.READING:
@@ -317,6 +321,8 @@ class Pull:
             early_blocks=self._early_blocks,
             num_blocks=len(self._blocks) - self._first_block,
             first_tokens=self._first_tokens,
+            began_at=begun,
+            rank_reads=tuple(self._rank_reads[rank] for rank in sorted(self._rank_reads)),
         )
         return Emit(done)
 

@@ -13,6 +13,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvferry.transfer.events import RankRead
+
 MAX_TOMBSTONES = 4096
 
 K = TypeVar("K", bound=Hashable)
@@ -31,6 +33,8 @@ class Outcome:
     quiescent: bool = True
     nbytes: int = 0
     descriptors: int = 0
+    reads: tuple[RankRead, ...] = ()
+    """Of each rank that has read."""
 
 
 @dataclass(slots=True)
@@ -113,4 +117,5 @@ def _outcome(reports: list[Outcome], *, quiescent: bool) -> Outcome:
         quiescent=quiescent,
         nbytes=sum(report.nbytes for report in reports),
         descriptors=sum(report.descriptors for report in reports),
+        reads=tuple(read for report in reports for read in report.reads),
     )

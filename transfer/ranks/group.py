@@ -18,6 +18,7 @@ from kvferry.transfer.access_tokens import new_secret
 from kvferry.transfer.checksum import SumTable, unpack_sums
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import BACKENDS
+from kvferry.transfer.events import RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import Placement
 from kvferry.transfer.ranks import messages as wire
@@ -195,12 +196,20 @@ class RankGroup:
 
     def _read_ended(self, events: RankEvents, report: wire.ReadEnded) -> None:
         key = (TransferId(report.transfer_id), report.seq)
+        read = RankRead(
+            rank=report.rank,
+            began_at=report.began_at,
+            ended_at=report.ended_at,
+            nbytes=report.nbytes,
+            descriptors=report.descriptors,
+        )
         ended = Outcome(
             ok=report.ok,
             reason=report.reason,
             quiescent=report.quiescent,
             nbytes=report.nbytes,
             descriptors=report.descriptors,
+            reads=(read,),
         )
         outcome = self._reads.report(key, report.rank, ended)
         if outcome is not None:

@@ -105,7 +105,10 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):
-    """One rank's part of a read is over: every span arrived, or `reason` says why not."""
+    """One rank's part of a read is over: every span arrived, or `reason` says why not.
+
+    `began_at` and `ended_at` are readings of the monotonic clock, which all processes of a host share.
+    """
 
     rank: int
     transfer_id: str
@@ -115,6 +118,8 @@ class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):
     quiescent: bool
     nbytes: int
     descriptors: int
+    began_at: float
+    ended_at: float
 
 
 class ReadQuiescent(msgspec.Struct, frozen=True, kw_only=True, tag="read_quiescent"):

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
 from kvferry.transfer.ranks import messages as wire
@@ -38,6 +39,7 @@ class _Read:
     engine: TransferEngine
     transfers: list[Transfer]
     reported: bool = False
+    began_at: float = field(default_factory=time.monotonic)
 
 
 class RankReader:
@@ -103,7 +105,7 @@ class RankReader:
         elif all(transfer.poll() is Status.DONE for transfer in read.transfers):
             self._report_success(key, read)
         else:
-            self._ended(*key, ok=False, reason="peer_lost")
+            self._ended(*key, began_at=read.began_at, ok=False, reason="peer_lost")
 
     def collect(self) -> None:
         """Report every link and read that has come to an end since the last call."""
@@ -155,7 +157,8 @@ class RankReader:
     def _read(self, command: wire.Read) -> None:
         link = self._links.get(command.link)
         if link is None:
-            self._ended(command.transfer_id, command.seq, ok=False, reason="peer_lost")
+            now = time.monotonic()
+            self._ended(command.transfer_id, command.seq, began_at=now, ok=False, reason="peer_lost")
             return
         key = (command.transfer_id, command.seq)
         self._reads[key] = read = _Read(link.engine, [])
@@ -183,7 +186,7 @@ class RankReader:
     def _report_success(self, key: tuple[str, int], read: _Read) -> None:
         nbytes = sum(transfer.nbytes for transfer in read.transfers)
         descriptors = sum(transfer.descriptors for transfer in read.transfers)
-        self._ended(*key, ok=True, nbytes=nbytes, descriptors=descriptors)
+        self._ended(*key, began_at=read.began_at, ok=True, nbytes=nbytes, descriptors=descriptors)
 
     def _fail(self, key: tuple[str, int], read: _Read, reason: str) -> None:
         for transfer in read.transfers:
@@ -193,13 +196,14 @@ class RankReader:
         if quiescent:
             del self._reads[key]
         read.reported = True
-        self._ended(*key, ok=False, reason=reason, quiescent=quiescent)
+        self._ended(*key, began_at=read.began_at, ok=False, reason=reason, quiescent=quiescent)
 
     def _ended(
         self,
         transfer_id: str,
         seq: int,
         *,
+        began_at: float,
         ok: bool,
         reason: str = "",
         quiescent: bool = True,
@@ -216,5 +220,7 @@ class RankReader:
                 quiescent=quiescent,
                 nbytes=nbytes,
                 descriptors=descriptors,
+                began_at=began_at,
+                ended_at=time.monotonic(),
             )
         )

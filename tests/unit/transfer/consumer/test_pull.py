@@ -22,7 +22,7 @@ from kvferry.transfer.consumer.pull import (
     Verify,
 )
 from kvferry.transfer.control.messages import Grant
-from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
@@ -75,8 +75,26 @@ def test_decoding_may_start_only_after_the_producers_proof() -> None:
         pull_s=3.0,
         tail_s=3.0,
         num_blocks=3,
+        began_at=2.0,
     )
     assert pull.over
+
+
+def rank_read(rank: int, began_at: float, ended_at: float) -> RankRead:
+    return RankRead(rank=rank, began_at=began_at, ended_at=ended_at, nbytes=10, descriptors=1)
+
+
+def test_what_each_rank_read_is_told_from_its_first_read_to_its_last() -> None:
+    pull = opening()
+    pull.opened(2.0, grant((3, 4), ready=False))
+    pull.opened(2.5, grant((5,), first=2))
+    assert pull.read_ended(1, Outcome(ok=True, reads=(rank_read(1, 2.6, 2.7), rank_read(0, 2.6, 3.9)))) == []
+    pull.read_ended(0, Outcome(ok=True, reads=(rank_read(0, 2.1, 2.9), rank_read(1, 2.2, 3.0))))
+    (done,) = events(pull.released(5.0, True))
+    assert done.rank_reads == (
+        RankRead(rank=0, began_at=2.1, ended_at=3.9, nbytes=20, descriptors=2),
+        RankRead(rank=1, began_at=2.2, ended_at=3.0, nbytes=20, descriptors=2),
+    )
 
 
 HASHES = (b"first", b"second", b"third")
