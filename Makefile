@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# pip would compile on one core, and thousands of models and tools that are never loaded. What does not compile
 	@# (some packages carry templates) is no matter.
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & \
-		$(PIP_INSTALL) --editable '.[agent,dev,nixl,mooncake]'; status=$$?; wait; exit $$status
+		$(PIP_INSTALL) --editable '.[agent,dev,nixl,mooncake,otel]'; status=$$?; wait; exit $$status
 	@$(COMPILE) -j 0 $(VENV)/lib agent deploy proxy transfer || true
 	@touch $(STAMP)
 

@@ -26,13 +26,15 @@ from kvferry.agent.architectures import (
     refusal_line,
     unsupported_reason,
 )
-from kvferry.agent.config import AgentConfig, configure_logging
+from kvferry.agent.config import AgentConfig
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.flags import check_files, flag_parser, parse_flags
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers
+from kvferry.proxy.wire.logs import configure_logging
 from kvferry.proxy.wire.tls import BadCertificate
+from kvferry.proxy.wire.tracing import check_endpoint
 from kvferry.transfer.engine import parse_backend_options
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def run(argv: Sequence[str], engine_module: str) -> int:
     serve right, before any port opens.
     """
     config = parse_config(argv)
-    configure_logging("api", config.log_level)
+    configure_logging("api", config.log_level, config.log_format)
     raise_file_limit()
     return_large_buffers()
     refused = model_refusal(config)
@@ -162,6 +164,7 @@ def _cached_model(name: str) -> Path:
 
 
 def _checked(config: AgentConfig) -> AgentConfig:
+    check_endpoint(config.otlp_endpoint)
     check_files(config, ("cluster_key", "tls_cert", "tls_key"))
     parse_backend_options(config.transfer_options)
     for address in config.proxy:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of one agent, checked once, and the log format of its processes."""
+"""Settings of one agent, checked once."""
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from kvferry.proxy.wire.logs import LogFormat
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -65,6 +66,9 @@ class AgentConfig:
         tls_key: PEM file with the key that belongs to it, without a password.
         log_prompts: Write the beginning of every prompt to the log, with the request's line.
         log_level: Least severe log line written.
+        log_format: text, or json for one JSON object a line.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which traces are sent by OTLP over HTTP, as
+            http://localhost:4318. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says, else no traces.
     """
 
     model: str
@@ -104,6 +108,8 @@ class AgentConfig:
     tls_key: str | None = None
     log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("tp", "block_size", "max_num_seqs", "prefill_chunk", "max_batch_tokens", "max_body_bytes")
@@ -156,12 +162,3 @@ class AgentConfig:
     def advertised_host(self) -> str:
         """The host that peers must dial."""
         return self.advertise_host or self.host
-
-
-def configure_logging(process: str, level: str) -> None:
-    """Send log records to stderr as `{time} {level} {process} {message}`."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)s {process} %(message)s",
-        force=True,
-    )

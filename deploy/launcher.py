@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import ssl
 import sys
@@ -35,6 +36,9 @@ MAX_RESTART_PAUSE_S = 30.0
 STABLE_S = 60.0
 PIPE_CLOSE_S = 5.0
 LISTENING_LINE_LIMIT = 4096
+MAX_LOG_BYTES = 16 * 1024 * 1024
+"""A log that is larger is moved to a file beside it, which is overwritten."""
+LOG_CHECK_S = 10.0
 
 
 class LaunchError(RuntimeError):
@@ -99,12 +103,23 @@ class LogFile:
 
     def tail(self, lines: int) -> str:
         with self.path.open("rb") as log:
-            log.seek(self.start)
+            size = log.seek(0, os.SEEK_END)
+            log.seek(self.start if self.start <= size else 0)  # else it was rotated since
             written = log.read().decode(errors="replace")
         return "\n".join(written.splitlines()[-lines:])
 
     def read_text(self) -> str:
         return self.path.read_text()
+
+    def rotate(self) -> None:
+        """Move the content to `NAME.log.1` if there is much of it. Lines written meanwhile may be lost: the
+        process keeps its file.
+        """
+        with suppress(OSError):  # a full disk, or a file that was removed, is no reason to end
+            if self.path.stat().st_size > MAX_LOG_BYTES:
+                with suppress(OSError):
+                    shutil.copyfile(self.path, f"{self.path}.1")
+                os.truncate(self.path, 0)
 
 
 @dataclass(slots=True)
@@ -317,6 +332,7 @@ class Cluster:
     async def keep_running(self, progress: Callable[[str], None]) -> None:
         """Restart every process that ends, until cancelled; `progress` is called with what happens."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._rotate_logs())
             tasks.create_task(self._keep("proxy", lambda: self.proxy, self._restart_proxy, progress))
             for agent in self.spec.agents:
                 current, restart = (
@@ -324,6 +340,13 @@ class Cluster:
                     partial(self.start_agent, agent),
                 )
                 tasks.create_task(self._keep(agent.name, current, restart, progress))
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            for process in self.processes:
+                if isinstance(process.log, LogFile):
+                    await asyncio.to_thread(process.log.rotate)
+            await asyncio.sleep(LOG_CHECK_S)
 
     async def _keep(
         self,

@@ -27,13 +27,13 @@ import aiohttp
 import msgspec
 import uvloop
 
-from kvferry.agent.config import configure_logging
 from kvferry.agent.ping import Announcer
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.flags import check_files, parse_flags
+from kvferry.proxy.wire.logs import LogFormat, configure_logging
 from kvferry.proxy.wire.messages import Bye, Load, Register, Role, TransferMode
 from kvferry.proxy.wire.stop_request import StopRequest
 
@@ -65,6 +65,7 @@ class SidecarConfig:
             for if its role is decode.
         cluster_key: File made by `kvferry keygen`, the same as the proxies'.
         log_level: Least severe log line written.
+        log_format: text, or json for one JSON object a line.
     """
 
     attach: str = ""
@@ -85,6 +86,7 @@ class SidecarConfig:
     lease_s: float = 30.0
     cluster_key: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for name in ("attach", "dialect", "proxy"):
@@ -199,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
         description="Announce a running server of another engine to proxies, and watch it.",
         check=_checked,
     )
-    configure_logging("sidecar", config.log_level)
+    configure_logging("sidecar", config.log_level, config.log_format)
     try:
         key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
         uvloop.run(_run(config, key))

@@ -33,6 +33,7 @@ from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
 from kvferry.proxy.wire.flags import exit_with, parse_flags
+from kvferry.proxy.wire.logs import LogFormat
 from kvferry.proxy.wire.tls import BadCertificate, pinned_context
 
 PARTS = ("agent", "prefill", "decode", "both", "proxy")
@@ -69,6 +70,8 @@ class UpConfig:
         port: HTTP port of the proxy.
         discovery_port: Port at which agents announce themselves to the proxy.
         log_dir: Folder for one log file per process.
+        log_format: Format of these logs: text, or json for one JSON object a line.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces.
         on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
             elsewhere when their node dies. kvferry down ends them.
         ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
@@ -88,6 +91,8 @@ class UpConfig:
     port: int = 10001
     discovery_port: int = 36367
     log_dir: Path = Path("logs")
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None
     on: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     ray_namespace: str = DEFAULT_NAMESPACE
@@ -136,6 +141,11 @@ class PassedOn:
                     if option.partition("=")[0] in CHOSEN[part]:
                         exit_with(self._prog, f"--{part}.{option}: {self._prog} chooses this")
             into.append(word)
+
+    def put_before(self, words: Sequence[str]) -> None:
+        """Have all processes get these options; those that are given for a part win."""
+        for part in ("agent", "proxy"):
+            self._words[part][:0] = words
 
     def proxy(self) -> tuple[tuple[str, ...], ProxyConfig]:
         """Return the proxy's options, as words and as it reads them."""
@@ -215,6 +225,7 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         "--tp", str(config.tp), "--transfer", config.transfer,
         "--device", config.device, "--threads", str(threads),
     )  # fmt: skip
+    passed_on.put_before(_common_words(config))
     counts: tuple[tuple[Role, int], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
@@ -247,6 +258,12 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         trust=None if proxy.tls_cert is None else pinned_context(proxy.tls_cert),
         admin_key=None if proxy.api_keys is None else admin_key(proxy.api_keys),
     )
+
+
+def _common_words(config: UpConfig) -> list[str]:
+    """Return the options that the proxy and all agents have alike."""
+    words = [] if config.log_format == "text" else [f"--log-format={config.log_format}"]
+    return words if config.otlp_endpoint is None else [*words, f"--otlp-endpoint={config.otlp_endpoint}"]
 
 
 async def run(serving: Coroutine[Any, Any, None], console: Console) -> int:

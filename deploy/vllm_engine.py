@@ -22,13 +22,14 @@ from typing import Any, Literal
 
 import aiohttp
 
-from kvferry.agent.config import Role, configure_logging
+from kvferry.agent.config import Role
 from kvferry.agent.process.children import end_with_parent
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.logs import LogFormat, configure_logging
 from kvferry.proxy.wire.stop_request import StopRequest
 
 _PROBE_S = 0.5
@@ -82,6 +83,7 @@ class VllmEngineConfig:
         drain_s: Seconds that SIGTERM gives to what runs, is on its way, or is leased, before vLLM is ended.
         start_timeout_s: How long vLLM may take until it serves.
         log_level: Least severe log line written by this process.
+        log_format: text, or json for one JSON object a line; vLLM's own lines are as they are.
     """
 
     model: str
@@ -104,6 +106,7 @@ class VllmEngineConfig:
     drain_s: float = 60.0
     start_timeout_s: float = 1800.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for address in self.proxy:
@@ -294,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
         prog="kvferry agent",
         description="Start a vLLM server with kvferry's transfer plane inside. Words after -- go to vLLM.",
     )
-    configure_logging("vllm-engine", config.log_level)
+    configure_logging("vllm-engine", config.log_level, config.log_format)
     try:
         return asyncio.run(run(config, words[at + 1 :]))
     except CannotStart as error:

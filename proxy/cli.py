@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +17,7 @@ from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.cluster_key import BadClusterKey
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
+from kvferry.proxy.wire.logs import configure_logging
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import BadCertificate
@@ -34,9 +34,7 @@ def run(argv: Sequence[str]) -> int:
         config = parse_config(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s proxy %(message)s", force=True
-    )
+    configure_logging("proxy", config.log_level, config.log_format)
     raise_file_limit()
     return_large_buffers()
     status = 0

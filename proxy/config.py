@@ -18,7 +18,9 @@ from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.wire.flags import check_files, parse_flags
+from kvferry.proxy.wire.logs import LogFormat
 from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
+from kvferry.proxy.wire.tracing import check_endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,9 @@ class ProxyConfig:
             may register; without it, https agents are verified against the system's authorities.
         log_prompts: Include the beginning of every prompt in the request log.
         log_level: Minimum level of log messages.
+        log_format: text, or json for one JSON object a line.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which traces are sent by OTLP over HTTP, as
+            http://localhost:4318. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says, else no traces.
     """
 
     host: str = "127.0.0.1"
@@ -124,6 +129,8 @@ class ProxyConfig:
     agent_ca: Path | None = None
     log_prompts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("port", "discovery_port"):
@@ -185,5 +192,6 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
 
 
 def _checked(config: ProxyConfig) -> ProxyConfig:
+    check_endpoint(config.otlp_endpoint)
     check_files(config, ("api_keys", "cluster_key", "tls_cert", "tls_key", "agent_ca"))
     return config

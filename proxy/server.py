@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from quart import Quart
@@ -47,6 +47,10 @@ from kvferry.proxy.wire.http_server import HttpServer, ServerBounds
 from kvferry.proxy.wire.messages import PULL_BUCKETS
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
+from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
+
+if TYPE_CHECKING:
+    from kvferry.proxy.wire.spans import Tracing
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
@@ -89,6 +93,7 @@ class Services:
     views: OperatorViews
     dashboard: DashboardFeed
     api_keys: ApiKeys | None
+    tracing: Tracing | None
 
     def create_app(self) -> Quart:
         """Wire the HTTP application, for all but the completion endpoints."""
@@ -130,6 +135,7 @@ class Services:
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
             log_prompts=config.log_prompts,
+            tracing=self.tracing,
         )
 
 
@@ -217,6 +223,7 @@ async def serving(
             views=views,
             dashboard=DashboardFeed(views),
             api_keys=keys.clients,
+            tracing=open_tracing(config.otlp_endpoint, {"service.name": "kvferry-proxy"}),
         )
         server = HttpServer(_uvicorn_config(services, keys.tls))
         try:
@@ -238,6 +245,8 @@ async def serving(
                     watching.cancel()
         finally:
             await drops.settle()
+            if services.tracing is not None:
+                await services.tracing.close(FLUSH_TIMEOUT_S, stop.at_once)
 
 
 async def _hurry(server: HttpServer, stop: StopRequest) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "versions"
 TESTS = {
-    "proxy": ("", ["tests/unit/proxy", "--ignore", "tests/unit/proxy/dialects/test_dialect_table.py"]),
-    "agent": ("[agent]", ["tests/unit/agent", "tests/unit/transfer"]),
+    "proxy": (["otel"], ["tests/unit/proxy", "--ignore", "tests/unit/proxy/dialects/test_dialect_table.py"]),
+    "agent": (["agent", "otel"], ["tests/unit/agent", "tests/unit/transfer"]),
 }
-"""Of each part the extra that is installed, and what is run. The table of dialects needs an agent's types."""
+"""Of each part its extras, and what is run. The table of dialects needs an agent's types."""
 RESOLUTIONS = {"lowest": "lowest-direct", "highest": "highest"}
 TOOLS = {
     "hypothesis",
@@ -49,13 +49,13 @@ def main(parts: list[str]) -> int:
 
 def _passes(uv: Path, part: str) -> bool:
     name, _, edge = part.partition("-")
-    extra, tests = TESTS[name]
+    extras, tests = TESTS[name]
     venv = HOME / part
     pins = HOME / f"{part}.txt"
     subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, venv], check=True)
     resolved = [uv, "pip", "compile", "--quiet", "--no-annotate", "--python", venv / "bin" / "python"]
     resolved += ["--resolution", RESOLUTIONS[edge], "--output-file", pins, "pyproject.toml"]
-    subprocess.run([*resolved, *(["--extra", extra.strip("[]")] if extra else [])], check=True, cwd=ROOT)
+    subprocess.run([*resolved, *(f"--extra={extra}" for extra in extras)], check=True, cwd=ROOT)
     install = [uv, "pip", "install", "--quiet", "--python", venv / "bin" / "python"]
     subprocess.run([*install, "--requirement", pins, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
     # What is a tool and one of ours too has its version already.

@@ -43,6 +43,7 @@ from kvferry.proxy.wire.http_server import HttpServer
 from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
+from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ _HTTP_STOP_TIMEOUT_S = 1.0
 # A dead engine must end the agent within a second, with all its processes (I8).
 _ERROR_RESPONSES_TIMEOUT_S = 0.3
 _HANG_UP_TIMEOUT_S = 0.1
+_LAST_SPANS_TIMEOUT_S = 0.2
 _ENGINE_STOP_GRACE_S = 5.0
 
 
@@ -115,6 +117,14 @@ class _Agent:
         self._incarnation = mint_incarnation()
         self._lifecycle = Lifecycle()
         self._stop = StopRequest(config.drain_s)
+        about = {
+            "service.name": "kvferry-agent",
+            "kvferry.role": config.role,
+            "kvferry.incarnation": self._incarnation,
+            "kvferry.agent": self._url,
+            "kvferry.agent.name": config.name,
+        }
+        self._tracing = open_tracing(config.otlp_endpoint, about)
         self._context = zmq.asyncio.Context()
         self._engine = EngineClient(self._context, run_dir)
         self._grammars = GrammarChecker(Path(config.model))
@@ -132,6 +142,7 @@ class _Agent:
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
         server = self._create_server()
+        code = 1
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._stop.on_signals()
@@ -150,6 +161,9 @@ class _Agent:
             self._announcer.send_bye(self._incarnation)
             self._announcer.close()
             await self._grammars.close()
+            if self._tracing is not None:
+                limit_s = FLUSH_TIMEOUT_S if code == 0 else _LAST_SPANS_TIMEOUT_S
+                await self._tracing.close(limit_s, self._stop.at_once)
 
     def close(self) -> None:
         """Close the engine's sockets."""
@@ -250,6 +264,7 @@ class _Agent:
                 metrics=self._metrics,
                 drain=self._stop.make,
                 bearer=None if self._key is None else self._key.bearer,
+                tracing=self._tracing,
             ),
             self._tls,
         )

@@ -8,13 +8,18 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvferry.agent.api.generation import Delta, Generation
 from kvferry.agent.api.metrics import AgentMetrics
+from kvferry.agent.api.request_trace import end_trace
 from kvferry.agent.errors import ApiError
+from kvferry.proxy.wire.logs import Facts
+
+if TYPE_CHECKING:
+    from kvferry.proxy.wire.spans import Span
 
 log = logging.getLogger("kvferry.agent.request")
 
@@ -23,12 +28,22 @@ CLIENT_GONE = 499  # as nginx logs it: the client had gone before a status was s
 
 
 class RequestLogEntry:
-    """One request from its arrival to its end. Only the first `close` has an effect."""
+    """One request from its arrival to its end. Only the first `close` has an effect.
 
-    def __init__(self, metrics: AgentMetrics, request_id: str, traceparent: str | None) -> None:
+    `span`, where traces are on, is the request's; this ends it.
+    """
+
+    def __init__(
+        self, metrics: AgentMetrics, request_id: str, traceparent: str | None, span: Span | None = None
+    ) -> None:
         self._metrics = metrics
         self._start = time.monotonic()
+        self._span = span
         self._facts: dict[str, Any] = {"request_id": request_id}
+        if span is not None:
+            self._facts["trace_id"] = span.trace_id
+        elif traceparent is not None and traceparent.count("-") == 3:
+            self._facts["trace_id"] = traceparent.split("-")[1]
         if traceparent is not None:
             self._facts["traceparent"] = traceparent
         self._generation: Generation | None = None
@@ -94,7 +109,21 @@ class RequestLogEntry:
             facts["phases"] = {name: round(seconds, 6) for name, seconds in timing.phases().items()}
             # By a clock that the agents of one host share: their lines together show what overlapped.
             facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
-        log.info("%s", msgspec.json.encode(facts).decode())
+        log.info("%s", Facts(facts))
+        if self._span is not None:
+            end_trace(self._span, time.monotonic(), status, code, timing, self._described())
+
+    def _described(self) -> dict[str, str | int]:
+        """What the request's span says of it."""
+        known = {"kvferry.leg": self._facts.get("leg"), "kvferry.transfer_id": self._facts.get("transfer_id")}
+        about: dict[str, str | int] = {name: value for name, value in known.items() if value is not None}
+        if self._generation is not None:
+            usage = self._generation.token_usage
+            about |= {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+            }
+        return about
 
     def _count_end(self, status: int) -> None:
         """Count the length of an answer where it ends; what a failure leaves unfinished is no answer."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from importlib.metadata import version
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import uvicorn
@@ -38,6 +38,9 @@ from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mi
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.http_server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.proxy.wire.messages import Incarnation
+
+if TYPE_CHECKING:
+    from kvferry.proxy.wire.spans import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +90,14 @@ def create_app(
     metrics: AgentMetrics,
     drain: Callable[[], None],
     bearer: str | None = None,
+    tracing: Tracing | None = None,
 ) -> Quart:
     """The Quart application of one agent.
 
     Args:
         drain: Lets the agent finish what it has, and end.
         bearer: When given, only requests with that token are served.
+        tracing: When given, every request has a span.
     """
     app = Quart("agent", static_folder=None)
     app.config["RESPONSE_TIMEOUT"] = None  # streams may be long; the engine keeps every request's deadline
@@ -102,7 +107,18 @@ def create_app(
 
     async def generate(body_type: type[GenerationBody]) -> Response:
         traceparent = request.headers.get("traceparent", "")
-        entry = RequestLogEntry(metrics, g.request_id, traceparent if is_plain_id(traceparent) else None)
+        span = None
+        if tracing is not None:
+            about = {
+                "http.request.method": "POST",
+                "http.route": request.path,
+                "kvferry.request_id": g.request_id,
+            }
+            headers = {name: request.headers.get(name, "") for name in ("traceparent", "tracestate")}
+            span = tracing.serve(f"POST {request.path}", time.monotonic(), headers, about)
+        entry = RequestLogEntry(
+            metrics, g.request_id, traceparent if is_plain_id(traceparent) else None, span
+        )
         with entry.closed_on_failure():
             max_model_len = None if engine.ready is None else engine.ready.max_model_len
             body = await frontend.decode(await _read_body(), body_type, max_model_len)

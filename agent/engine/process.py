@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.config import START_TIMEOUT_S, AgentConfig, configure_logging
+from kvferry.agent.config import START_TIMEOUT_S, AgentConfig
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
@@ -45,6 +45,7 @@ from kvferry.agent.messages.requests import (
 from kvferry.agent.messages.steps import Boot, RankReady, transfer_address
 from kvferry.agent.process.children import die_with_parent
 from kvferry.proxy.wire.exceptions import leaves
+from kvferry.proxy.wire.logs import configure_logging
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.net import CannotBind
@@ -353,7 +354,7 @@ def main(*, rank_module: str = RANK_MODULE) -> int:
     run_dir = parser.parse_args().run_dir
     die_with_parent(parent)
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
-    configure_logging("engine", boot.config.log_level)
+    configure_logging("engine", boot.config.log_level, boot.config.log_format)
     status = 0
     try:
         asyncio.run(run_engine(boot, run_dir, rank_module))

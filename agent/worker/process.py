@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from kvferry.agent.architectures import REFUSED_STATUS, architecture_of, read_config, refusal_line
-from kvferry.agent.config import AgentConfig, configure_logging
+from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.steps import Boot
 from kvferry.agent.process.children import die_with_parent
+from kvferry.proxy.wire.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     die_with_parent(parent)
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
-    configure_logging(f"rank-{options.rank}", boot.config.log_level)
+    configure_logging(f"rank-{options.rank}", boot.config.log_level, boot.config.log_format)
     # Agents often share a host's cores; threads that spin while they wait would take them from each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

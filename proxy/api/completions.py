@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.rate_limit import RateLimit
@@ -24,9 +24,13 @@ from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_id
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.request_trace import RequestTrace
 from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.exceptions import release_locals
 from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
+
+if TYPE_CHECKING:
+    from kvferry.proxy.wire.spans import Tracing
 
 T = TypeVar("T")
 
@@ -79,6 +83,7 @@ class Completions:
         max_body_bytes: int,
         body_timeout_s: float,
         log_prompts: bool,
+        tracing: Tracing | None,
     ) -> None:
         self._new_exchange = new_exchange
         self._api_keys = api_keys
@@ -88,6 +93,7 @@ class Completions:
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._log_prompts = log_prompts
+        self._tracing = tracing
         self._random = RandomBytes()
         self._parsers = WorkPool(
             "bodies", short_bytes=SHORT_BODY_BYTES, max_bytes=MAX_PARSED_BYTES, timeout_s=PARSE_TIMEOUT_S
@@ -105,7 +111,8 @@ class Completions:
             send_error(response, request_id, rate_limit, translation)
         else:
             endpoint = ENDPOINTS[scope["path"]]
-            await self._serve(endpoint, request_id, headers, response, receive, rate_limit, translation)
+            log = self._begin(endpoint, scope["path"], request_id, headers)
+            await self._serve(log, headers, response, receive, rate_limit, translation)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
         """The client's rate limit, or why the request is rejected."""
@@ -120,10 +127,23 @@ class Completions:
             return WrongMethod(f"{method} is not allowed for this path", allowed="POST")
         return client.rate_limit
 
+    def _begin(
+        self, endpoint: Endpoint, path: str, request_id: RequestId, headers: dict[bytes, bytes]
+    ) -> RequestLog:
+        """The log of a request, with its trace where traces are on."""
+        trace, arrived_at = None, time.monotonic()
+        if self._tracing is not None:
+            about = {"http.request.method": "POST", "http.route": path, "kvferry.request_id": request_id}
+            parent = {name: _text(headers.get(name.encode())) or "" for name in ("traceparent", "tracestate")}
+            span = self._tracing.serve(f"POST {path}", arrived_at, parent, about)
+            trace = RequestTrace(span, arrived_at)
+        return RequestLog(
+            endpoint, request_id, self._metrics, self._failures, self._timelines, trace, arrived_at
+        )
+
     async def _serve(
         self,
-        endpoint: Endpoint,
-        request_id: RequestId,
+        log: RequestLog,
         headers: dict[bytes, bytes],
         response: ClientResponse,
         receive: Receive,
@@ -131,24 +151,24 @@ class Completions:
         translation: Translation | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
-        log = RequestLog(endpoint, request_id, self._metrics, self._failures, self._timelines)
         writer = ResponseWriter(response, log, translation)
         try:
             rate_limit.admit(time.monotonic())
             if rate_limit.counts_tokens:
                 log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
-            parse = partial(_parse_body, endpoint, raw, translation)
+            parse = partial(_parse_body, log.endpoint, raw, translation)
             request = await self._run_beside(len(raw), parse)
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
-                endpoint,
-                request_id,
+                log.endpoint,
+                log.request_id,
                 request.seed,
                 _text(headers.get(b"traceparent")),
                 _text(headers.get(b"x-session-id")),
                 self._random,
             )
+            log.set_traceparent(ids.traceparent)
             exchange = self._new_exchange(request, ids, log)
             writer.include_timing = request.include_timing
             await exchange.run(writer)
@@ -164,7 +184,7 @@ class Completions:
                 response.abort()
             release_locals(cancelled)
         except Exception:
-            logger.exception("request %s: internal error", request_id)
+            logger.exception("request %s: internal error", log.request_id, extra=log.log_ids())
             if log.phase is Phase.ENDED:
                 response.abort()
             else:

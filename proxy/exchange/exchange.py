@@ -27,6 +27,7 @@ what another server has begun, so step 6 ends with the first event.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -106,6 +107,7 @@ class Exchange:
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
             can_retry=self._retries.has_more,
+            trace=log.trace,
         )
         self._parts = [PromptPart(share) for share in split_by_prompt(request, ids)]
         self._kept = KeptResponses(context.upstream.bounds, self._parts)
@@ -177,14 +179,19 @@ class Exchange:
         if not self._exclude:
             context.retry_budget.deposit()
         by = min(now() + context.settings.queue_timeout_s, self._deadline)
-        reservation = await context.fleet.acquire(
-            AcquireRequest(
-                routing_request=self._routing_request,
-                by=by,
-                exclude=self._exclude,
-                must_match=self._must_match,
+        asked_at = time.monotonic()
+        try:
+            reservation = await context.fleet.acquire(
+                AcquireRequest(
+                    routing_request=self._routing_request,
+                    by=by,
+                    exclude=self._exclude,
+                    must_match=self._must_match,
+                )
             )
-        )
+        finally:
+            if self._log.trace is not None:
+                self._log.trace.queued(asked_at)
         if reservation is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{reservation.value}: {model!r}", param="model")
         if isinstance(reservation, NoPair):

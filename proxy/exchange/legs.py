@@ -12,8 +12,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 from kvferry.proxy import sse
 from kvferry.proxy.clock import now
@@ -30,8 +31,12 @@ from kvferry.proxy.errors import (
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
 from kvferry.proxy.wire.exceptions import leaves
 from kvferry.proxy.wire.messages import Incarnation, Register
+
+if TYPE_CHECKING:
+    from kvferry.proxy.wire.spans import Span
 
 T = TypeVar("T")
 
@@ -109,6 +114,7 @@ class Legs:
         deadline: The request's, on the event loop's clock.
         can_retry: Whether the request may be retried now: then the leg of a hanging agent is aborted
             (`proxy.http.hang_detector`).
+        trace: Where traces are on; each leg has a span of it.
     """
 
     def __init__(
@@ -119,9 +125,11 @@ class Legs:
         first_byte_timeout_s: float,
         deadline: float,
         can_retry: Callable[[], bool],
+        trace: RequestTrace | None = None,
     ) -> None:
         self.upstream = upstream
         self.deadline = deadline
+        self._trace = trace
         self._reports = reports
         self._first_byte_timeout_s = first_byte_timeout_s
         self._can_retry = can_retry
@@ -129,7 +137,7 @@ class Legs:
     def open_prefill(self, server: Register, leg: LegRequest) -> OpenLeg:
         """Open a prefill leg. Its body is short and comes at once: the last byte is due as the first is."""
         due = self._first_byte_deadline(1)
-        return self._open(server, leg, due, due)
+        return self._open("prefill", server, leg, due, due)
 
     def open_last(
         self,
@@ -147,19 +155,35 @@ class Legs:
             accept_deadline: When a stream must have begun in any case.
         """
         due = min(self._first_byte_deadline(patience), accept_deadline) if stream else self.deadline
-        return self._open(server, leg, due, self.deadline)
+        return self._open("last", server, leg, due, self.deadline)
 
-    def _open(self, server: Register, leg: LegRequest, headers_deadline: float, deadline: float) -> OpenLeg:
+    def _open(
+        self,
+        which: Literal["prefill", "last"],
+        server: Register,
+        leg: LegRequest,
+        headers_deadline: float,
+        deadline: float,
+    ) -> OpenLeg:
+        headers, on_end = leg.headers, None
+        if self._trace is not None:
+            about = {
+                "kvferry.agent": server.address,
+                "kvferry.incarnation": server.incarnation,
+                "kvferry.dialect": server.dialect,
+            }
+            span = self._trace.begin_leg(which, about)
+            headers, on_end = {**headers, **span.headers()}, partial(_end_span, self._trace, span)
         request = self.upstream.post(
             server,
             leg.path,
             leg.body,
-            leg.headers,
+            headers,
             headers_deadline=headers_deadline,
             deadline=deadline,
             can_retry=self._can_retry,
         )
-        return OpenLeg(request, self._reports, server.incarnation)
+        return OpenLeg(request, self._reports, server.incarnation, on_end)
 
     def _first_byte_deadline(self, patience: int) -> float:
         return min(now() + patience * self._first_byte_timeout_s, self.deadline)
@@ -172,10 +196,17 @@ class OpenLeg:
     class, since a generator's context would cost as much as the request itself.
     """
 
-    def __init__(self, request: UpstreamRequest, reports: LegReports, agent: Incarnation) -> None:
+    def __init__(
+        self,
+        request: UpstreamRequest,
+        reports: LegReports,
+        agent: Incarnation,
+        on_end: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
         self._request = request
         self._reports = reports
         self._agent = agent
+        self._on_end = on_end
 
     async def __aenter__(self) -> UpstreamResponse:
         try:
@@ -191,12 +222,24 @@ class OpenLeg:
         self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
+        if self._on_end is not None:
+            self._on_end(error)
         if error is None:
             self._reports.leg_succeeded(self._agent)
         elif isinstance(error, AGENT_FAILURES) and not isinstance(error, KvUnproven):
             self._reports.leg_failed(self._agent, error)
         elif isinstance(error, asyncio.CancelledError):
             self._reports.leg_cancelled(self._agent)
+
+
+def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> None:
+    """End a leg's span. Messages of errors stay out of it: they may quote an agent, and that the request."""
+    if isinstance(error, ProxyError):
+        trace.end_leg(span, error.code, is_loss=isinstance(error, AgentLost))
+    elif isinstance(error, asyncio.CancelledError):
+        trace.end_leg(span, CANCELLED)
+    else:
+        trace.end_leg(span, None if error is None else type(error).__name__)
 
 
 class EventReader(Protocol):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import re
 import time
@@ -19,7 +18,9 @@ from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.state_machine import transition
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
+from kvferry.proxy.telemetry.request_trace import RequestTrace
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.wire.logs import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,10 @@ class TokenLimit(Protocol):
 
 
 class RequestLog:
-    """The phases, times and facts of one request. Every request ends exactly once, by `end`."""
+    """The phases, times and facts of one request. Every request ends exactly once, by `end`.
+
+    `trace`, where traces are on, gets them too; it ends with this.
+    """
 
     def __init__(
         self,
@@ -77,11 +81,15 @@ class RequestLog:
         metrics: Metrics,
         failures: FailureLog,
         timelines: Timelines,
+        trace: RequestTrace | None = None,
+        arrived_at: float | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.request_id = request_id
         self.phase = Phase.ROUTE
-        self.arrived_at = time.monotonic()
+        self.arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        self.trace = trace
+        self.trace_id = None if trace is None else trace.trace_id
         self._metrics = metrics
         self._failures = failures
         self._timeline = timelines.begin(request_id, endpoint, self.arrived_at)
@@ -113,8 +121,19 @@ class RequestLog:
         metrics.in_flight.add(before, -1)
         if phase is not Phase.ENDED:
             metrics.in_flight.add(phase, 1)
+        if phase is Phase.ROUTE and self.trace is not None:
+            self.trace.route_again("migration" if before is Phase.DECODE else "retry")
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("request %s: %s → %s", self.request_id, before, phase)
+            logger.debug("request %s: %s → %s", self.request_id, before, phase, extra=self.log_ids())
+
+    def log_ids(self) -> dict[str, str | None]:
+        """The `extra` of other log lines about the request."""
+        return {"request_id": self.request_id, "trace_id": self.trace_id}
+
+    def set_traceparent(self, traceparent: str | None) -> None:
+        """Record the trace of a client's that goes on at the agents, where this proxy makes none."""
+        if self.trace_id is None and traceparent is not None:
+            self.trace_id = traceparent.split("-")[1]
 
     def charge_tokens_to(self, limit: TokenLimit) -> None:
         """Charge the tokens of prompt and response to `limit`, as they become known."""
@@ -128,6 +147,14 @@ class RequestLog:
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
         self._model_metrics = self._metrics.of_model(request.model)
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
+        if self.trace is not None:
+            self.trace.describe(
+                {
+                    "gen_ai.request.model": self._model,
+                    "gen_ai.request.choice.count": request.n,
+                    "kvferry.stream": request.stream,
+                }
+            )
         if show_prompt:
             self._facts["prompt"] = _beginning(bytes(request.prompt))
 
@@ -138,6 +165,8 @@ class RequestLog:
         self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
+        if self.trace is not None:
+            self.trace.routed(prefill, decode, "" if pair.alone else transfer_id)
 
     def add_loss(self, why: str) -> None:
         """Record why an attempt has failed that another one may follow."""
@@ -173,6 +202,8 @@ class RequestLog:
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = self._timeline.first_text_at = now
             self._model_metrics.ttft.observe(now - self.arrived_at)
+            if self.trace is not None:
+                self.trace.add_first_token(now)
 
     def event(self, event: bytes) -> None:
         """`events` for a single event, with a cheaper path for all but the first."""
@@ -224,9 +255,11 @@ class RequestLog:
             of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
         if self._token_limit is not None:
             self._token_limit.charge(self._events, time.monotonic())
+        if self.trace is not None:
+            self.trace.end(status, code, self._phase_since)
         self._remember(status, code)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("request %s", json.dumps(self._line(status, code, total)))
+            logger.info("request %s", Facts(self._line(status, code, total)))
 
     def _remember(self, status: int, code: str | None) -> None:
         if status >= 400 and status != CLIENT_LEFT:
@@ -243,6 +276,7 @@ class RequestLog:
         """Never includes responses, and prompts only if configured: user content stays out of logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
+            **({} if self.trace_id is None else {"trace_id": self.trace_id}),
             "endpoint": self.endpoint,
             "status": status,
             **({} if code is None else {"code": code}),

@@ -181,6 +181,7 @@ class Suspicion:
                     "request %s: agents %s were lost while they served it; it is given to no other",
                     self._log.request_id,
                     ", ".join(sorted(self._felled | self._lost.keys())),
+                    extra=self._log.log_ids(),
                 )
                 raise SuspectRequest(
                     f"{MAX_FELLED} agents were lost while they served this request; it is given to no other"

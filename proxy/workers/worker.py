@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.http_server import return_large_buffers, spare_full_collections
+from kvferry.proxy.wire.logs import configure_logging
 from kvferry.proxy.wire.messages import Incarnation
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.workers.messages import (
@@ -214,11 +216,7 @@ async def _run(end: socket.socket) -> int:
             start = await channel.receive()
         if not isinstance(start, Start):
             raise ChannelClosed(f"{type(start).__name__} in place of Start")
-        logging.basicConfig(
-            level=start.config.log_level.upper(),
-            format="%(asctime)s %(levelname)s worker-%(process)d %(message)s",
-            force=True,
-        )
+        configure_logging(f"worker-{os.getpid()}", start.config.log_level, start.config.log_format)
         return_large_buffers()
         return await _serve(channel, start.config, start)
     finally:

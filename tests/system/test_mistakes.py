@@ -59,6 +59,8 @@ MISTAKES = [
     ("agent", 2, "--model must be given"),
     ("agent --attach x", 2, "--dialect must be given"),
     ("proxy --port", 2, "--port: its value is missing, a whole number"),
+    ("proxy --log-format jsn", 2, "--log-format: 'jsn' is not one of text, json; did you mean json?"),
+    ("up --otlp-endpoint localhost:4318", 2, "--otlp-endpoint must be a URL such as http://localhost:4318"),
     ("proxy --port abc", 2, "--port: 'abc' is not a whole number"),
     ("proxy --port 99999", 2, "--port must be a port number (0-65535), got 99999"),
     ("proxy --queue-timeout-s 5s", 2, "--queue-timeout-s: '5s' is not a number"),

@@ -38,6 +38,7 @@ def _rooms() -> dict[str, set[str]]:
     parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
     rooms = {
         **{room: set() for room in ground},
+        "proxy.telemetry": {"proxy.wire"},
         "proxy.errors": ground,
         "proxy.sse": errors,
         "proxy.request": {*errors, "proxy.sse"},

@@ -21,9 +21,10 @@ OF_EXTRA = {
     "cuda": {"transfer/backends/cuda_ipc"},
     "mooncake": {"transfer/backends/mooncake"},
     "nixl": {"transfer/backends/nixl"},
+    "otel": {"proxy/wire/spans.py"},
     "ray": {"deploy/ray"},
 }
-"""Folders that run only where an extra is installed; all else of ours needs nothing but `dependencies`."""
+"""What runs only where an extra is installed; all else of ours needs nothing but `dependencies`."""
 APART = {"vllm": "agent/vllm", "mori": "transfer/backends/mori"}
 """What no extra brings, and where it may be imported: vLLM loads us; MORI has no wheel for our Pythons."""
 DISTRIBUTIONS = {"triton": {"triton"}, "ray": {"ray"}}

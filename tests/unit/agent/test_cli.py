@@ -132,8 +132,8 @@ def test_no_new_options() -> None:
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
         "--on-pull-failure", "--threads", "--max-body-bytes", "--log-prompts", "--log-level", "--cluster-key",
-        "--tls-cert", "--tls-key", "--self-check", "--generation-config", "--trust-request-chat-template",
-        "--drain-s",
+        "--log-format", "--otlp-endpoint", "--tls-cert", "--tls-key", "--self-check", "--generation-config",
+        "--trust-request-chat-template", "--drain-s",
     }  # fmt: skip
 
 

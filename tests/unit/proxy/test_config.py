@@ -56,6 +56,8 @@ def test_the_flags_are_these() -> None:
         "agent_ca",
         "log_prompts",
         "log_level",
+        "log_format",
+        "otlp_endpoint",
     ]
 
 
