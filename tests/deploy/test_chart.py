@@ -15,52 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.wire.flags import parse_flags
+from tests.deploy.chart import CHART, EXAMPLES, HELM, ROOT, TOOLS, helm, pods, render
+from tests.deploy.disaggregated_set import errors
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "helm" / "kvferry"
-TOOLS = ROOT / "build" / "deploy"
-HELM = TOOLS / "helm"
-EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
 SCHEMAS = "1.34"
 SECURE = ("--set", "security.clusterKeySecret=c", "--set", "security.apiKeysSecret=k")
 # Their schemas come with what defines them, not with Kubernetes.
 CUSTOM = {"DisaggregatedSet", "PodMonitor", "PrometheusRule"}
-# What disaggregatedset.x-k8s.io/v1 allows (kubernetes-sigs/lws at 060ab4d, config/crd/bases).
-ROLE_FIELDS = {"name", "metadata", "scaling", "spec"}
-GROUP_FIELDS = {"leaderWorkerTemplate", "networkConfig", "replicas", "rolloutStrategy", "startupPolicy"}
+SET = ("--set", "agents.kind=DisaggregatedSet")
 
 pytestmark = [
     pytest.mark.skipif(not HELM.exists(), reason="no Helm here: make test-deploy gets it"),
     pytest.mark.timeout(120),
 ]
-
-
-def helm(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HELM, *words], capture_output=True, text=True, timeout=60)
-
-
-def render(*words: str | Path) -> list[dict[str, Any]]:
-    done = helm("template", "r", CHART, "--namespace", "n", *words)
-    assert done.returncode == 0, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
-
-
-def pods(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The Pod template of every workload."""
-    found = [each["spec"]["template"] for each in objects if each["kind"] == "Deployment"]
-    for each in objects:
-        if each["kind"] == "DisaggregatedSet":
-            found += [
-                role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in each["spec"]["roles"]
-            ]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +66,55 @@ def test_every_values_file_gives_valid_objects(values: Path, kind: str, validate
         for pod in pods(objects)
     ]
     assert validate(known) == ""
-    for each in objects:
-        if each["kind"] == "DisaggregatedSet":
-            assert each["spec"].keys() <= {"placementPolicy", "roles", "slices"}
-            for role in each["spec"]["roles"]:
-                assert role.keys() <= ROLE_FIELDS
-                assert role["spec"].keys() <= GROUP_FIELDS
+    sets = [each for each in objects if each["kind"] == "DisaggregatedSet"]
+    assert len(sets) == (kind == "DisaggregatedSet")
+    assert [errors(each) for each in sets] == [[]] * len(sets)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--set", "agents.roles.both.replicas=2"),
+        ("--set", "agents.placementPolicy.type=ExclusiveSlice,agents.placementPolicy.topology=rack"),
+        (
+            "--set",
+            "autoscaling.prefill.minReplicas=1,autoscaling.prefill.maxReplicas=3,autoscaling.prefill.metric=m,"
+            "autoscaling.prefill.averageValue=500m",
+        ),
+    ],
+    ids=["three roles", "placement", "scaled"],
+)
+def test_a_cluster_takes_the_disaggregated_set(words: tuple[str, ...]) -> None:
+    [made] = [each for each in render(*SECURE, *SET, *words) if each["kind"] == "DisaggregatedSet"]
+    assert errors(made) == []
+
+
+def test_what_a_cluster_refuses_of_a_disaggregated_set_is_seen() -> None:
+    [made] = [each for each in render(*SECURE, *SET) if each["kind"] == "DisaggregatedSet"]
+    first, second = made["spec"]["roles"]
+    for wrong, named in [
+        ({**first, "replica": 1}, "replica"),
+        ({**first, "spec": {**first["spec"], "replicas": "2"}}, "replicas"),
+        ({**first, "spec": {**first["spec"], "replicas": 0}}, "zero"),
+        ({**first, "name": second["name"]}, "two of one name"),
+        ({**first, "spec": {"replicas": 1}}, "leaderWorkerTemplate"),
+    ]:
+        [error] = errors({**made, "spec": {"roles": [wrong, second]}})
+        assert named in error
+    assert errors({**made, "spec": {"roles": [first]}})
+
+
+def test_one_role_alone_is_no_disaggregated_set() -> None:
+    """A cluster refuses a set of fewer than two roles."""
+    one = (
+        "--set",
+        "agents.roles.prefill.replicas=0,agents.roles.decode.replicas=0,agents.roles.both.replicas=2",
+    )
+    has = ("--api-versions", "disaggregatedset.x-k8s.io/v1/DisaggregatedSet")
+    assert "DisaggregatedSet" not in {each["kind"] for each in render(*SECURE, *has, *one)}
+    refused = helm("template", "r", CHART, *SECURE, *SET, *one)
+    assert refused.returncode != 0
+    assert "two roles" in refused.stderr
 
 
 def test_a_misspelt_field_is_seen(validate: Any) -> None:

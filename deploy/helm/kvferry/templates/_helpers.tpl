@@ -19,8 +19,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "kvferry.agentKind" -}}
-{{- if ne .Values.agents.kind "auto" }}{{ .Values.agents.kind }}
-{{- else if .Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet" }}DisaggregatedSet
+{{- $roles := 0 }}
+{{- range .Values.agents.roles }}{{ if gt (int .replicas) 0 }}{{ $roles = add1 $roles }}{{ end }}{{ end }}
+{{- if and (eq .Values.agents.kind "DisaggregatedSet") (lt (int $roles) 2) }}
+{{- fail "agents.kind DisaggregatedSet needs two roles with replicas; take Deployment for one" }}
+{{- else if ne .Values.agents.kind "auto" }}{{ .Values.agents.kind }}
+{{- else if and (ge (int $roles) 2) (.Capabilities.APIVersions.Has "disaggregatedset.x-k8s.io/v1/DisaggregatedSet") }}DisaggregatedSet
 {{- else }}Deployment{{ end -}}
 {{- end }}
 
