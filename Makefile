@@ -86,7 +86,7 @@ test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the co
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.clients.install build/clients $(CLIENTS)
 	$(BIN)/python -m pytest -m clients -rs --timeout 900 tests/clients $(if $(CLIENTS),-k "$(subst -,_,$(subst $(eval) , or ,$(CLIENTS)))")
 
-test-deploy: $(STAMP) ## how it is deployed: the Helm chart, systemd units, three Ray nodes; gets Helm, schemas and Ray first
+test-deploy: $(STAMP) ## how it is deployed: the Helm chart, the CPU image and its Pods in podman, systemd units, three Ray nodes; gets Helm, schemas and Ray first
 	$(BIN)/python -m tests.deploy.install build/deploy
 	$(PIP_INSTALL) --editable '.[ray]'
 	$(BIN)/pytest -rs tests/deploy

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image for CPUs, built by buildah from `deploy/images/cpu/Containerfile` without a registry of images.
+
+Its base is a Debian made on the spot, without documentation, as the published slim images are. Packages come
+from a folder of wheels that pip fills outside the build, which so needs nothing of this machine's settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.deploy.containers import Containers
+
+ROOT = Path(__file__).parents[2]
+CONTAINERFILE = ROOT / "deploy" / "images" / "cpu" / "Containerfile"
+BASE = "localhost/debian:12"
+IMAGE = "localhost/kvferry:test"
+SUITE = "bookworm"
+LEFT_OUT = ("doc", "info", "locale", "man")  # of /usr/share
+BASE_TIMEOUT_S = 600.0
+WHEELS_TIMEOUT_S = 1800.0
+BUILD_TIMEOUT_S = 1800.0
+
+
+def build(containers: Containers, folder: Path) -> str:
+    """Build the image and return its name. The base and the wheels that `folder` has are used again."""
+    if not _exists(containers, BASE):
+        archive = _base(folder / "base.tar")
+        containers.podman("import", archive, BASE, timeout_s=BASE_TIMEOUT_S)
+        archive.unlink()
+    wheels = _wheels(folder / "wheels")
+    containers.buildah(
+        "bud", "--isolation", "chroot", "--layers", "--pull-never", "--file", CONTAINERFILE, "--tag", IMAGE,
+        "--volume", f"{wheels}:/wheels:ro", "--build-arg", f"BASE={BASE}",
+        "--build-arg", "PIP_OPTIONS=--no-index --find-links /wheels", ROOT,
+        timeout_s=BUILD_TIMEOUT_S,
+    )  # fmt: skip
+    return IMAGE
+
+
+def _exists(containers: Containers, name: str) -> bool:
+    return name in containers.podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+
+
+def _base(archive: Path) -> Path:
+    """Debian's smallest set of packages, as an archive."""
+    options = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in LEFT_OUT]
+    _run(["mmdebstrap", "--quiet", "--variant=minbase", *options, SUITE, archive], BASE_TIMEOUT_S)
+    return archive
+
+
+def _wheels(folder: Path) -> Path:
+    """What the image installs, and what builds the package itself, for Debian 12's Python."""
+    wanted = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+    done = folder / hashlib.sha256("".join(wanted).encode()).hexdigest()
+    if done.exists():
+        return folder
+    project = tomllib.loads(wanted[0])
+    needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["agent"]
+    words = [sys.executable, "-m", "pip", "download", "-qq", "--only-binary=:all:", "--python-version=3.11",
+             "--dest", folder, "--find-links", folder, "--constraint", ROOT / "constraints.txt"]  # fmt: skip
+    if os.environ.get("TORCH_INDEX"):
+        _run([*words, "--index-url", os.environ["TORCH_INDEX"], "torch"], WHEELS_TIMEOUT_S)
+    _run([*words, *needed, *project["build-system"]["requires"]], WHEELS_TIMEOUT_S)
+    done.touch()
+    return folder
+
+
+def _run(words: Sequence[str | Path], timeout_s: float) -> None:
+    subprocess.run(words, check=True, timeout=timeout_s)
