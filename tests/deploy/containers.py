@@ -7,8 +7,10 @@ Debian's packages do: buildah, podman, runc, netavark, aardvark-dns and, for the
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ PROCESSES = 32768  # what buildah takes for the most
 # crun, podman's own choice, starts nothing on some virtual machines; and limits may not be raised there.
 CONFIGURATION = """\
 [containers]
-default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
+default_ulimits = {limits}
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
@@ -30,6 +32,14 @@ runtime = "runc"
 network_backend = "netavark"
 network_config_dir = "{networks}"
 """
+
+
+def limits() -> dict[str, int]:
+    """How many files and processes a container may have here: as many as whoever starts it."""
+    return {
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "nproc": min(PROCESSES, resource.getrlimit(resource.RLIMIT_NPROC)[1]),
+    }
 
 
 def missing() -> str:
@@ -50,13 +60,8 @@ class Containers:
         run = Path("/run/kvferry-test") / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
         self._store = ("--root", str(folder / "store"), "--runroot", str(run))
         configuration = folder / "containers.conf"
-        configuration.write_text(
-            CONFIGURATION.format(
-                networks=folder / "networks",
-                files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-                processes=min(PROCESSES, resource.getrlimit(resource.RLIMIT_NPROC)[1]),
-            )
-        )
+        most = json.dumps([f"{name}={count}:{count}" for name, count in limits().items()])
+        configuration.write_text(CONFIGURATION.format(networks=folder / "networks", limits=most))
         self._environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
 
     def buildah(self, *words: str | Path, timeout_s: float = RUN_TIMEOUT_S) -> str:
@@ -66,6 +71,12 @@ class Containers:
     def podman(self, *words: str | Path, timeout_s: float = RUN_TIMEOUT_S) -> str:
         """What the command prints. Raises AssertionError with its words when it fails."""
         return self._run(["podman", *self._store, *words], timeout_s)
+
+    def write_podman(self, path: Path) -> None:
+        """A command that is podman on this store, for programs that run podman."""
+        words = ["env", f"CONTAINERS_CONF={self._environment['CONTAINERS_CONF']}", "podman", *self._store]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        path.chmod(0o755)
 
     def _run(self, words: Sequence[str | Path], timeout_s: float) -> str:
         done = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=timeout_s)

@@ -16,14 +16,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.deploy.chart import CHART, HELM, TOOLS, render
-from tests.deploy.containers import Containers, missing
-from tests.deploy.image import IMAGE, build
+from tests.deploy.chart import CHART, HELM, render
+from tests.deploy.containers import Containers
+from tests.deploy.image import IMAGE
 from tests.deploy.pods import NETWORK, Pod, Pods
 from tests.patience import patient
 from tests.system.client import complete, session
 
-FOLDER = TOOLS / "containers"
 PROMPT, ANSWER = "417+52=", "469"
 BODY = {"model": "ferry-tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
 LARGEST_BYTES = 1_200_000_000
@@ -41,21 +40,9 @@ with urllib.request.urlopen(request, timeout=60) as response:
 """  # noqa: E501
 
 pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=missing()),
     pytest.mark.skipif(not HELM.exists(), reason="no Helm here: make test-deploy gets it"),
     pytest.mark.timeout(3600),
 ]
-
-
-@pytest.fixture(scope="module")
-def containers() -> Containers:
-    return Containers(FOLDER)
-
-
-@pytest.fixture(scope="module")
-def image(containers: Containers) -> str:
-    """Its last step has run `kvferry doctor`."""
-    return build(containers, FOLDER)
 
 
 @pytest.fixture(scope="module")
