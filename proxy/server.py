@@ -34,7 +34,7 @@ from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
-from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
+from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews, ScalingCollector
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
@@ -174,6 +174,7 @@ async def running_proxy(
     views = OperatorViews(fleet, metrics, history, failures, timelines, transfers, discovery.down)
     metrics.add_collector(FleetCollector(views.view))
     metrics.add_collector(AgentCollector(fleet))
+    metrics.add_collector(ScalingCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,

@@ -228,6 +228,24 @@ FLEET: dict[str, list[Panel]] = {
             series=[(f"sum by (role, state) (kvferry_proxy_nodes{{{PROXY}}}) > 0", "{{role}} {{state}}")],
         ),
     ],
+    "Scaling": [
+        Panel(
+            title="Agents wanted",
+            series=[(f"sum by (role) (kvferry_proxy_wanted_agents{{{AT_PROXY}}})", "{{role}}")],
+            text="That the requests which arrive would keep busy all the time.",
+        ),
+        Panel(
+            title="Prefill backlog",
+            series=[(f"sum(kvferry_proxy_prefill_backlog_seconds{{{AT_PROXY}}})", "of one agent's work")],
+            unit="s",
+        ),
+        Panel(
+            title="Decode pressure",
+            series=[(f"sum(kvferry_proxy_decode_pressure{{{AT_PROXY}}})", "sequences over slots")],
+            unit="percentunit",
+            text="Over 100 % some wait.",
+        ),
+    ],
     "Failover and discovery": [
         Panel(
             title="Retries and migrations",

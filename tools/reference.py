@@ -30,10 +30,11 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
-from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews
+from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.events import PlaneStats
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -153,6 +154,7 @@ def _proxy_metrics() -> Iterator[Metric]:
     yield from metrics.registry.collect()
     yield from FleetCollector(views.view).collect()
     yield from AgentCollector(fleet).collect()
+    yield from ScalingCollector(fleet).collect()
 
 
 def _agent_metrics() -> Iterator[Metric]:
@@ -163,6 +165,7 @@ def _agent_metrics() -> Iterator[Metric]:
     stats = Stats(
         steps=0, running=0, waiting=0, blocks_free=0, blocks_used=0, blocks_leased=0, blocks_quarantined=0,
         blocks_total=0, preemptions=0, recomputes=0, integrity_errors=0, plane=plane,
+        capacity=Capacity(step_s=0.0, sequence_s=0.0, backlog_s=0.0),
     )  # fmt: skip
     yield from AgentMetrics(lambda: stats, lambda: ["tcp"]).registry.collect()
 

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvferry.agent.messages.requests import Stats, Timing
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.events import PULL_FAILURE_REASONS, PULL_SECONDS_BOUNDS, PullTimes
 
 _PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -145,6 +146,32 @@ class _TokenCollector(Collector):
         )
 
 
+def _capacity_metrics(capacity: Capacity) -> Iterator[Metric]:
+    """Yield what the engine has measured of itself; of gauges only those that it knows yet."""
+    yield CounterMetricFamily(
+        "kvferry_agent_prefill_seconds", "Seconds of steps that went into prompts.", capacity.prefill_s
+    )
+    yield GaugeMetricFamily(
+        "kvferry_agent_decode_slots",
+        "Sequences that can be decoded at once: as many as may run, and as the KV blocks hold of the length "
+        "seen lately.",
+        capacity.slots,
+    )
+    if capacity.backlog_s is not None:
+        yield GaugeMetricFamily(
+            "kvferry_agent_prefill_backlog_seconds",
+            "Seconds that the prompts which are here will still take. Absent until one was computed.",
+            capacity.backlog_s,
+        )
+    if capacity.step_s is not None and capacity.sequence_s is not None:
+        yield GaugeMetricFamily(
+            "kvferry_agent_full_step_seconds",
+            "What a step of decoding takes with all slots in use, by a fit to the steps seen lately. Absent "
+            "until some were.",
+            capacity.step_s + capacity.slots * capacity.sequence_s,
+        )
+
+
 class _EngineCollector(Collector):
     """Reads the engine's counters at scrape time."""
 
@@ -172,6 +199,8 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([state], count)
         yield blocks
+        if stats.capacity is not None:
+            yield from _capacity_metrics(stats.capacity)
         for name, text, value in (
             ("agent_steps", "Engine steps.", stats.steps),
             ("agent_num_preemptions", "Sequences that lost their blocks to others.", stats.preemptions),

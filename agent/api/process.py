@@ -307,6 +307,7 @@ class _Agent:
             prefill_chunk=config.prefill_chunk,
             control_versions=CONTROL_VERSIONS,
             work=stats.work if stats else None,
+            capacity=stats.capacity if stats else None,
             name=config.name,
         )
 

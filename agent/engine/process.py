@@ -239,6 +239,7 @@ class Engine:
             integrity_errors=self._integrity_errors,
             plane=plane,
             work=self._scheduler.work.work(plane.leases_ended.get("expired", 0)),
+            capacity=self._scheduler.capacity(),
         )
 
 

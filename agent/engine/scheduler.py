@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from kvferry.agent.capacity import CapacityMeter
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
@@ -29,6 +30,7 @@ from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
@@ -52,8 +54,12 @@ class SchedulerCounters:
 
 @dataclass(eq=False, slots=True)
 class _Plan:
-    """The step under way: who computes up to where, and block copies, whose sources are held until commit."""
+    """The step under way: who computes up to where, and block copies, whose sources are held until commit.
 
+    `began`: when the step before had ended, or else when this one was planned.
+    """
+
+    began: float
     parts: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -62,7 +68,11 @@ class _Plan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt_tokens + sum(1 for sequence, _ in self.parts if sequence.is_decoding)
+        return self.num_prompt_tokens + self.num_decoding
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(1 for sequence, _ in self.parts if sequence.is_decoding)
 
 
 class Scheduler:
@@ -74,12 +84,15 @@ class Scheduler:
         self._allocator = allocator
         self._kv_cache = KVCacheManager(limits, allocator)
         self.work = WorkCounts()
+        self._meter = CapacityMeter(limits.max_num_seqs, allocator.num_blocks)
         self._transfers = TransferLedger(limits, allocator, connector, self.work)
         self._prefixes = PrefixTransfers(limits, allocator, connector)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._plan: _Plan | None = None
+        self._stepped_at: float | None = None
+        """When the last step ended, if nothing has kept the next one from beginning since."""
         self._outbox: list[Output | RequestFailed] = []
         self._keys = itertools.count(1)
         self._ended_keys: list[int] = []
@@ -97,6 +110,16 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request is left (leases and quarantines may be)."""
         return not self._requests
+
+    def capacity(self) -> Capacity:
+        """Return what the work takes, as measured."""
+        to_compute = [
+            *(seq for seq in self._waiting if seq.request.forked or not seq.request.pulls),
+            *self._running,
+        ]
+        return self._meter.report(
+            sum(max(0, seq.request.prompt_len - seq.num_computed) for seq in to_compute)
+        )
 
     def next_deadline(self) -> float | None:
         """When `expire` should be called if nothing happens before."""
@@ -214,6 +237,7 @@ class Scheduler:
         self._kv_cache.remember(sequence)
         request.cached_tokens = sequence.num_computed
         self.counters.prompt_tokens["pulled_prefix"] += request.prefix_tokens
+        self._meter.cached(request.prefix_tokens)
         if self._open_lease(sequence, now):
             sequence.transition(SequenceState.RUNNING)
             self._running.append(sequence)
@@ -250,14 +274,14 @@ class Scheduler:
         """Choose the next step and reserve its blocks; None when there is nothing to compute."""
         if self._plan is not None:
             raise StepOrderError("the last step was not committed")
-        plan = self._plan = _Plan()
+        plan = self._plan = _Plan(began=now if self._stepped_at is None else self._stepped_at)
         self._plan_decodes(plan, [sequence for sequence in self._running if sequence.is_decoding])
         for sequence in self._running:
             if not sequence.is_decoding and not self._plan_chunk(plan, sequence):
                 break
         self._admit(plan, now)
         if not plan.parts:
-            self._plan = None
+            self._plan = self._stepped_at = None
             return None
         for sequence, _ in plan.parts:
             if sequence.is_decoding and sequence.request.clock.first_step is None:
@@ -292,6 +316,7 @@ class Scheduler:
             raise StepOrderError("no step to commit")
         self._allocator.release(source for source, _ in plan.copies)
         self._fail_stuck(plan, outputs)
+        self._measure(plan, now)
         tokens: defaultdict[str, list[Token]] = defaultdict(list)
         requests: dict[str, Request] = {}
         for position, ((sequence, end), sampled) in enumerate(zip(plan.parts, outputs.sampled, strict=True)):
@@ -310,6 +335,17 @@ class Scheduler:
                 self._close(request, new_tokens)
             elif new_tokens:
                 self._outbox.append(request.output(new_tokens))
+
+    def _measure(self, plan: _Plan, now: float) -> None:
+        """Say what a step took, before its sequences go on."""
+        self._stepped_at = now
+        self._meter.step(
+            now - plan.began,
+            prompt_tokens=plan.num_prompt_tokens,
+            decoded=plan.num_decoding,
+            blocks_used=self._allocator.counts().used,
+            holders=len(self._running) + len(self._awaiting_kv()),
+        )
 
     # Planning.
 
@@ -393,6 +429,7 @@ class Scheduler:
             request.cached_tokens = min(sequence.num_computed, request.prompt_len)
             if not request.pulls:
                 self.work.prompt(request.prompt_len, request.cached_tokens)
+                self._meter.cached(request.cached_tokens)
             self.counters.prompt_tokens["cached"] += request.cached_tokens
 
     def _start(self, plan: _Plan, sequence: Sequence, now: float) -> None:
@@ -437,8 +474,10 @@ class Scheduler:
     ) -> None:
         """Record one part: its KV is complete, and `sampled` are its choices' next tokens."""
         request = sequence.request
-        if sequence.is_decoding and request.clock.first_decoded is None:
-            request.clock.first_decoded = now
+        if sequence.is_decoding:
+            sequence.num_decoded += 1
+            if request.clock.first_decoded is None:
+                request.clock.first_decoded = now
         in_prompt = min(end, request.prompt_len) - sequence.num_computed
         self.counters.prompt_tokens["computed"] += max(in_prompt, 0)
         sequence.num_computed = end
@@ -447,6 +486,8 @@ class Scheduler:
             if request.produces and end < request.prompt_len:
                 self._transfers.advance(request, end // self._limits.block_size)
             if end == request.prompt_len:
+                if request.begins_anew:
+                    self._meter.prompt_done()
                 self._prompt_done(sequence, now)
                 if not request.submit.sampling.max_tokens:
                     for choice in request.sequences.values():
@@ -505,6 +546,8 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._kv_cache.free(sequence)
         sequence.transition(SequenceState.FINISHED)
+        if sequence.num_decoded:
+            self._meter.answer_done(sequence.num_decoded)
 
     def _drop_request(self, request: Request) -> None:
         """Forget a request: its lease is withdrawn and its pull abandoned before its blocks are freed."""

@@ -66,7 +66,7 @@ class Sequence:
     `blocks` is the block table; block i holds positions [i * block_size, (i + 1) * block_size). It covers at
     least `num_computed` tokens, and the first `num_remembered` blocks were offered to the prefix cache. The
     last token's KV is computed by the step that samples its successor. Of its output tokens the ranks know
-    the first `num_described` as far as penalties need them.
+    the first `num_described` as far as penalties need them. `num_decoded` steps decoded a token of it.
     """
 
     def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
@@ -76,6 +76,7 @@ class Sequence:
         self.num_computed = 0
         self.num_remembered = 0
         self.num_described = 0
+        self.num_decoded = 0
         self.blocks: list[int] = []
         self.hashes: list[BlockHash] = []
         self.state = SequenceState.WAITING
@@ -240,6 +241,11 @@ class Request:
     def produces(self) -> bool:
         """Whether the prompt's KV is to be leased to a reader after one token."""
         return self.submit.produce is not None
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether no agent has computed its prompt before."""
+        return not self.recomputed and not self.submit.resumed
 
     @property
     def scores_prompt(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.proxy.wire.messages import WorkReport
+from kvferry.proxy.wire.messages import Capacity, WorkReport
 from kvferry.transfer.events import PlaneStats, RankRead
 from kvferry.transfer.plane import RemotePrompt
 
@@ -300,7 +300,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     integrity_errors: int
     plane: PlaneStats
     work: WorkReport | None = None
-    """As pings carry it."""
+    capacity: Capacity | None = None
+    """Both as pings carry them."""
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):

@@ -83,6 +83,10 @@ class Admission:
         """Requests in the queue."""
         return sum(len(queue) for queue in self._queues.values())
 
+    def waiting_for(self, model: str) -> list[RoutingRequest]:
+        """Return the requests in the queue of one model, the first in front."""
+        return [waiter.request for waiter in self._queues.get(model, ())]
+
     async def acquire(
         self, request: RoutingRequest, route: Route, *, by: float, first: bool = False
     ) -> Reservation | NoPair:

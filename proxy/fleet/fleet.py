@@ -22,6 +22,7 @@ from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Bye, Incarnation, Register
 
@@ -85,6 +86,8 @@ class Fleet:
         self.registry.subscribe(partial(note_model, metrics))
         self.registry.subscribe(lambda _: self._pump_if_changed())
         self.registry.subscribe(lambda _: self._announced.set())
+        self._scaling = ScalingSignals(clock, settings.decode_limit)
+        self.registry.subscribe(self._scaling.note)
         self._pumped_at = -1
         self.router = _router(settings, self.slots)
         self.clock = clock
@@ -94,6 +97,9 @@ class Fleet:
 
         Raises `Overloaded` when too many wait or it waited too long.
         """
+        if not request.exclude and request.must_match is None:
+            asked = request.routing_request
+            self._scaling.arrived(asked.model, asked.prompts, asked.decoded_sequences)
         return self._acquire(request) if self.clock() >= self._settled_at else self._acquire_early(request)
 
     def connection_refused(self, agent: Incarnation) -> None:
@@ -150,6 +156,24 @@ class Fleet:
         asked = self.registry.end(agent)
         self.admission.pump()
         return asked
+
+    def scaling_signals(self) -> dict[str, Signals]:
+        """Return this process's part of the signals to scale by, for each model."""
+        agents = [
+            AgentLoad(
+                info=node.info,
+                in_flight=self.slots.in_flight(node.incarnation),
+                ours_at_ping=node.ours_at_ping,
+                decodes=node.serves("decode"),
+            )
+            for node in self.registry.snapshot(self.clock()).nodes
+        ]
+        return self._scaling.of_models(agents, self._waiting)
+
+    def _waiting(self, model: str) -> tuple[int, int]:
+        """Return how many prompts and sequences for a model wait for an agent with room."""
+        requests = self.admission.waiting_for(model)
+        return sum(each.prompts for each in requests), sum(each.decoded_sequences for each in requests)
 
     def _acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
         return self.admission.acquire(

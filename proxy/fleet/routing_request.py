@@ -53,6 +53,11 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """`tokens` of one of several prompts, on average."""
         return -(-self.tokens // self.prompts)
 
+    @property
+    def decoded_sequences(self) -> int:
+        """Of how many sequences more than one token is wanted."""
+        return 0 if self.one_token else self.n
+
     @cached_property
     def chunks(self) -> tuple[bytes, ...]:
         """A digest for each whole chunk of the prompt's beginning, of all that precedes it, model and salt.

@@ -314,6 +314,41 @@ class AgentCollector(Collector):
         yield ended
 
 
+class ScalingCollector(Collector):
+    """This process's part of the signals to scale by (`proxy.scaling`), where they are known."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        backlog = GaugeMetricFamily(
+            "kvferry_proxy_prefill_backlog_seconds",
+            "Seconds of one prefill agent's work in this proxy's prompts that are not computed yet, waiting "
+            "or sent. Absent until agents have measured what a prompt takes.",
+            labels=["model"],
+        )
+        pressure = GaugeMetricFamily(
+            "kvferry_proxy_decode_pressure",
+            "This proxy's sequences, waiting or sent, over the slots of all decode agents in rotation. "
+            "Absent while an agent does not say how many it has.",
+            labels=["model"],
+        )
+        wanted = GaugeMetricFamily(
+            "kvferry_proxy_wanted_agents",
+            "Agents that the requests which arrive at this proxy would keep busy all the time, by role. "
+            "Absent until agents have measured what a request takes.",
+            labels=["model", "role"],
+        )
+        for model, signals in self._fleet.scaling_signals().items():
+            if signals.prefill_backlog_s is not None:
+                backlog.add_metric([model], signals.prefill_backlog_s)
+            if signals.decode_pressure is not None:
+                pressure.add_metric([model], signals.decode_pressure)
+            for role, number in signals.wanted.items():
+                wanted.add_metric([model, role], number)
+        return backlog, pressure, wanted
+
+
 async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
     """Return a page that shows the fleet alone."""
     match name:

@@ -118,6 +118,29 @@ class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
     links: Annotated[tuple[LinkUse, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
 
 
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's work takes, as it has measured it while it worked.
+
+    These only grow from its start on: `prompts` that it has computed, but for those that another agent had
+    computed before; `prefill_s`, seconds of its steps that went into prompts; `answers`, sequences that it
+    has decoded to their end, and `answer_tokens`, their tokens that it decoded.
+
+    `slots`: sequences that it can decode at once: as many as it may, and as its KV blocks hold of the length
+    seen lately. A step that decodes n sequences takes `step_s + n * sequence_s`; None until it has decoded.
+    `backlog_s`: seconds of prefill that the prompts which it has will still take; None until it has computed
+    a prompt.
+    """
+
+    prompts: Count = 0
+    prefill_s: Seconds = 0.0
+    answers: Count = 0
+    answer_tokens: Count = 0
+    slots: Count = 0
+    step_s: Seconds | None = None
+    sequence_s: Seconds | None = None
+    backlog_s: Seconds | None = None
+
+
 class Register(msgspec.Struct, frozen=True, kw_only=True):
     """One agent's ping. `address` and `control` are what peers connect to, whatever is bound.
 
@@ -126,7 +149,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
     progress. From version 3 on, `control_versions`: what it speaks on the control channel to other agents;
-    `work`: None from an agent that does not say; `name`: for operators, empty if it has none.
+    `work` and `capacity`: None from an agent that does not say; `name`: for operators, empty if it has none.
     """
 
     v: Literal[2, 3] = 2
@@ -157,6 +180,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     loop_lag_s: float = 0.0
     control_versions: Versions = FIRST_CONTROL_VERSIONS
     work: WorkReport | None = None
+    capacity: Capacity | None = None
     name: Text = ""
 
 
@@ -199,7 +223,7 @@ _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": B
 _PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
 
 
-_SINCE_3 = frozenset({"control_versions", "name", "work"})
+_SINCE_3 = frozenset({"capacity", "control_versions", "name", "work"})
 REPORTS_WORK_VERSION = 3
 """From this version of pings on, our agents say what they have done."""
 _FIELDS_OF_2 = {

@@ -24,7 +24,14 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
-from kvferry.proxy.fleet.views import AgentCollector, OperatorViews, Page, PageName, timeline_page
+from kvferry.proxy.fleet.views import (
+    AgentCollector,
+    OperatorViews,
+    Page,
+    PageName,
+    ScalingCollector,
+    timeline_page,
+)
 from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
@@ -227,6 +234,7 @@ async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) 
     keys, metrics, failures, timelines = Keys.read(config), Metrics(), FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time, start.settled_at)
     metrics.add_collector(AgentCollector(fleet))
+    metrics.add_collector(ScalingCollector(fleet))
     stop = StopRequest(config.drain_s)
     worker = Worker(channel, fleet, metrics, failures, timelines, stop)
     worker.learn(start)

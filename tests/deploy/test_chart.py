@@ -177,6 +177,59 @@ def test_wrong_values_are_refused_by_name(words: tuple[str, ...], named: str) ->
     assert named in done.stderr
 
 
+SCALED = (
+    *SECURE,
+    "--set",
+    "autoscaling.prefill.minReplicas=1,autoscaling.prefill.maxReplicas=4,autoscaling.utilizationPercent=75",
+)
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "DisaggregatedSet"])
+def test_a_role_with_bounds_is_scaled_to_the_agents_wanted(kind: str, validate: Any) -> None:
+    objects = render(*SCALED, "--set", f"agents.kind={kind}")
+    [scaler] = [each for each in objects if each["kind"] == "HorizontalPodAutoscaler"]
+    assert validate([scaler]) == ""
+    [metric] = scaler["spec"]["metrics"]
+    assert metric["external"]["metric"] == {
+        "name": "kvferry_proxy_wanted_agents",
+        "selector": {"matchLabels": {"role": "prefill"}},
+    }
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "750m"}
+    assert replicas(objects)[scaler["spec"]["scaleTargetRef"]["name"]] is None
+    assert replicas(objects)["r-kvferry-decode"] == 1
+
+
+def test_keda_asks_the_prometheus_that_is_named() -> None:
+    objects = render(*SCALED, "--set", "autoscaling.prometheus=http://prometheus:9090,agents.kind=Deployment")
+    assert "HorizontalPodAutoscaler" not in {each["kind"] for each in objects}
+    [scaler] = [each for each in objects if each["kind"] == "ScaledObject"]
+    [trigger] = scaler["spec"]["triggers"]
+    assert trigger["metadata"] == {
+        "serverAddress": "http://prometheus:9090",
+        "query": 'sum(kvferry_proxy_wanted_agents{namespace="n",pod=~"r-kvferry-proxy-.+",role="prefill"})',
+        "threshold": "0.75",
+        "ignoreNullValues": "false",
+    }
+    assert (scaler["spec"]["minReplicaCount"], scaler["spec"]["maxReplicaCount"]) == (1, 4)
+    assert replicas(objects)[scaler["spec"]["scaleTargetRef"]["name"]] is None
+
+
+def replicas(objects: list[dict[str, Any]]) -> dict[str, int | None]:
+    """By the name of what is scaled; None: by somebody else."""
+    found = {
+        each["metadata"]["name"]: each["spec"].get("replicas")
+        for each in objects
+        if each["kind"] == "Deployment"
+    }
+    for each in objects:
+        if each["kind"] == "DisaggregatedSet":
+            for role in each["spec"]["roles"]:
+                name = f"{each['metadata']['name']}-{role['name']}"
+                found[name] = role["spec"].get("replicas")
+                assert (found[name] is None) == (role.get("scaling") == {"mode": "External"})
+    return found
+
+
 def test_a_disaggregated_set_is_taken_where_the_cluster_has_it() -> None:
     has = ("--api-versions", "disaggregatedset.x-k8s.io/v1/DisaggregatedSet")
     assert "DisaggregatedSet" not in {each["kind"] for each in render(*SECURE)}

@@ -29,6 +29,13 @@ MODEL = "ferry-tiny"
 SHORT, *_, LONG = sorted((prompt.prompt for prompt in heldout()), key=len)
 STREAMED = 3
 """Long prompts with this many choices between them are pulled while they are computed."""
+MEASURED = {
+    "kvferry_agent_full_step_seconds",
+    "kvferry_agent_prefill_backlog_seconds",
+    "kvferry_proxy_prefill_backlog_seconds",
+    "kvferry_proxy_wanted_agents",
+}
+"""Gauges that are absent until agents have measured what a request takes: no count is missed."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -117,7 +124,9 @@ async def test_every_counter_agrees_with_what_was_sent_and_received(cluster: Clu
     after = await pages(cluster)
 
     for part, page in after.items():
-        assert not [key for key in page.keys() - before[part].keys() if key[0].startswith("kvferry_")], part
+        new = {key[0] for key in page.keys() - before[part].keys() if key[0].startswith("kvferry_")}
+        assert new <= MEASURED, part
+    assert not {name for page in before.values() for name, _ in page} & MEASURED
 
     def grown(name: str, *where: str, **labels: str) -> float:
         parts = where or tuple(cluster.agents)
@@ -161,3 +170,27 @@ async def test_every_counter_agrees_with_what_was_sent_and_received(cluster: Clu
     assert grown("kvferry_proxy_agent_legs_total", "proxy", outcome="succeeded") == legs
     assert grown("kvferry_proxy_agent_legs_total", "proxy", outcome="failed") == 0
     assert grown("kvferry_agent_request_queue_time_seconds_count") == legs
+
+
+async def test_what_agents_have_measured_is_exported_as_signals_to_scale_by(cluster: Cluster) -> None:
+    wanted = "kvferry_proxy_wanted_agents"
+    async with session() as http:
+        answers = [
+            ask(http, cluster.url, "completions", {"prompt": f"{number} {LONG}", "max_tokens": 32})
+            for number in range(4)
+        ]
+        assert {each.status for each in await asyncio.gather(*answers)} == {200}
+    async with asyncio.timeout(30):
+        while not total(page := await scrape(cluster.url), wanted, role="decode"):
+            await asyncio.sleep(0.1)
+    by_role = {role: total(page, wanted, role=role, model=MODEL) for role in ("prefill", "decode")}
+    assert all(0.0 < number < 10.0 for number in by_role.values()), by_role
+    for agent in cluster.agents.values():
+        await wait_idle(agent.url, timeout_s=10)
+    async with asyncio.timeout(30):
+        while total(page := await scrape(cluster.url), "kvferry_proxy_prefill_backlog_seconds"):
+            await asyncio.sleep(0.1)
+    assert total(page, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
+    decode = await scrape(cluster.agents["decode-0"].url)
+    assert total(decode, "kvferry_agent_full_step_seconds") > 0.0
+    assert 16 <= total(decode, "kvferry_agent_decode_slots") <= 64, "its pool holds 16 of the longest"

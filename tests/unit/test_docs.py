@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from kvferry.proxy.wire.messages import Ack, Bye, LinkUse, Load, Register, Rejected, WorkReport
+from kvferry.proxy.wire.messages import Ack, Bye, Capacity, LinkUse, Load, Register, Rejected, WorkReport
 from kvferry.transfer.control.messages import Request, Response
 from tools import lifecycles
 
@@ -164,7 +164,7 @@ def test_the_tree_is_that_of_the_disk() -> None:
 
 def test_messages_on_the_page_have_the_fields_of_the_code() -> None:
     pings = section("Discovery")
-    for struct in (Register, Load, WorkReport, LinkUse, Bye, Ack, Rejected):
+    for struct in (Register, Load, WorkReport, LinkUse, Capacity, Bye, Ack, Rejected):
         for field in struct.__struct_fields__:
             assert f'"{field}"' in pings, (struct, field)
     frames = section("Control channel")

@@ -33,7 +33,7 @@ def _rooms() -> dict[str, set[str]]:
     ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry", "proxy.state_machine"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
-    fleet = {*texts, "proxy.dialects", "proxy.fleet"}
+    fleet = {*texts, "proxy.dialects", "proxy.scaling", "proxy.fleet"}
     exchange = {*fleet, "proxy.http", "proxy.exchange"}
     parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
     rooms = {
@@ -44,6 +44,7 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.request": {*errors, "proxy.sse"},
         "proxy.http": {*errors, "proxy.sse"},
         "proxy.dialects": texts,
+        "proxy.scaling": {"proxy.wire"},
         "proxy.fleet": fleet,
         "proxy.discovery": fleet,
         "proxy.exchange": exchange,

@@ -9,10 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.messages.requests import Stats, Timing
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.control.messages import GoneReason
 from kvferry.transfer.events import PULL_FAILURE_REASONS, PlaneStats, PullTimes
 
@@ -69,6 +71,19 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert page["kvferry_transfer_streamed_pulls_total",] == 15
     latest.pop()
     assert ("kvferry_agent_num_requests_running",) not in samples(metrics)
+
+
+def test_what_the_engine_has_not_measured_yet_is_absent() -> None:
+    late = ("prefill_backlog_seconds", "full_step_seconds")
+    stats = msgspec.structs.replace(STATS, capacity=Capacity(prefill_s=1.5, slots=8))
+    page = samples(AgentMetrics(lambda: stats))
+    assert page["kvferry_agent_prefill_seconds_total",] == 1.5
+    assert page["kvferry_agent_decode_slots",] == 8
+    assert not [name for name in late if (f"kvferry_agent_{name}",) in page]
+    measured = Capacity(slots=8, step_s=0.25, sequence_s=0.5, backlog_s=3.0)
+    stats = msgspec.structs.replace(STATS, capacity=measured)
+    page = samples(AgentMetrics(lambda: stats))
+    assert [page[f"kvferry_agent_{name}",] for name in late] == [3.0, 4.25]
 
 
 def test_two_agents_in_one_process_share_nothing() -> None:

@@ -764,3 +764,70 @@ def test_a_produced_prompt_without_a_first_token_lends_nothing() -> None:
     engine.run()
     assert isinstance(engine.last("r"), RequestFailed)
     engine.assert_all_free()
+
+
+# What it measures of its work; a step takes 0.01 s here.
+
+
+def test_steps_are_measured_by_what_they_computed() -> None:
+    engine = make_engine(num_blocks=400)
+    engine.submit(request("r", numbers(0, 16), max_tokens=20, ignore_eos=True))
+    engine.run()
+    said = engine.scheduler.capacity()
+    assert (said.prompts, said.answers, said.answer_tokens) == (1, 1, 19)
+    assert said.prefill_s == pytest.approx(0.02)
+    assert said.step_s is not None
+    assert said.sequence_s is not None
+    assert said.step_s + said.sequence_s == pytest.approx(0.01)
+    assert said.backlog_s == 0.0
+    assert said.slots == LIMITS.max_num_seqs
+
+
+def test_time_between_steps_counts_only_while_there_is_work() -> None:
+    engine = make_engine(num_blocks=400)
+    for start in (0, 8):
+        engine.submit(request(f"r{start}", numbers(start, 8), max_tokens=1))
+        engine.run()
+        engine.now += 1000.0
+    engine.submit(request("long", numbers(20, 24), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+        engine.now += 0.5
+    assert engine.scheduler.capacity().prefill_s == pytest.approx(5 * 0.01 + 2 * 0.5)
+
+
+def test_backlog_is_of_prompts_to_be_computed_here() -> None:
+    engine = make_engine(num_blocks=400, max_batch_tokens=8)
+    engine.submit(request("first", numbers(0, 8), max_tokens=1))
+    engine.run()
+    engine.submit(request("half", numbers(8, 16), max_tokens=1))
+    engine.submit(request("waits", numbers(24, 16), max_tokens=1))
+    prompt = numbers(40, 16)
+    engine.submit(
+        request("pulled", prompt, remote=remote("t", prompt), resumed=resumed_choices(next_token(prompt, 0)))
+    )
+    engine.step()
+    assert engine.scheduler.capacity().backlog_s == pytest.approx(24 / 8 * 0.01, rel=1e-3)
+
+
+def test_a_prompt_that_was_computed_elsewhere_before_is_no_other_prompt() -> None:
+    """A pull that failed, or a stream that has moved here: the work counts, the prompt does not."""
+    engine = make_engine()
+    prompt = numbers(0, 16)
+    start_pull(engine, prompt)
+    engine.connector.fail_pull("t", quiescent=True)
+    engine.run()
+    said = engine.scheduler.capacity()
+    assert said.prompts == 0
+    assert said.prefill_s > 0.0
+    assert said.answers == 1
+
+
+def test_a_pulled_prompt_takes_no_prefill() -> None:
+    engine = make_engine()
+    prompt = numbers(0, 16)
+    start_pull(engine, prompt)
+    finish_pull(engine, prompt)
+    engine.run()
+    said = engine.scheduler.capacity()
+    assert (said.prompts, said.prefill_s, said.answers, said.answer_tokens) == (0, 0.0, 1, 7)

@@ -74,25 +74,42 @@ def test_fields_that_a_newer_agent_adds_are_ignored_from_version_3_on() -> None:
     """An agent that says more than this proxy knows must stay in its rotation."""
     link = wire.LinkUse(producer=wire.Incarnation("p"), pulls=1)
     work = wire.WorkReport(recomputes=1, links=(link,))
-    said = registration("decode", 1, v=3, control_versions=(2, 4), name="d", work=work)
+    capacity = wire.Capacity(prompts=1, slots=2)
+    said = registration("decode", 1, v=3, control_versions=(2, 4), name="d", work=work, capacity=capacity)
     body = msgpack.unpackb(wire.encode(said))
     links = [each | {"news": 3} for each in body["work"]["links"]]
     body |= {
         "news": 1,
         "load": body["load"] | {"news": [2]},
         "work": body["work"] | {"news": 4, "links": links},
+        "capacity": body["capacity"] | {"news": 5},
     }
     assert wire.decode_agent_message(msgpack.packb(body)) == said
 
 
 def test_version_2_is_sent_without_what_came_later() -> None:
     """A proxy of that version takes a field that it does not know for a mistake."""
-    said = registration("decode", 1, control_versions=(2, 4), name="d", work=wire.WorkReport(recomputes=1))
+    said = registration(
+        "decode",
+        1,
+        control_versions=(2, 4),
+        name="d",
+        work=wire.WorkReport(recomputes=1),
+        capacity=wire.Capacity(),
+    )
     body = msgpack.unpackb(wire.encode(said))
-    assert not {"control_versions", "name", "work"} & body.keys()
+    assert not {"capacity", "control_versions", "name", "work"} & body.keys()
     assert wire.decode_agent_message(msgpack.packb(body)) == registration("decode", 1)
     with pytest.raises(wire.BadFrame, match="control_versions"):
         wire.decode_agent_message(msgpack.packb(body | {"control_versions": [2, 4]}))
+
+
+@pytest.mark.parametrize("change", [{"prefill_s": -1.0}, {"prefill_s": float("nan")}, {"slots": -1}])
+def test_a_capacity_that_cannot_be_is_a_bad_frame(change: dict[str, float]) -> None:
+    said = registration("decode", 1, v=3, capacity=wire.Capacity())
+    body = msgpack.unpackb(wire.encode(said))
+    with pytest.raises(wire.BadFrame):
+        wire.decode_agent_message(msgpack.packb(body | {"capacity": body["capacity"] | change}))
 
 
 def test_another_version_is_told_apart_from_nonsense() -> None:
