@@ -144,6 +144,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
         self._half.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        self._half.scheduled(scheduler_output.num_scheduled_tokens)
         return StepMetadata(self._half.take_verdicts(len(scheduler_output.num_scheduled_tokens)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from kvferry.agent.vllm.params import (
     read_params,
 )
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
+from kvferry.agent.vllm.step_meter import StepMeter
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
 from kvferry.transfer.state_machine import transition, transitions
@@ -140,6 +143,9 @@ class SchedulerHalf:
         lease_limit_s: When a lease ends however often it is renewed.
         pull_timeout_s: Deadline of a pull, from when there is room for it.
         hold_timeout_s: How long a lease is renewed for a request that waits for room.
+        max_running: Most sequences that vLLM runs at once; `num_blocks`: its KV blocks.
+        free_blocks: How many of these are free.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -155,6 +161,10 @@ class SchedulerHalf:
         lease_limit_s: float,
         pull_timeout_s: float,
         hold_timeout_s: float,
+        max_running: int,
+        num_blocks: int,
+        free_blocks: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plane = plane
         self._incarnation = incarnation
@@ -180,6 +190,14 @@ class SchedulerHalf:
         self.steps = 0
         self.leased_blocks = 0
         self._figures: dict[str, float] = defaultdict(float)
+        self._meter = StepMeter(
+            max_running, num_blocks, lambda: max(0, num_blocks - free_blocks() - self.leased_blocks), clock
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What vLLM's work takes, as measured; any thread may ask."""
+        return self._meter.capacity
 
     # Requests come.
 
@@ -187,6 +205,8 @@ class SchedulerHalf:
         """Read what the request asks for, and keep the lease of a prompt that it fetches."""
         self.requests += 1
         task = self._task_of(request)
+        if not isinstance(task, DropPrompt):
+            self._meter.begun(request, fetches=isinstance(task, FetchPrompt))
         if task is None:
             return
         match task:
@@ -281,6 +301,10 @@ class SchedulerHalf:
             prompt_hash(request, num_tokens),
         )
 
+    def scheduled(self, tokens: Mapping[str, int]) -> None:
+        """Take the step that has just been scheduled: how many tokens of each request are in it."""
+        self._meter.scheduled(tokens)
+
     def take_verdicts(self, running: int) -> StepVerdicts:
         """What rank 0 is to report with the step that has just been scheduled, of so many requests."""
         self.steps += 1
@@ -296,6 +320,7 @@ class SchedulerHalf:
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the params of the response."""
         self.requests -= 1
+        self._meter.ended(request.request_id)
         task = self._tasks.pop(request.request_id, None)
         if isinstance(task, FetchPrompt):
             self._leave(request.request_id, task)

@@ -93,6 +93,9 @@ def start_scheduler_half(
         lease_limit_s=settings.hold_timeout_s + settings.pull_timeout_s,
         pull_timeout_s=settings.pull_timeout_s,
         hold_timeout_s=settings.hold_timeout_s,
+        max_running=server.max_running,
+        num_blocks=server.num_blocks,
+        free_blocks=free_blocks,
     )
     announcement = Announcement(settings, key, server, half, free_blocks) if settings.proxy else None
     plane.start(None if announcement is None else announcement.run)

@@ -27,7 +27,7 @@ from tests.deploy.disaggregated_set import errors
 SCHEMAS = "1.34"
 SECURE = ("--set", "security.clusterKeySecret=c", "--set", "security.apiKeysSecret=k")
 # Their schemas come with what defines them, not with Kubernetes.
-CUSTOM = {"DisaggregatedSet", "PodMonitor", "PrometheusRule"}
+CUSTOM = {"DisaggregatedSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
 SET = ("--set", "agents.kind=DisaggregatedSet")
 
 pytestmark = [

@@ -55,6 +55,10 @@ class VllmRequest:
     loaded: bool = False
     failed: bool = False
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
+
 
 class VllmScheduler:
     """Call `step` until nothing changes. `fails`: the policy for loads that failed is "fail"."""

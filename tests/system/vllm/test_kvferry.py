@@ -21,6 +21,7 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.system.client import heldout, session
+from tests.system.metrics import scrape, total
 from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
 
 PROMPTS = 50
@@ -41,6 +42,7 @@ TRANSFERS = "vllm:kvferry_transfers_total"
 RECOMPUTED = "vllm:kvferry_recomputed_total"
 FAILED = "vllm:kvferry_failed_transfers_total"
 ENDED = "vllm:kvferry_leases_ended_total"
+WANTED = "kvferry_proxy_wanted_agents"
 IN_USE = "vllm:kv_cache_usage_perc"
 
 pytestmark = [
@@ -128,6 +130,24 @@ async def test_no_answer_is_drawn_from_recycled_blocks(tmp_path: Path) -> None:
         assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') == LATE
         assert await stack.decode.sample(stack.http, RECOMPUTED) == LATE
         assert await stack.decode.sample(stack.http, FAILED, 'reason="invalid"') > 0
+
+
+async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: Path) -> None:
+    prompts = [prompt.prompt for prompt in heldout(PROMPTS)]
+    bodies = [body(prompt, chat=False) | {"temperature": 0, "ignore_eos": True} for prompt in prompts]
+    async with started(tmp_path) as stack:
+        before = await scrape(stack.proxy_url)
+        assert not [name for name, _ in before if name == WANTED]
+        await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
+        await stack.settled()
+        async with asyncio.timeout(30):
+            while not total(page := await scrape(stack.proxy_url), WANTED, role="decode"):
+                await asyncio.sleep(0.1)
+            while total(page := await scrape(stack.proxy_url), "kvferry_proxy_prefill_backlog_seconds"):
+                await asyncio.sleep(0.1)
+        for role in ("prefill", "decode"):
+            assert 0.0 < total(page, WANTED, role=role, model=MODEL) < 2.0, "four at a time, answered at once"
+        assert total(page, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
 
 
 async def late(stack: Stack, bodies: list[dict[str, Any]]) -> list[Answer]:

@@ -17,7 +17,7 @@ from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.messages import Capacity, Incarnation
 from tests.unit.transfer.rig import GEOMETRY
 
 DEADLINE_S = 20.0
@@ -31,6 +31,7 @@ class Work:
     running: int = 1
     steps: int = 0
     leased_blocks: int = 0
+    capacity: Capacity | None = None
     leased: int = 1
     control_port: int = 1
     transfers: tuple[str, ...] = ("tcp",)

@@ -80,6 +80,9 @@ class Engine:
             lease_limit_s=150.0,
             pull_timeout_s=30.0,
             hold_timeout_s=120.0,
+            max_running=8,
+            num_blocks=BLOCKS,
+            free_blocks=lambda: len(self.vllm.free),
         )
         self.vllm = VllmScheduler(self.half, BLOCKS, BLOCK, fails=fails)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import socket
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -19,6 +21,8 @@ import psutil
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.scaling import ARRIVALS_S, LEAST_AGE_S
+from kvferry.proxy.wire.messages import Capacity
 from kvferry.proxy.workers.supervisor import WorkersFailed, reserved_port, running_workers
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample
@@ -170,6 +174,23 @@ async def test_limits_are_per_worker_and_operators_see_one_proxy(count: int) -> 
         assert await asyncio.wait_for(proxy.supervisor.wait(), DEADLINE_S) == 0
         assert not any(map(runs, workers))
         assert len(served_by(await proxy.log())) == count, "all workers had their share"
+
+
+async def test_signals_to_scale_by_are_those_of_all_workers() -> None:
+    measured = Capacity(prompts=10, prefill_s=5.0)
+    async with running(2) as proxy:
+        started_at = time.monotonic()
+        prefill = await proxy.agent("prefill")
+        await proxy.agent("decode")
+        prefill.overrides |= {"v": 3, "capacity": measured}
+        wanted = 'kvferry_proxy_wanted_agents{model="stand-in",role="prefill"}'
+        async with asyncio.timeout(DEADLINE_S):
+            while wanted not in (await proxy.get("/metrics"))[1].decode():
+                await asyncio.sleep(0.02)
+        assert [await proxy.post(body=BODY) for _ in range(24)] == [200] * 24
+        number, age = await proxy.sample(wanted), max(LEAST_AGE_S, time.monotonic() - started_at)
+        mean = math.exp(-age / ARRIVALS_S) / (ARRIVALS_S * -math.expm1(-age / ARRIVALS_S))
+        assert number >= 24 * 0.5 * mean, "about half of it is one worker's"
 
 
 async def test_a_killed_worker_costs_its_own_streams_and_is_replaced_by_one_that_knows_the_fleet() -> None:
