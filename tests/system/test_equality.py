@@ -101,7 +101,7 @@ def bodies(sampling: str, n: int, task: str, count: int, *, logprobs: bool = Tru
             "max_tokens": 16,
         }
         if task == "ignore_eos":
-            body |= {"max_tokens": 96, "ignore_eos": True}
+            body |= {"max_tokens": 96 if count == FULL else 64, "ignore_eos": True}
         made.append(body)
     return made
 
