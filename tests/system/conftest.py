@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
 
@@ -70,6 +71,13 @@ def start_cluster(log_dir: Path) -> StartCluster:
             yield cluster
 
     return start
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
+    """A pair behind its proxy, for tests that only ask; others need one of their own."""
+    async with start_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

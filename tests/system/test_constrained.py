@@ -15,6 +15,7 @@ import jsonschema_rs
 import pytest
 import pytest_asyncio
 
+from kvferry.deploy.launcher import Cluster
 from tests.patience import patient
 from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartAgent, StartCluster
@@ -172,9 +173,9 @@ class Servers:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(start_cluster: StartCluster, start_agent: StartAgent) -> AsyncIterator[Servers]:
-    async with start_cluster() as cluster, start_agent("--tp", "2") as agent:
-        yield Servers(cluster.url, agent.url)
+async def servers(shared_cluster: Cluster, start_agent: StartAgent) -> AsyncIterator[Servers]:
+    async with start_agent("--tp", "2") as agent:
+        yield Servers(shared_cluster.url, agent.url)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from kvferry.agent.api.fields import HARMLESS, REFUSED
 from kvferry.agent.api.openai_schema import HONOURED, ChatBody, CompletionBody
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import heldout
-from tests.system.conftest import StartCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -74,15 +74,16 @@ class Servers:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(start_cluster: StartCluster) -> AsyncIterator[Servers]:
-    async with start_cluster() as cluster, aiohttp.ClientSession() as http:
-        yield Servers(cluster.url, cluster.agents["decode-0"].url, http)
+async def servers(shared_cluster: Cluster) -> AsyncIterator[Servers]:
+    async with aiohttp.ClientSession() as http:
+        yield Servers(shared_cluster.url, shared_cluster.agents["decode-0"].url, http)
 
 
 async def both(servers: Servers, body: dict[str, Any]) -> dict[str, Any]:
     """The answer of the pair, which is that of one agent."""
-    apart = await servers.answer(servers.apart, body)
-    assert apart == await servers.answer(servers.together, body)
+    urls = (servers.apart, servers.together)
+    apart, together = await asyncio.gather(*(servers.answer(url, body) for url in urls))
+    assert apart == together
     return apart
 
 

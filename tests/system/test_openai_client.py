@@ -16,7 +16,6 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.system.client import heldout
-from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total
 
 
@@ -28,14 +27,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
-    async with start_cluster() as cluster:
-        yield cluster
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+async def client(shared_cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{shared_cluster.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -151,8 +146,8 @@ async def test_a_response_that_cannot_be_given(client: openai.AsyncOpenAI) -> No
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def claude(cluster: Cluster) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=cluster.url, api_key="none", max_retries=0) as client:
+async def claude(shared_cluster: Cluster) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=shared_cluster.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -226,26 +221,15 @@ BAD: list[tuple[str, Any, int, str]] = [
 @pytest.mark.parametrize(
     ("body", "status", "word"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
 )
-async def test_bad_input(cluster: Cluster, body: Any, status: int, word: str) -> None:
+async def test_bad_input(shared_cluster: Cluster, body: Any, status: int, word: str) -> None:
     """The right 4xx with an OpenAI-style error body, streamed or not, and nothing left behind."""
     async with aiohttp.ClientSession() as http:
         sent = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
         headers = {"Content-Type": "application/json"}
-        async with http.post(f"{cluster.url}/v1/completions", headers=headers, **sent) as response:
+        async with http.post(f"{shared_cluster.url}/v1/completions", headers=headers, **sent) as response:
             assert response.status == status
             error = (await response.json())["error"]
     assert error.keys() >= {"message", "type", "param", "code"}
     assert word in error["message"]
-    for agent in cluster.agents.values():
+    for agent in shared_cluster.agents.values():
         assert total(await scrape(agent.url), "kvferry_agent_num_requests_running") == 0
-
-
-async def test_without_a_prefill_agent_it_is_503_with_retry_after(cluster: Cluster) -> None:
-    """The last test of this file: the cluster is no good afterwards."""
-    await cluster.agents["prefill-0"].stop()
-    async with aiohttp.ClientSession() as http:
-        body = {"model": "ferry-tiny", "prompt": "1+1="}
-        async with http.post(f"{cluster.url}/v1/completions", json=body) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) >= 1
-            assert (await response.json())["error"]["code"]

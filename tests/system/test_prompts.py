@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from kvferry.deploy.launcher import Cluster
 from tests.system.client import heldout
-from tests.system.conftest import StartCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -29,9 +29,9 @@ BODY: dict[str, Any] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def apart(start_cluster: StartCluster) -> AsyncIterator[Ask]:
-    async with start_cluster() as cluster, aiohttp.ClientSession() as http:
-        yield Ask(cluster.url, http)
+async def apart(shared_cluster: Cluster) -> AsyncIterator[Ask]:
+    async with aiohttp.ClientSession() as http:
+        yield Ask(shared_cluster.url, http)
 
 
 class Ask:

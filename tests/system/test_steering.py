@@ -101,6 +101,17 @@ async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: 
     assert sum(after.values()) - sum(before.values()) == len(prompts)
 
 
+async def test_without_a_prefill_agent_it_is_503_with_retry_after(cluster: Cluster) -> None:
+    """The last test of this file: the cluster is no good afterwards."""
+    await cluster.agents["prefill-0"].stop()
+    async with aiohttp.ClientSession() as http:
+        (long,) = prompts_of(1, LONG)
+        async with http.post(f"{cluster.url}/v1/completions", json=body(long.prompt)) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["code"]
+
+
 async def requests(cluster: Cluster) -> dict[str, float]:
     """How many requests each agent has answered."""
     return {
