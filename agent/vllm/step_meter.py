@@ -71,7 +71,7 @@ class StepMeter:
         for request_id, count in tokens.items():
             request = self._requests.get(request_id)
             if request is not None:
-                of_prompt, is_decoded = self._take(request, count)
+                of_prompt, is_decoded = self._classify(request, count)
                 prompt_tokens += of_prompt
                 decoded += is_decoded
         if tokens:
@@ -91,8 +91,8 @@ class StepMeter:
             self._end_step(now)
             self._report(now)
 
-    def _take(self, taken: _Request, count: int) -> tuple[int, bool]:
-        """Take one request's part of a step; return its tokens of the prompt, and whether one was decoded."""
+    def _classify(self, taken: _Request, count: int) -> tuple[int, bool]:
+        """Note one request's part of a step; return its tokens of the prompt, and whether one was decoded."""
         length, computed = taken.request.num_prompt_tokens, taken.request.num_computed_tokens
         if not taken.is_scheduled:
             taken.is_scheduled = True

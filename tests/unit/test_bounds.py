@@ -32,6 +32,8 @@ INTERNAL = {
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",
     "proxy/fleet/views.py::MAX_LABELLED_AGENTS": "how many agents have labels of their own in metrics",
     "proxy/telemetry/metrics.py::MAX_MODELS": "how many models have labels of their own in metrics",
+    "proxy/scaling.py::MAX_MODELS": "how many models it is said of how many agents they want",
+    "proxy/scaling.py::MAX_AGENTS": "of how many agents the last capacity is remembered",
     "proxy/wire/messages.py::MAX_VERSION": "what may be the number of a version",
     "proxy/http/upstream_connection.py::MAX_BUFFERED_BYTES": "back-pressure",
     "proxy/workers/messages.py::MAX_FRAME_BYTES": "between a supervisor and its workers",
