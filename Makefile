@@ -82,7 +82,7 @@ test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
 
 # make test-clients CLIENTS="lm-eval langchain" installs and runs some of them.
-test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the commands of docs/clients.md; installs about 9 GB, less with a TORCH_INDEX of CPU builds
+test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the commands of docs/clients.md; installs about 13 GB, less with a TORCH_INDEX of CPU builds
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.clients.install build/clients $(CLIENTS)
 	$(BIN)/python -m pytest -m clients -rs --timeout 900 tests/clients $(if $(CLIENTS),-k "$(subst -,_,$(subst $(eval) , or ,$(CLIENTS)))")
 

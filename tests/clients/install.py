@@ -15,12 +15,15 @@ import sys
 import venv
 from pathlib import Path
 
-from tests.clients.page import Client, clients
+from tests.clients.page import ROOT, Client, clients
+from tests.system.vllm import install as vllm_install
 
 INSTALL_TIMEOUT_S = 1800.0
 SHOWN_CHARS = 2000
 DONE = ".installed"
 WITH_TORCH = ("guidellm",)
+VLLM = ROOT / ".venv-vllm"
+"""vLLM's environment is that of `make test-vllm`: its wheel does not go with every build of what it names."""
 
 
 def main(directory: Path, names: list[str]) -> int:
@@ -43,6 +46,11 @@ def main(directory: Path, names: list[str]) -> int:
 
 def _install(client: Client, environment: Path) -> None:
     """Raises `CalledProcessError` or `TimeoutExpired` when pip fails."""
+    if client.name == "vllm":
+        vllm_install.main(VLLM)
+        environment.parent.mkdir(parents=True, exist_ok=True)
+        environment.symlink_to(VLLM)
+        return
     shutil.rmtree(environment, ignore_errors=True)
     venv.create(environment, with_pip=True)
     if client.name in WITH_TORCH and os.environ.get("TORCH_INDEX"):

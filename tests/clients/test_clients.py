@@ -152,3 +152,14 @@ async def test_aiperf(cluster: Cluster, folder: Path) -> None:
         assert metrics["request_count"]["avg"] == 8
         assert "error_request_count" not in metrics
         assert metrics["output_sequence_length"]["avg"] > 1
+
+
+async def test_vllm(cluster: Cluster, folder: Path) -> None:
+    """vLLM's own benchmark: completions and chats."""
+    client = installed("vllm")
+    assert len(client.commands) == 2
+    for command in client.commands:
+        await run(client, list(command), cluster.url, folder)
+        result = json.loads((folder / command[-1]).read_text())
+        assert (result["completed"], result["failed"]) == (8, 0)
+        assert result["total_output_tokens"] == 8 * 16
