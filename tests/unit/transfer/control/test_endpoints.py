@@ -111,7 +111,7 @@ async def test_a_frame_over_the_limit_costs_its_sender_the_connection(
 
 async def test_an_answer_to_someone_who_left_is_passed_over(server: Server, connect: Connect) -> None:
     """X25: nothing queues up for a peer that is gone."""
-    server.server.respond(Caller(b"unknown", 1), wire.Dropped(**HEAD, transfer_id="t"))
+    server.server.respond(Caller(b"unknown", 1, 2), wire.Dropped(**HEAD, transfer_id="t"))
     assert await send(connect(server.port)) is not None
 
 
