@@ -223,11 +223,11 @@ def long_requests(count: int) -> list[tuple[dict[str, Any], Wanted]]:
 
 
 def with_long_ones(count: int, every: int = 5) -> list[tuple[dict[str, Any], Wanted]]:
-    """`count` of all kinds, each `every`th of them long."""
+    """`count` streams of all kinds, each `every`th of them long."""
     long = long_requests(-(-count // every))
     return [
-        long[number // every] if number % every == 0 else asked
-        for number, asked in enumerate(requests(count))
+        long[number // every] if number % every == 0 else ({**body, "stream": True}, wanted)
+        for number, (body, wanted) in enumerate(requests(count))
     ]
 
 

@@ -107,6 +107,8 @@ async def test_every_honoured_field_changes_the_answer_and_does_so_on_a_pair_too
             after = await both(servers, {**BASE, **context, **sampled, **field})
             if not sampled:
                 assert after != before, field
+    for salt in ("mine", "theirs"):
+        assert await both(servers, {**BASE, "cache_salt": salt}) == plain
     assert (await both(servers, {**BASE, "truncate_prompt_tokens": 3}))["usage"]["prompt_tokens"] == 3
     shown = await both(servers, {**BASE, **ended, "skip_special_tokens": False})
     assert shown["choices"][0]["text"] == "<|end|>" * TOKENS

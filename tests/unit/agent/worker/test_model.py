@@ -41,6 +41,7 @@ from tests.unit.agent.worker.tiny_models import (
     Answer,
     greedy_answer,
     load_model,
+    make_pool,
     make_runner,
     reference_answer,
     save_checkpoint,
@@ -49,7 +50,7 @@ from tests.unit.agent.worker.tiny_models import (
 PROMPT = random.Random(5).choices(range(VOCAB_SIZE), k=53)
 COUNT = 24
 NUM_BLOCKS = 8
-TABLE = (5, 2, 7, 0, 3)
+TABLE, OTHER_TABLE = (5, 2, 7, 0, 3), (1, 6, 0, 2, 4)
 DUMMY = "Qwen2ForCausalLM"
 
 
@@ -81,9 +82,17 @@ def test_the_table_of_models_is_what_is_tested() -> None:
 def test_greedy_tokens_and_logprobs_equal_transformers_generate(
     name: str, checkpoints: dict[str, Path], references: dict[str, Answer]
 ) -> None:
-    runner = make_runner(load_model(checkpoints[name]), NUM_BLOCKS)
+    """By one agent, and by two: then all after the first token comes of KV that was moved to other blocks."""
+    model = load_model(checkpoints[name])
+    ours, theirs = make_pool(model, NUM_BLOCKS), make_pool(model, NUM_BLOCKS)
     assert len({token for token, _ in references[name]}) > 3, "a constant answer would prove nothing"
-    assert_same_answer(greedy_answer(runner, TABLE, PROMPT, COUNT), references[name])
+    first = greedy_answer(make_runner(model, NUM_BLOCKS, pool=theirs), TABLE, PROMPT, 1)
+    held = -(-len(PROMPT) // BLOCK_SIZE)
+    ours[list(OTHER_TABLE[:held])] = theirs[list(TABLE[:held])]
+    apart = greedy_answer(make_runner(model, NUM_BLOCKS, pool=ours), OTHER_TABLE, PROMPT, COUNT, first)
+    together = greedy_answer(make_runner(model, NUM_BLOCKS), TABLE, PROMPT, COUNT)
+    assert_same_answer(together, references[name])
+    assert apart == together
 
 
 def test_a_step_says_that_its_kv_is_written_before_it_draws(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,21 +170,38 @@ def load_model(
     )
 
 
-def make_runner(model: ModelShard, num_blocks: int, group: Group | None = None) -> StepRunner:
-    """A runner over a fresh pool, full of NaN so that reading what was never written shows."""
+def make_pool(model: ModelShard, num_blocks: int, group: Group | None = None) -> torch.Tensor:
+    """A fresh pool, full of NaN so that reading what was never written shows."""
     group = group or Group(0, 1)
     geometry = model.geometry(BLOCK_SIZE)
     heads = len(geometry.local_heads(group.size, group.rank))
-    pool = torch.full(geometry.pool_shape(num_blocks, heads), torch.nan)
+    return torch.full(geometry.pool_shape(num_blocks, heads), torch.nan)
+
+
+def make_runner(
+    model: ModelShard, num_blocks: int, group: Group | None = None, pool: torch.Tensor | None = None
+) -> StepRunner:
+    """A runner over this pool, or a fresh one."""
+    pool = make_pool(model, num_blocks, group) if pool is None else pool
     return StepRunner(model, pool, (VOCAB_SIZE - 1,), is_sampler=True)
 
 
-def greedy_answer(runner: StepRunner, table: tuple[int, ...], prompt: list[int], count: int) -> Answer:
-    """Drive a runner by hand: the prompt in chunks of 32 over the given block table, then token by token."""
+def greedy_answer(
+    runner: StepRunner,
+    table: tuple[int, ...],
+    prompt: list[int],
+    count: int,
+    begun: Iterable[tuple[int, float]] = (),
+) -> Answer:
+    """Drive a runner by hand: the prompt in chunks of 32 over the given block table, then token by token.
+
+    With `begun`, the beginning of the answer, the runner has the KV of all but its last token already.
+    """
     sampling = SamplingParams(seed=0, max_tokens=count, temperature=0.0, logprobs=0)
     setup = SamplingSetup(key=1, sampling=sampling)
-    tokens, done = list(prompt), 0
-    answer: Answer = []
+    answer: Answer = list(begun)
+    tokens = [*prompt, *(token for token, _ in answer)]
+    done = len(tokens) - 1 if answer else 0
     while len(answer) < count:
         end = min(done + 32, len(prompt)) if done < len(prompt) else done + 1
         sample = SamplingRow(key=1, choice=0, position=len(answer))
