@@ -76,11 +76,7 @@ def test_every_values_file_gives_valid_objects(values: Path, kind: str, validate
     [
         ("--set", "agents.roles.both.replicas=2"),
         ("--set", "agents.placementPolicy.type=ExclusiveSlice,agents.placementPolicy.topology=rack"),
-        (
-            "--set",
-            "autoscaling.prefill.minReplicas=1,autoscaling.prefill.maxReplicas=3,autoscaling.prefill.metric=m,"
-            "autoscaling.prefill.averageValue=500m",
-        ),
+        ("--set", "autoscaling.prefill.minReplicas=1,autoscaling.prefill.maxReplicas=3"),
     ],
     ids=["three roles", "placement", "scaled"],
 )
