@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
@@ -19,12 +20,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "proxy": ("kvferry.proxy.__main__:main", "start the proxy that clients talk to"),
     "agent": ("kvferry.agent.__main__:main", "start one prefill or decode agent"),
     "status": ("kvferry.deploy.status:main", "list the agents that a proxy knows, and why some are not used"),
+    "bench": (
+        "kvferry.deploy.bench.command:main",
+        "send a load to servers and compare their latencies and goodput",
+    ),
     "down": ("kvferry.deploy.ray.down:main", "end the agents that kvferry up --on ray has started"),
     "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),
     "doctor": (
         "kvferry.deploy.doctor:main",
         "report which KV transfer backends work here, and why others do not",
+    ),
+    "completion": (
+        "kvferry.deploy.completion:main",
+        "print what makes bash, zsh or fish complete commands and options",
     ),
 }
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
@@ -33,10 +42,12 @@ VLLM_ENGINE = "kvferry.deploy.vllm_engine:main"
 """`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
 SIDECAR = "kvferry.deploy.sidecar:main"
 """`kvferry agent --attach`: announces a server of another engine."""
+COMPLETER = "kvferry.deploy.completion:complete"
+"""What a shell runs that completes a command line, which it has put into environment variables."""
 
 
 def help_text() -> str:
-    commands = "\n".join(f"  {name:8} {what}" for name, (_, what) in COMMANDS.items())
+    commands = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
     return (
         "kvferry serves a language model with prefill and decode apart.\n\n"
         "usage: kvferry COMMAND [OPTIONS]\n\n"
@@ -72,6 +83,8 @@ def _is_installed(name: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
     words = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:
+        return _run(COMPLETER, [*COMMANDS])
     match words:
         case [] | ["-h" | "--help", *_]:
             print(help_text())

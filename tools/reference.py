@@ -19,7 +19,8 @@ from prometheus_client.metrics_core import Metric
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
-from kvferry.deploy import doctor, drain, keygen, status
+from kvferry.deploy import completion, doctor, drain, keygen, status
+from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
@@ -53,6 +54,7 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
         VllmEngineConfig,
         "Starts a vLLM server with our connector; what follows `--` is for vLLM.",
     ),
+    "kvferry bench": (BenchConfig, "[How it measures](../bench.md)."),
 }
 OPEN_LABELS = ("model", "agent", "backend", "version", "python")
 """Labels whose values the code does not know."""
@@ -62,6 +64,7 @@ PARSERS = {
     "kvferry drain": drain.build_parser,
     "kvferry keygen": keygen.build_parser,
     "kvferry doctor": doctor.build_parser,
+    "kvferry completion": completion.build_parser,
 }
 
 

@@ -35,6 +35,8 @@ _WRONG_KEY = re.compile(r"Option '([^']*)' is not accepted")
 _NO_VALUE = re.compile(r"argument (--[\w-]+): expected (?:one|at least one) argument")
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
+_WRONG_NUMBER = re.compile(r"argument ([^:]*): invalid (int|float) value: '(.*)'", re.DOTALL)
+_WRONG_CHOICE = re.compile(r"argument ([^:]*): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 
 
 def parse_flags(
@@ -85,7 +87,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        exit_with(self.prog, message)
+        options = [option for action in self._actions for option in action.option_strings]
+        exit_with(self.prog, _plain_explained(message, options))
 
 
 def check_files(settings: DataclassInstance, names: Iterable[str]) -> None:
@@ -122,6 +125,17 @@ def flag_parser(settings: type[DataclassInstance], *, prog: str, description: st
     return parser
 
 
+def flag_values(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
+    """Return each flag of a settings class, with the words that its value may be: none if any text."""
+    types = get_type_hints(settings)
+    return {
+        _flag(field.name): ("true", "false")
+        if types[field.name] is bool
+        else tuple(map(str, _choices(types[field.name])))
+        for field in fields(settings)
+    }
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -151,6 +165,21 @@ def _explained(message: str, types: Mapping[str, Any]) -> str:
         return f"{found[1]!r}: every option begins with two dashes"
     if message.startswith(("Problems parsing config", "Unexpected config")):
         return f"--config: the file is not YAML with one setting a line: {message}"
+    return message
+
+
+def _plain_explained(message: str, options: Sequence[str]) -> str:
+    """Return argparse's message as that of `_explained` would be."""
+    if (found := _UNRECOGNIZED.fullmatch(message)) and found[1].startswith("--"):
+        flag = found[1].split()[0].partition("=")[0]
+        return f"{flag}: no such option{did_you_mean(flag, options)}"
+    if found := _WRONG_NUMBER.fullmatch(message):
+        what = _DESCRIBED_TYPES[{"int": int, "float": float}[found[2]]]
+        return f"{found[1]}: {found[3][:MAX_SHOWN_CHARS]!r} is not {what}"
+    if found := _WRONG_CHOICE.fullmatch(message):
+        name, value, choices = found[1], found[2], found[3].replace("'", "")
+        close = did_you_mean(value, choices.split(", "))
+        return f"{name}: {value[:MAX_SHOWN_CHARS]!r} is not one of {choices}{close}"
     return message
 
 

@@ -54,7 +54,7 @@ MISTAKES = [
     ("keygen a b", 2, "unrecognized arguments: b"),
     ("keygen", 2, "the following arguments are required: file"),
     ("drain", 2, "the following arguments are required: url"),
-    ("doctor --nope", 2, "unrecognized arguments: --nope"),
+    ("doctor --nope", 2, "--nope: no such option"),
     # Values.
     ("agent", 2, "--model must be given"),
     ("agent --attach x", 2, "--dialect must be given"),

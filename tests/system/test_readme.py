@@ -26,7 +26,8 @@ import psutil
 import pytest
 
 from kvferry.agent.cli import parse_config as agent_config
-from kvferry.deploy import doctor, drain, keygen, status
+from kvferry.deploy import completion, doctor, drain, keygen, status
+from kvferry.deploy.bench.config import parse_config as bench_config
 from kvferry.deploy.cli import COMMANDS, main
 from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
@@ -248,7 +249,17 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
         words = ["--model", *words] if name == "serve" and not words[0].startswith("-") else words
         passed_on = PassedOn(f"kvferry {name}", words)
         parse_flags(UpConfig, passed_on.rest, prog=f"kvferry {name}", description="")
-    elif name in (parsers := {"doctor": doctor, "down": down, "drain": drain, "status": status}):
+    elif name == "bench":
+        bench_config(words)
+    elif name in (
+        parsers := {
+            "completion": completion,
+            "doctor": doctor,
+            "down": down,
+            "drain": drain,
+            "status": status,
+        }
+    ):
         parsers[name].build_parser().parse_args(words)
     else:
         assert name == "keygen"

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_EXTRA = {
     "agent": {"agent", "transfer"},
+    "bench": {"deploy/bench/plot"},
     "cuda": {"transfer/backends/cuda_ipc"},
     "mooncake": {"transfer/backends/mooncake"},
     "nixl": {"transfer/backends/nixl"},
@@ -27,7 +28,7 @@ OF_EXTRA = {
 """What runs only where an extra is installed; all else of ours needs nothing but `dependencies`."""
 APART = {"vllm": "agent/vllm", "mori": "transfer/backends/mori"}
 """What no extra brings, and where it may be imported: vLLM loads us; MORI has no wheel for our Pythons."""
-DISTRIBUTIONS = {"triton": {"triton"}, "ray": {"ray"}}
+DISTRIBUTIONS = {name: {name} for name in ("matplotlib", "ray", "triton")}
 """Of what is not installed where tests run."""
 
 

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One streamed request to a server of OpenAI's API, and what its client sees of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvferry.deploy.bench.config import BenchConfig, Target
+from kvferry.deploy.bench.workload import PlannedRequest
+from kvferry.proxy import sse
+from kvferry.proxy.errors import NOT_JSON, BadResponse
+from kvferry.proxy.wire.tls import client_context
+
+MAX_PAGE_BYTES = 1 << 20
+MAX_REASON_CHARS = 200
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class BenchFailed(RuntimeError):
+    """A server cannot be measured; the message names it and says why."""
+
+
+class Observation(msgspec.Struct, kw_only=True):
+    """One request as its client saw it. Times are seconds, from its sending unless named otherwise.
+
+    `failure` is empty if the answer came whole; then there is at least one event with text.
+    """
+
+    due_s: float
+    sent_s: float
+    """When it was to be sent, and when it was: from the start of the round."""
+    events_s: list[float] = msgspec.field(default_factory=list)
+    """Of each event that carried text, reasoning or a call."""
+    end_s: float = 0.0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    failure: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.events_s[0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None if the answer has one token."""
+        tokens = len(self.events_s) if self.output_tokens is None else self.output_tokens
+        return None if tokens < 2 else (self.events_s[-1] - self.events_s[0]) / (tokens - 1)
+
+
+class BenchClient:
+    """A client of one server. Made by `connected_client`."""
+
+    def __init__(self, http: aiohttp.ClientSession, target: Target, config: BenchConfig) -> None:
+        self._http = http
+        self._config = config
+        self._url = target.url + PATHS[config.api]
+        self.target = target
+        self.model = config.model or ""
+
+    async def find_model(self) -> None:
+        """Take the first model that the server lists, unless one is given. Raises `BenchFailed`."""
+        if self.model:
+            return
+        page = await self._page("GET", f"{self.target.url}/v1/models", None)
+        try:
+            models = msgspec.json.decode(page, type=_Models).data
+        except NOT_JSON as error:
+            raise BenchFailed(f"{self.target.url} lists no models as OpenAI does: {error}") from error
+        if not models:
+            raise BenchFailed(f"{self.target.url} serves no model yet")
+        self.model = models[0].id
+
+    async def count_tokens(self, prompt: str) -> int:
+        """Return the prompt tokens that the server reports for a text. Raises `BenchFailed`."""
+        body = self._body(PlannedRequest(0.0, prompt, 1)) | {"stream": False}
+        del body["stream_options"]
+        page = await self._page("POST", self._url, body)
+        try:
+            usage = msgspec.json.decode(page, type=_Whole).usage
+        except NOT_JSON as error:
+            raise BenchFailed(f"{self.target.url}: an answer cannot be read: {error}") from error
+        if usage is None:
+            raise BenchFailed(f"{self.target.url}: its answers have no usage, by which prompts are measured")
+        return usage.prompt_tokens
+
+    async def send(self, request: PlannedRequest, start: float) -> Observation:
+        """Send one request and read its answer to the end. A failure is in the observation; none is raised.
+
+        `start` is when the round started, by `perf_counter`.
+        """
+        sent = time.perf_counter()
+        seen = Observation(due_s=request.due_s, sent_s=sent - start)
+        try:
+            async with self._http.post(self._url, json=self._body(request)) as response:
+                if response.status != 200:
+                    seen.failure = f"HTTP {response.status}: {_message(await _bounded(response))}"
+                else:
+                    await _read_stream(response, seen, sent)
+        except TimeoutError:
+            seen.failure = f"no end within {self._config.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            seen.failure = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+        except (BadResponse, BenchFailed, *NOT_JSON) as error:
+            seen.failure = f"the answer cannot be read: {error}"[:MAX_REASON_CHARS]
+        seen.end_s = round(time.perf_counter() - sent, 6)
+        return seen
+
+    def _body(self, request: PlannedRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._config.ignore_eos:
+            body["ignore_eos"] = True
+        if self._config.api == "chat":
+            return body | {"messages": [{"role": "user", "content": request.prompt}]}
+        return body | {"prompt": request.prompt}
+
+    async def _page(self, method: str, url: str, body: dict[str, Any] | None) -> bytes:
+        """Return the body of a 200 response. Raises `BenchFailed`."""
+        try:
+            async with self._http.request(method, url, json=body) as response:
+                page = await _bounded(response)
+        except TimeoutError as error:
+            raise BenchFailed(f"{url}: no response within {self._config.timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise BenchFailed(f"{url} cannot be reached: {error}") from error
+        if response.status != 200:
+            raise BenchFailed(f"{url} answered {response.status}: {_message(page)}")
+        return page
+
+
+@asynccontextmanager
+async def connected_client(target: Target, config: BenchConfig) -> AsyncIterator[BenchClient]:
+    """A client that knows the model to request. Raises `BenchFailed`, OSError and `BadCertificate`."""
+    headers = {} if config.key is None else {"Authorization": f"Bearer {config.key.read_text().strip()}"}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=True if config.ca is None else client_context(config.ca), limit=0),
+        timeout=aiohttp.ClientTimeout(total=config.timeout_s),
+        headers=headers,
+        trust_env=False,
+    ) as http:
+        client = BenchClient(http, target, config)
+        await client.find_model()
+        yield client
+
+
+async def _read_stream(response: aiohttp.ClientResponse, seen: Observation, sent: float) -> None:
+    """Note the events of a streamed answer. Raises `BadResponse` and what `NOT_JSON` names."""
+    scanner = sse.Scanner()
+    async for part in response.content.iter_any():
+        now = round(time.perf_counter() - sent, 6)
+        for event in sse.split(scanner.feed(part)):
+            data = sse.data(event)
+            if data is not None and data != b"[DONE]":
+                _note(msgspec.json.decode(data, type=_Chunk), seen, now)
+    if not seen.failure and not scanner.done:
+        seen.failure = "the stream ended without [DONE]"
+    if not seen.failure and not seen.events_s:
+        seen.failure = "the answer has no text"
+
+
+def _note(chunk: _Chunk, seen: Observation, now: float) -> None:
+    if chunk.error is not None:
+        seen.failure = f"error in the stream: {chunk.error.message}"[:MAX_REASON_CHARS]
+    if any(choice.text or choice.delta.has_text for choice in chunk.choices):
+        seen.events_s.append(now)
+    if chunk.usage is not None:
+        seen.prompt_tokens = chunk.usage.prompt_tokens
+        seen.output_tokens = chunk.usage.completion_tokens
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return a body. Raises `BenchFailed` when it is longer than any that is expected."""
+    page = bytearray()
+    async for part in response.content.iter_any():
+        page += part
+        if len(page) > MAX_PAGE_BYTES:
+            raise BenchFailed(f"{response.url} answered with more than {MAX_PAGE_BYTES} bytes")
+    return bytes(page)
+
+
+def _message(page: bytes) -> str:
+    try:
+        message = msgspec.json.decode(page, type=_Refusal).error.message
+    except NOT_JSON:
+        message = page.decode(errors="replace")
+    return " ".join(message.split())[:MAX_REASON_CHARS]
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+class _ChunkUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _ChunkDelta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[msgspec.Raw, ...] | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class _ChunkChoice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    delta: _ChunkDelta = _ChunkDelta()
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: tuple[_ChunkChoice, ...] = ()
+    usage: _ChunkUsage | None = None
+    error: _Error | None = None
+
+
+class _Whole(msgspec.Struct, frozen=True):
+    usage: _ChunkUsage | None = None
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Model, ...] = ()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is sent: prompts of random words with a given number of tokens, answer lengths, and arrival times.
+
+No tokenizer is needed: how many tokens a word takes is measured at a server, by the usage that it reports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from kvferry.deploy.bench.config import BenchConfig, Level
+
+WORDS = tuple(
+    """
+    river stone light garden winter market copper signal harbor velvet thunder meadow lantern orbit
+    silver canyon paper forest mirror summit engine violet anchor desert bridge feather island
+    candle marble ocean pepper quarry ribbon saddle timber urgent valley walnut yellow zephyr basket
+    cinder dragon ember falcon glacier hollow ivory jungle kernel lagoon magnet needle oyster pillar
+    quiver rocket sunset tunnel umbra vessel whisper amber breeze
+    """.split()  # noqa: SIM905
+)
+FEW, MORE = 4, 20
+"""Words of the first two prompts that are measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request. `due_s` is when to send it, from the start of its round; 0: as soon as one ends."""
+
+    due_s: float
+    prompt: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPerWord:
+    """How a server counts: `fixed` tokens in every prompt, and `each` per word."""
+
+    fixed: float
+    each: float
+
+    def num_words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.fixed) / self.each))
+
+
+async def measure_tokens(count: Callable[[str], Awaitable[int]], longest: int) -> TokensPerWord:
+    """Return how the tokens of prompts grow with their words, the longest prompt among them.
+
+    `count` returns the prompt tokens that a server reports for a text.
+    """
+    rng = random.Random(0)
+    few = await count(_words(rng, FEW))
+    more = await count(_words(rng, MORE))
+    found = TokensPerWord(0.0, max(1e-3, (more - few) / (MORE - FEW)))
+    found = TokensPerWord(few - FEW * found.each, found.each)
+    words = found.num_words(longest)
+    if words > MORE:
+        many = await count(_words(rng, words))
+        each = max(1e-3, (many - few) / (words - FEW))
+        found = TokensPerWord(few - FEW * each, each)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent to each server, by number, in each round.
+
+    Lengths and times follow from the configuration, its seed included, and are the same for every server.
+    The words differ from server to server, so that two URLs of one fleet do not fill each other's prefix
+    caches, and by `run_id` from run to run.
+    """
+
+    config: BenchConfig
+    tokens: TokensPerWord
+    run_id: str
+
+    def requests(self, level: Level, round_number: int, server: int) -> Iterator[PlannedRequest]:
+        """Yield the requests of one round to one server."""
+        rng = random.Random(f"{self.config.seed} {level} {round_number}")
+        words_rng = random.Random(f"{self.run_id} {level} {round_number} {server}")
+        prompts, outputs = self.config.prompt_lengths, self.config.output_lengths
+        due_s = 0.0
+        for _ in range(round_size(self.config, round_number)):
+            if level.kind == "rate":
+                due_s += rng.expovariate(level.value)
+            prompt = _words(words_rng, self.tokens.num_words(prompts.choose(rng)))
+            yield PlannedRequest(due_s, prompt, outputs.choose(rng))
+
+    def warmup(self, server: int) -> list[PlannedRequest]:
+        """Return the requests of which nothing is counted: of the longest prompts and answers."""
+        rng = random.Random(f"{self.run_id} warmup {server}")
+        words = self.tokens.num_words(self.config.prompt_lengths.longest)
+        longest = self.config.output_lengths.longest
+        return [PlannedRequest(0.0, _words(rng, words), longest) for _ in range(self.config.warmup)]
+
+
+def round_size(config: BenchConfig, round_number: int) -> int:
+    """Return the number of requests to each target in a round: those of the level divided evenly."""
+    size, left = divmod(config.requests, config.rounds)
+    return size + (round_number < left)
+
+
+def _words(rng: random.Random, number: int) -> str:
+    return " ".join(rng.choices(WORDS, k=number))
