@@ -11,7 +11,6 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -19,7 +18,8 @@ import aiohttp
 from kvferry.deploy.status import StatusFailed, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
-from kvferry.proxy.wire.flags import CommandParser
+from kvferry.proxy.wire.exceptions import message_of
+from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 POLL_S = 0.5
@@ -97,14 +97,20 @@ def build_parser() -> CommandParser:
         "Let an agent finish what it has, hand over the KV that others still read, and end. "
         "Its proxies send it nothing new meanwhile. Returns when it has ended.",
     )
-    parser.add_argument("url", help="base URL of the agent, for example http://10.0.0.1:8000; or of a proxy")
+    parser.add_argument(
+        "url", type=server_url, help="base URL of the agent, for example http://10.0.0.1:8000; or of a proxy"
+    )
     parser.add_argument(
         "agent", nargs="?", help="with the URL of a proxy: which agent, by address or incarnation"
     )
-    parser.add_argument("--cluster-key", type=Path, help="the cluster's key file, if the agent has one")
-    parser.add_argument("--key", type=Path, help="file that holds the operator's key, if the proxy has one")
     parser.add_argument(
-        "--ca", type=Path, help="PEM file of who signed the certificate of the agent or proxy"
+        "--cluster-key", type=readable_file, help="the cluster's key file, if the agent has one"
+    )
+    parser.add_argument(
+        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+    )
+    parser.add_argument(
+        "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy"
     )
     parser.add_argument(
         "--timeout-s", type=float, default=90.0, help="how long to wait for its end (default: 90)"
@@ -125,7 +131,7 @@ async def drain(
 
 def main(argv: Sequence[str]) -> int:
     """Drain one agent. Returns 0 when it has ended, 1 when it has not."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().parse_intermixed_args(argv)  # the agent may follow options
     try:
         bearer = None
         if options.agent is not None and options.key is not None:
@@ -133,9 +139,9 @@ def main(argv: Sequence[str]) -> int:
         elif options.agent is None and options.cluster_key is not None:
             bearer = ClusterKey.read(options.cluster_key).bearer
         tls = None if options.ca is None else client_context(options.ca)
-        asyncio.run(drain(options.url.rstrip("/"), options.agent, bearer, tls, options.timeout_s))
+        asyncio.run(drain(options.url, options.agent, bearer, tls, options.timeout_s))
     except (DrainFailed, StatusFailed, OSError, BadClusterKey, BadCertificate) as error:
-        print(f"kvferry drain: {error}", file=sys.stderr)
+        print(f"kvferry drain: {message_of(error)}", file=sys.stderr)
         return 1
     print(f"{options.agent or options.url} has drained and ended")
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 
+from kvferry.proxy.wire.exceptions import message_of
 from kvferry.proxy.wire.flags import CommandParser
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(secret + b"\n")
     except OSError as error:
-        print(f"kvferry keygen: {error}", file=sys.stderr)
+        print(f"kvferry keygen: {message_of(error)}", file=sys.stderr)
         return 1
     print(f"wrote {path}; copy it to every host of the cluster, and keep it secret")
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -39,6 +40,9 @@ LISTENING_LINE_LIMIT = 4096
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """A log that is larger is moved to a file beside it, which is overwritten."""
 LOG_CHECK_S = 10.0
+MAX_REASON_LINES = 1000
+"""Of a log, in which the reason of an end is looked for."""
+_ERROR_LINE = re.compile(r"\S+ \S+ ERROR \S+ (.*)")
 
 
 class LaunchError(RuntimeError):
@@ -145,6 +149,12 @@ class Process:
         """Return the last lines of its log."""
         return self.log.tail(lines)
 
+    def log_reason(self) -> str:
+        """Return why it ended, in one line: the first error of its log, or else the last line."""
+        lines = self.log_tail(MAX_REASON_LINES).splitlines()
+        errors = (found[1] for line in lines if (found := _ERROR_LINE.fullmatch(line)))
+        return next(errors, lines[-1] if lines else "its log is empty")
+
     async def wait_listening(self) -> None:
         """Wait for the line on stdout with the addresses that it listens at.
 
@@ -156,7 +166,7 @@ class Process:
             self.listening = json.loads(line)["listening"]
         except (TimeoutError, ValueError, KeyError) as error:
             await self.stop()
-            raise LaunchError(f"{self.name} did not start:\n{self.log_tail()}") from error
+            raise LaunchError(f"{self.name} did not start: {self.log_reason()}") from error
         except asyncio.CancelledError:
             await self.stop()
             raise
@@ -322,12 +332,11 @@ class Cluster:
             raise LaunchError(f"{url} cannot be asked: {error}") from error
 
     def check_alive(self) -> None:
-        """Raise `LaunchError`, with the end of its log, if any process has ended."""
+        """Raise `LaunchError`, with the reason by its log, if any process has ended."""
         for process in self.processes:
             if process.process.returncode is not None:
-                raise LaunchError(
-                    f"{process.name} ended with {process.process.returncode}:\n{process.log_tail()}"
-                )
+                status = process.process.returncode
+                raise LaunchError(f"{process.name} ended with {status}: {process.log_reason()}")
 
     async def keep_running(self, progress: Callable[[str], None]) -> None:
         """Restart every process that ends, until cancelled; `progress` is called with what happens."""

@@ -21,7 +21,8 @@ from rich.table import Table
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import NodeList, NodeView
-from kvferry.proxy.wire.flags import CommandParser
+from kvferry.proxy.wire.exceptions import message_of
+from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 DEFAULT_URL = "http://127.0.0.1:10001"
@@ -161,9 +162,13 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
     )
-    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})")
-    parser.add_argument("--key", type=Path, help="file that holds the operator's key, if the proxy has one")
-    parser.add_argument("--ca", type=Path, help="PEM file of who signed the proxy's certificate")
+    parser.add_argument(
+        "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})"
+    )
+    parser.add_argument(
+        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+    )
+    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate")
     parser.add_argument(
         "--on",
         choices=("local", "ray"),
@@ -187,9 +192,9 @@ def main(argv: Sequence[str]) -> int:
         headers = {}
         if options.key is not None:
             headers["Authorization"] = f"Bearer {options.key.read_text().strip()}"
-        asyncio.run(show(options.url.rstrip("/"), headers, options.ca, options.watch, options.json))
+        asyncio.run(show(options.url, headers, options.ca, options.watch, options.json))
     except (StatusFailed, RayUnusable, OSError, BadCertificate) as error:
-        print(f"kvferry status: {error}", file=sys.stderr)
+        print(f"kvferry status: {message_of(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         pass

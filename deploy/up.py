@@ -32,6 +32,7 @@ from kvferry.deploy.ray.serving import serve_on_ray
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
+from kvferry.proxy.wire.exceptions import message_of
 from kvferry.proxy.wire.flags import exit_with, parse_flags
 from kvferry.proxy.wire.logs import LogFormat
 from kvferry.proxy.wire.tls import BadCertificate, pinned_context
@@ -266,7 +267,7 @@ def _common_words(config: UpConfig) -> list[str]:
     return words if config.otlp_endpoint is None else [*words, f"--otlp-endpoint={config.otlp_endpoint}"]
 
 
-async def run(serving: Coroutine[Any, Any, None], console: Console) -> int:
+async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> int:
     """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -280,12 +281,15 @@ async def run(serving: Coroutine[Any, Any, None], console: Console) -> int:
             await served
         return 0
     except LaunchError as error:
-        console.print(f"[red]kvferry:[/red] {error}", highlight=False)
+        print(f"{prog}: {error}; the logs are in {log_dir}", file=sys.stderr)
+        return 1
+    except OSError as error:  # no log can be written, or no process be made
+        print(f"{prog}: {message_of(error)}", file=sys.stderr)
         return 1
     finally:
         stopped.cancel()
         served.cancel()
-        with contextlib.suppress(asyncio.CancelledError, LaunchError):
+        with contextlib.suppress(asyncio.CancelledError, LaunchError, OSError):
             await served
 
 
@@ -321,11 +325,12 @@ def _main(prog: str, argv: list[str]) -> int:
         console.print(words, highlight=False, markup=False)
 
     if config.on == "local":
-        return asyncio.run(run(_serve(spec, show), console))
+        return asyncio.run(run(_serve(spec, show), prog, spec.log_dir))
     bundle = bundle_of(config.tp, config.device, config.ray_resources)
     try:
         with connected(config.ray_address, config.ray_namespace):
-            return asyncio.run(run(serve_on_ray(spec, config.ray_namespace, bundle, show), console))
+            serving = serve_on_ray(spec, config.ray_namespace, bundle, show)
+            return asyncio.run(run(serving, prog, spec.log_dir))
     except RayUnusable as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

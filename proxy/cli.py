@@ -15,7 +15,7 @@ from kvferry.proxy.config import ProxyConfig, parse_config
 from kvferry.proxy.discovery.static_nodes import BadEngineServer
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.cluster_key import BadClusterKey
-from kvferry.proxy.wire.exceptions import leaves
+from kvferry.proxy.wire.exceptions import leaves, message_of
 from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
 from kvferry.proxy.wire.logs import configure_logging
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     except* (OSError, *BAD_FILES, WorkersFailed) as failed:
         status = 1
         for error in leaves(failed):
-            print(f"kvferry proxy: {error}", file=sys.stderr)
+            print(f"kvferry proxy: {message_of(error)}", file=sys.stderr)
     return status
 
 

@@ -262,10 +262,15 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[
     """Open a listening TCP socket; IPv6 where the host is an IPv6 address.
 
     With `shared`, other processes of this user may listen on the same port, and the kernel spreads
-    connections over them.
+    connections over them. Raises `OSError` that names host and port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared) as listener:
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while ")[0]  # the address follows, as a tuple
+        raise OSError(f"cannot listen on {host_port(host, port)}: {reason}") from error
+    with listener:
         yield listener
 
 

@@ -15,6 +15,7 @@ from kvferry.deploy.bench.client import BenchFailed
 from kvferry.deploy.bench.config import PROG, BenchConfig, parse_config
 from kvferry.deploy.bench.measurement import BenchResult, measure
 from kvferry.deploy.bench.report import answered, as_json, tables
+from kvferry.proxy.wire.exceptions import message_of
 from kvferry.proxy.wire.flags import exit_with
 from kvferry.proxy.wire.http_server import raise_file_limit
 from kvferry.proxy.wire.tls import BadCertificate
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         result = _measure(config)
         write(config, result)
     except (BenchFailed, BadCertificate, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print(f"{PROG}: {message_of(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

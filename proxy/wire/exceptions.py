@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exception groups, as `asyncio.TaskGroup` raises them, and what exceptions keep alive."""
+"""Exception groups, as `asyncio.TaskGroup` raises them; what exceptions say, and what they keep alive."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 
@@ -14,6 +15,13 @@ def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
             yield from leaves(error)
         else:
             yield error
+
+
+def message_of(error: BaseException) -> str:
+    """Return what an exception says to a user: of the system's errors file and reason, not the number."""
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str | os.PathLike):
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def release_locals(error: BaseException) -> None:

@@ -13,7 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import docstring_parser
 from jsonargparse import ArgumentError, ArgumentParser
@@ -91,13 +93,37 @@ class CommandParser(argparse.ArgumentParser):
         exit_with(self.prog, _plain_explained(message, options))
 
 
+def server_url(word: str) -> str:
+    """An argparse type: http://HOST:PORT or https://…, without a slash at its end."""
+    try:
+        parts = urlsplit(word)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise argparse.ArgumentTypeError(
+            f"{word[:MAX_SHOWN_CHARS]!r} is not http://HOST:PORT or https://HOST:PORT"
+        )
+    return word.rstrip("/")
+
+
+def readable_file(word: str) -> Path:
+    """An argparse type: a file that can be read."""
+    if not os.access(word, os.R_OK):
+        raise argparse.ArgumentTypeError(f"{word!r}: {_unreadable(word)}")
+    return Path(word)
+
+
 def check_files(settings: DataclassInstance, names: Iterable[str]) -> None:
     """Raise ValueError, naming the field, unless each file that is given can be read."""
     for name in names:
         path = getattr(settings, name)
         if path is not None and not os.access(path, os.R_OK):
-            reason = "no permission to read it" if os.path.exists(path) else "no such file"
-            raise ValueError(f"{name}: {str(path)!r}: {reason}")
+            raise ValueError(f"{name}: {str(path)!r}: {_unreadable(path)}")
+
+
+def _unreadable(path: str | Path) -> str:
+    return "no permission to read it" if os.path.exists(path) else "no such file"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -158,7 +184,8 @@ def _explained(message: str, types: Mapping[str, Any]) -> str:
     if found := _WRONG_KEY.search(message):
         return f"--config: no such setting {found[1]!r}{did_you_mean(found[1], types)}"
     if found := _NO_VALUE.fullmatch(message):
-        return f"{found[1]}: its value is missing, {_described(types.get(_name(found[1]), str))}"
+        what = "a file" if found[1] == "--config" else _described(types.get(_name(found[1]), str))
+        return f"{found[1]}: its value is missing, {what}"
     if found := _MISSING.fullmatch(message):
         return f"{_flag(found[1])} must be given"
     if found := _UNRECOGNIZED.fullmatch(message):
@@ -180,7 +207,7 @@ def _plain_explained(message: str, options: Sequence[str]) -> str:
         name, value, choices = found[1], found[2], found[3].replace("'", "")
         close = did_you_mean(value, choices.split(", "))
         return f"{name}: {value[:MAX_SHOWN_CHARS]!r} is not one of {choices}{close}"
-    return message
+    return message.removeprefix("argument ")
 
 
 def _name(flag: str) -> str:

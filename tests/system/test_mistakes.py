@@ -23,7 +23,7 @@ MODEL = "--model ferry-tiny"
 # which is no key, keys, of clients alone, open.key, which all can read.
 MISTAKES = [
     ("prox", 2, "kvferry: unknown command 'prox'; did you mean proxy?"),
-    ("begin", 2, "unknown command 'begin'; choose from serve, up, proxy, agent, status, "),
+    ("deploy", 2, "unknown command 'deploy'; choose from serve, up, proxy, agent, status, "),
     # Names.
     ("proxy --prt 1", 2, "--prt: no such option; did you mean --port?"),
     ("proxy --por 1", 2, "--por: no such option; did you mean --port?"),
@@ -51,10 +51,32 @@ MISTAKES = [
     ("serve --prot 1", 2, "kvferry serve: --prot: no such option; did you mean --port?"),
     ("status http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be asked: "),
     ("status --watch --json", 2, "--json: not allowed with argument --watch"),
+    ("status --jsn", 2, "--jsn: no such option; did you mean --json?"),
+    ("status --on rya", 2, "--on: 'rya' is not one of local, ray; did you mean ray?"),
+    ("status localhost:10001", 2, "url: 'localhost:10001' is not http://HOST:PORT or https://HOST:PORT"),
+    ("status --key {folder}/none", 2, "--key: '{folder}/none': no such file"),
+    ("status --ca {folder}/junk", 1, "{folder}/junk is no certificate: "),
+    ("completion", 2, "the following arguments are required: shell"),
+    ("completion tcsh", 2, "shell: 'tcsh' is not one of bash, zsh, fish"),
     ("keygen a b", 2, "unrecognized arguments: b"),
     ("keygen", 2, "the following arguments are required: file"),
     ("drain", 2, "the following arguments are required: url"),
+    ("drain http://127.0.0.1:9 --timeout-s soon", 2, "--timeout-s: 'soon' is not a number"),
     ("doctor --nope", 2, "--nope: no such option"),
+    # Loads.
+    ("bench http://127.0.0.1:9", 1, "http://127.0.0.1:9/v1/models cannot be reached: "),
+    ("bench --rat 1", 2, "--rat: no such option; did you mean --rate?"),
+    ("bench localhost:10001", 2, "--server must be http://HOST:PORT or NAME=http://HOST:PORT, got 'local"),
+    ("bench http://a:1 http://a:1/v1", 2, "--server: two servers have the same name; give others as "),
+    ("bench --rate 1 --concurrency 2", 2, "--rate and --concurrency cannot both be given"),
+    ("bench --rate fast", 2, "--rate must be numbers greater than 0 with commas between, got 'fast'"),
+    ("bench --concurrency 1.5", 2, "--concurrency must be whole numbers greater than 0 with commas between"),
+    ("bench --prompt-tokens 9:3", 2, "--prompt-tokens must be N, LOW:HIGH or several of these with commas"),
+    ("bench --rounds 200", 2, "--rounds must be 1 to the number of requests, got 200"),
+    ("bench --ttft-ms 0", 2, "--ttft-ms must be greater than 0, got 0.0"),
+    ("bench --json {folder}/none/r.json", 2, "cannot be written: no such folder, or it is one"),
+    ("bench --plot chart.gif", 2, "--plot must end with .png, .svg, .pdf, got 'chart.gif'"),
+    ("bench --key {folder}/none", 2, "--key: '{folder}/none': no such file"),
     # Values.
     ("agent", 2, "--model must be given"),
     ("agent --attach x", 2, "--dialect must be given"),
@@ -98,11 +120,20 @@ MISTAKES = [
     ("proxy --cluster-key {folder}/open.key", 1, "open.key can be read or written by others: chmod 600 it"),
     ("proxy --cluster-key {folder}/junk", 1, "junk does not hold a cluster key"),
     ("proxy --tls-cert {folder}/junk --tls-key {folder}/junk", 1, "are no certificate and its key"),
-    ("keygen {folder}/junk", 1, "File exists"),
+    ("keygen {folder}/junk", 1, "kvferry keygen: {folder}/junk: File exists"),
+    ("proxy --config", 2, "--config: its value is missing, a file"),
+    ("agent --config {folder}", 2, "--config: Path is not a file"),
+    ("proxy --nodes {folder}/none", 1, "{folder}/none: No such file or directory"),
+    ("up --log-dir {folder}/junk/logs", 1, "{folder}/junk/logs: Not a directory"),
     # What is there already, or is not.
+    ("drain prefill-0", 2, "url: 'prefill-0' is not http://HOST:PORT or https://HOST:PORT"),
+    ("drain http://127.0.0.1:9 --timeout-s 5 prefill-0", 1, "http://127.0.0.1:9 cannot be asked"),
     ("drain http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be asked"),
-    ("proxy --host 203.0.113.9", 1, "203.0.113.9"),
-    ("proxy --port {taken}", 1, "{taken}"),
+    ("proxy --host 203.0.113.9", 1, "cannot listen on 203.0.113.9:0: Cannot assign requested address"),
+    ("proxy --host no.invalid", 1, "cannot listen on no.invalid:0: "),
+    ("proxy --port {taken}", 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+    ("proxy --port {taken} --workers 2", 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+    ("up --port {taken} --log-dir {folder}", 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
     ("proxy --port 0 --discovery-port {taken}", 1, "cannot bind discovery to 127.0.0.1:{taken}: Address"),
 ]  # fmt: skip
 
@@ -122,6 +153,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "torn.yml").write_text("port: [\n")
     (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
     (made / "keys").write_text("client-key-0123456789\n")
+    # Of the run before: it is not why the next one does not start.
+    (made / "proxy.log").write_text("2026-01-01 00:00:00,000 ERROR proxy the model is not there\n")
     for name, mode in (("junk", 0o600), ("open.key", 0o644)):
         (made / name).write_text("junk\n")
         (made / name).chmod(mode)

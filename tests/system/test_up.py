@@ -116,7 +116,7 @@ async def test_one_agent_serves_alone_and_its_options_come_from_a_file(tmp_path:
         "proxy: {decode-policy: round_robin}\nagent: {max-model-len: 1536}\nboth: {verify-kv: true}\n"
     )
     async with (
-        up(tmp_path, "--config", str(settings), command="serve ferry-tiny") as cluster,
+        up(tmp_path, "--config", str(settings), "--host", "0.0.0.0", command="serve ferry-tiny") as cluster,
         session() as http,
     ):
         url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -16,6 +17,8 @@ import zmq.asyncio
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.ids import host_id
 from kvferry.agent.ping import ACK_TIMEOUT_S, Announcer
+from kvferry.deploy import keygen
+from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.messages import (
     PING_INTERVAL_S,
     VERSIONS,
@@ -67,6 +70,7 @@ class Proxy:
 @asynccontextmanager
 async def announced(
     make: Callable[[zmq.asyncio.Context], list[str]],
+    key: ClusterKey | None = None,
 ) -> AsyncIterator[tuple[Lifecycle, Announcer, zmq.asyncio.Context]]:
     context = zmq.asyncio.Context()
     lifecycle = Lifecycle()
@@ -80,7 +84,7 @@ async def announced(
             state=lifecycle.state, steps=0, load=load,
         )  # fmt: skip
 
-    announcer = Announcer(make(context), lifecycle.changed, describe, interval_s=0.05)
+    announcer = Announcer(make(context), lifecycle.changed, describe, interval_s=0.05, key=key)
     pinging = asyncio.ensure_future(announcer.run())
     try:
         yield lifecycle, announcer, context
@@ -280,6 +284,22 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
     assert told.count("rejected: no such model") == 1
     assert any(words.startswith("invalid response") for words in told)
     assert told[-1] == "registered with p1"
+
+
+async def test_another_cluster_key_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = []
+    for name in ("proxy.key", "agent.key"):
+        assert keygen.main([str(tmp_path / name)]) == 0
+        keys.append(ClusterKey.read(tmp_path / name))
+    context = zmq.asyncio.Context()
+    proxy = context.socket(zmq.ROUTER)
+    proxy.setsockopt(zmq.CURVE_SERVER, 1)
+    proxy.setsockopt(zmq.CURVE_SECRETKEY, keys[0].secret)
+    port = proxy.bind_to_random_port("tcp://127.0.0.1")
+    async with announced(lambda _: [f"127.0.0.1:{port}"], keys[1]), asyncio.timeout(DEADLINE_S):
+        while f"proxy 127.0.0.1:{port}: unreachable, or it has another cluster key" not in caplog.text:
+            await asyncio.sleep(0.01)
+    context.destroy(linger=0)
 
 
 def test_states_only_go_forward() -> None:
