@@ -130,3 +130,6 @@ async def test_one_agent_serves_alone_and_its_options_come_from_a_file(tmp_path:
         assert re.search(
             rf"{re.escape(node['address'])} +both +ready +native +ferry-tiny +0 of \d+ +0 ", table
         )
+        load = ("--concurrency", "2", "--requests", "4", "--prompt-tokens", "40", "--output-tokens", "6")
+        figures = await kvferry("bench", f"alone={url}", *load, "--ttft-ms", "60000")
+        assert re.search(r"^alone +4 +0 .* 100.0 % ", figures, re.MULTILINE), figures
