@@ -164,7 +164,7 @@ bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own:
 	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --steps same late load \
 		--json logs/bench-pd.json
 
-dialect-table: $(STAMP) ## bring the table in docs/dialects/README.md up to date with the code
+dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
 
 model-table: $(STAMP) ## bring the tables in docs/models.md up to date with the tests

@@ -26,6 +26,8 @@ _DIGEST_BYTES = 8
 MAX_ADAPTERS = 1024
 _UNNAMED = ("_name_or_path", "transformers_version", "_commit_hash")
 """Fields of a model's config that do not change what it computes."""
+_OF_THE_OUTPUT = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
+"""vLLM's names of sampling defaults that count tokens of the output."""
 
 
 def geometry_of(config: Any, *, dtype: str, num_layers: int, head_dim: int, content: str) -> KVGeometry:
@@ -61,6 +63,21 @@ def weights_of(config: Any) -> str:
         return _digest("files", loaded, _files_of(directory))
     commit = getattr(model.hf_config, "_commit_hash", None)
     return _digest("by name", loaded, model.model, str(model.revision), str(commit), _config_digest(model))
+
+
+def is_continuable(config: Any) -> bool:
+    """Whether an answer's text and length depend on the ids of the prompt and of the tokens before, however
+    many of these stand in the prompt (`config` is a `VllmConfig`).
+
+    Not where the API reads reasoning out of a chat's text, or where the model's defaults count tokens of the
+    output alone.
+    """
+    parts = (getattr(config, name, None) for name in ("structured_outputs_config", "reasoning_config"))
+    has_parser = any(getattr(part, "reasoning_parser", "") for part in parts)
+    model = config.model_config
+    defaults = {name for name, value in model.get_diff_sampling_param().items() if value}
+    is_harmony = getattr(model.hf_config, "model_type", "") == "gpt_oss"
+    return not (has_parser or is_harmony or defaults & _OF_THE_OUTPUT)
 
 
 @lru_cache(maxsize=MAX_ADAPTERS)

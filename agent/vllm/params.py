@@ -89,9 +89,20 @@ def read_params(params: object) -> PromptTask | None:
 
 
 def lent_params(
-    *, transfer_id: str, engine_id: str, host: str, port: int, num_tokens: int, tp_size: int
+    *,
+    transfer_id: str,
+    engine_id: str,
+    host: str,
+    port: int,
+    num_tokens: int,
+    tp_size: int,
+    continuable: bool,
 ) -> dict[str, Any]:
-    """What a prefill server answers: a decode leg's params, to be sent as they are."""
+    """What a prefill server answers: a decode leg's params, to be sent as they are.
+
+    `continuable` is for the proxy: whether the answer can go on from token ids alone
+    (`kvferry.agent.vllm.identity.is_continuable`).
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -102,4 +113,5 @@ def lent_params(
         "remote_num_tokens": num_tokens,
         "remote_tp_size": tp_size,
         "remote_dp_rank": 0,
+        "continuable": continuable,
     }

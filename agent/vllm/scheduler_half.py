@@ -140,6 +140,7 @@ class SchedulerHalf:
         incarnation: This engine's.
         host: At which other engines reach the plane's control channel.
         lends, fetches: Whether the server's role has it lend prompts, or fetch them.
+        continuable: Whether answers to prompts of text can go on from token ids alone.
         lease_limit_s: When a lease ends however often it is renewed.
         pull_timeout_s: Deadline of a pull, from when there is room for it.
         hold_timeout_s: How long a lease is renewed for a request that waits for room.
@@ -158,6 +159,7 @@ class SchedulerHalf:
         block_size: int,
         lends: bool,
         fetches: bool,
+        continuable: bool,
         lease_limit_s: float,
         pull_timeout_s: float,
         hold_timeout_s: float,
@@ -173,6 +175,7 @@ class SchedulerHalf:
         self._block_size = block_size
         self._lends = lends
         self._fetches_prompts = fetches
+        self._continuable = continuable
         self._lease_limit_s = lease_limit_s
         self._pull_timeout_s = pull_timeout_s
         self._hold_timeout_s = hold_timeout_s
@@ -353,6 +356,8 @@ class SchedulerHalf:
             port=self._plane.control_port,
             num_tokens=num_tokens,
             tp_size=self._tp_size,
+            # The ids of an image's place say nothing of the image.
+            continuable=self._continuable and not getattr(request, "mm_features", None),
         )
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
         self._lent[task.transfer_id] = _Lent(request.request_id, len(blocks), params)

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.vllm.announcement import Announcement, Server
-from kvferry.agent.vllm.identity import geometry_of, tokenizer_of, weights_of
+from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.plane_thread import PlaneThread
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf
 from kvferry.agent.vllm.settings import ConnectorSettings
@@ -90,6 +90,7 @@ def start_scheduler_half(
         block_size=config.cache_config.block_size,
         lends=role != "decode",
         fetches=role != "prefill",
+        continuable=is_continuable(config),
         lease_limit_s=settings.hold_timeout_s + settings.pull_timeout_s,
         pull_timeout_s=settings.pull_timeout_s,
         hold_timeout_s=settings.hold_timeout_s,

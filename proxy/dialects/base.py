@@ -104,18 +104,43 @@ class KvEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
 
 
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill leg says of a stream that goes on from its token ids.
+
+    `prompt_ids` is a JSON list. `events` are the first token's, as a decode server would send them, and
+    `first_id` is its id; both are empty where the decode server has to sample the first token. `has_ended`:
+    the response ends with it. `usage` is the prefill's.
+    """
+
+    prompt_ids: bytes
+    first_id: bytes
+    events: bytes
+    has_ended: bool
+    usage: dict[str, Any]
+
+
+class ContinuedChoice(msgspec.Struct, frozen=True):
+    """A choice of an event, as the client's, and the ids behind it, as the inside of a JSON list."""
+
+    choice: dict[str, msgspec.Raw]
+    ids: bytes
+    has_text: bool
+
+
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a prefill leg.
 
     `params` say where the decode server finds the KV, and may be used once; None: there is none. `whole` is
     the complete response of a choice that ended at token 1. `kv_endpoint` is what was learned for later
     requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
+    `opening` is there if `Dialect.may_continue`, and the server says how the stream can go on.
     """
 
     params: dict[str, Any] | None = None
     whole: bytes | None = None
     kv_endpoint: KvEndpoint | None = None
     prompt_tokens_details: bytes | None = None
+    opening: Opening | None = None
 
 
 class Dialect(ABC):
@@ -163,6 +188,24 @@ class Dialect(ABC):
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
         """The decode leg's request. In the concurrent order `prefilled` is empty."""
+
+    def may_continue(self, sub: SubRequest) -> bool:
+        """Whether the client may get the prefill's first token, and a server go on with a stream that another
+        has begun: both by a prompt that is longer by the ids that the client has.
+        """
+        return False
+
+    def continued_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, ids: bytes
+    ) -> LegRequest | None:
+        """The decode leg of a stream of which the client has the tokens with these ids (the inside of a JSON
+        list); None where these servers might not take it. `prefilled` has an opening.
+        """
+        raise NotImplementedError
+
+    def read_continued(self, request: ClientRequest, choice: dict[str, msgspec.Raw]) -> ContinuedChoice:
+        """Read a choice of such a leg's event. Raises what msgspec does."""
+        raise NotImplementedError
 
     def drop_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest | None:
         """What has the prefill server free KV that will not be read, and is answered by a 404; None where it

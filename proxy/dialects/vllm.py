@@ -87,6 +87,17 @@ def prefill_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
     return msgspec.json.encode(body)
 
 
+def opening_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
+    """The same with the client's own `min_tokens` and the ids, for a token that the client gets."""
+    body = {name: value for name, value in sub.body.items() if name not in _OF_NO_USE_TO_PREFILL}
+    body |= {"stream": False, "n": 1, "max_tokens": 1, "return_token_ids": True, "kv_transfer_params": params}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    if sub.request.min_tokens:
+        body["min_tokens"] = 1
+    return msgspec.json.encode(body)
+
+
 def decode_body(sub: SubRequest, params: dict[str, Any] | None) -> bytes:
     """The client's own body, and where the KV is; without `params` the decode server computes the prompt."""
     fetch = {} if params is None else {"kv_transfer_params": params}

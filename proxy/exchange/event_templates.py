@@ -10,6 +10,9 @@ Why that is right: the text is the whole value of a member whose name says that 
 (`_TEXT_MEMBER`). Within a valid JSON string every quote has a backslash before it, so in valid JSON a quoted
 name, a colon and a quote are a member and the beginning of its value, nowhere else. Another string in its
 place leaves all that the careful path reads as it was.
+
+A stream that another server may have to continue carries ids (`SentTokens`), which are not the client's:
+there the bytes around its text and one id are the same, and the id is noted.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.proxy.errors import NOT_JSON
+from kvferry.proxy.exchange.resume import SentTokens
 
 MAX_TEMPLATES = 256
 """Of one stream, which has one per choice and kind of text at a time. Beyond it they are learned anew."""
@@ -27,21 +31,33 @@ MAX_TEMPLATES = 256
 _TEXT_MEMBER = re.compile(
     rb'"(?:text|content|reasoning_content|reasoning|arguments)": ?("(?:[^"\\]|\\.)*")', re.DOTALL
 )
+_ID = re.compile(rb"0|[1-9][0-9]{0,9}")
+_ID_MEMBER = re.compile(rb'"token_ids": ?\[(\d+)\]')
 _STRING = msgspec.json.Decoder(str)
 
 
 class _Template(NamedTuple):
-    """What is around the text: `tail` at the server, `own_head` and `own_tail` for the client."""
+    """What is around the text: `tail` at the server, `own_head` and `own_tail` for the client.
+
+    `between`: what is at the server between the text and an id, if the event has one; then `tail` is behind
+    that.
+    """
 
     tail: bytes
     own_head: bytes
     own_tail: bytes
+    between: bytes
 
 
 class EventTemplates:
-    """The templates of one stream."""
+    """The templates of one stream.
 
-    def __init__(self) -> None:
+    Args:
+        sent: Where the ids of events are noted; None where they have none.
+    """
+
+    def __init__(self, sent: SentTokens | None = None) -> None:
+        self._sent = sent
         self._by_head: dict[bytes, _Template] = {}
         self._mark = b""
         """The name, colon and quote that the text of the latest template begins with."""
@@ -59,9 +75,15 @@ class EventTemplates:
         if len(self._by_head) >= MAX_TEMPLATES:
             self._by_head.clear()
         (start, end), (own_start, own_end) = theirs[0].span(1), ours[0].span(1)
+        tail, between = event[end - 1 :], b""
+        if self._sent is not None:
+            ids = list(_ID_MEMBER.finditer(event))
+            if len(ids) != 1 or ids[0].start() < end:
+                return
+            between, tail = event[end - 1 : ids[0].start(1)], event[ids[0].end(1) :]
         self._mark = event[theirs[0].start() : start + 1]
         self._by_head[event[: start + 1]] = _Template(
-            tail=event[end - 1 :], own_head=rebuilt[:own_start], own_tail=rebuilt[own_end:]
+            tail=tail, own_head=rebuilt[:own_start], own_tail=rebuilt[own_end:], between=between
         )
 
     def clear(self) -> None:
@@ -74,12 +96,29 @@ class EventTemplates:
         template = self._by_head.get(event[:start])
         if template is None:
             return None
-        tail, own_head, own_tail = template
+        tail, own_head, own_tail, between = template
         if not event.endswith(tail):
             return None
+        if between:
+            return self._fill_and_note(event, start, template)
         text = event[start - 1 : len(event) - len(tail) + 1]
         try:
             _STRING.decode(text)
         except NOT_JSON:
             return None
         return own_head + text + own_tail
+
+    def _fill_and_note(self, event: bytes, start: int, template: _Template) -> bytes | None:
+        """`fill` for an event with an id."""
+        id_end = len(event) - len(template.tail)
+        text_end = event.rfind(template.between, start, id_end) + 1
+        id_start = text_end - 1 + len(template.between)
+        text, token_id = event[start - 1 : text_end], event[id_start:id_end]
+        if not text_end or _ID.fullmatch(token_id) is None or self._sent is None:
+            return None
+        try:
+            _STRING.decode(text)
+        except NOT_JSON:
+            return None
+        self._sent.add(token_id, has_text=text != b'""')
+        return template.own_head + text + template.own_tail

@@ -21,8 +21,8 @@ The life of a request, as `Exchange.run` and the attempts conduct it:
    them. When a stream breaks in mid-response this is a *migration*. Every other failure is final, and so is a
    second agent that died or fell silent with the request (`Suspicion`).
 
-Other engines' servers (`ForeignAttempt`) take each choice through two legs of its own; they cannot resume
-what another server has begun, so step 6 ends with the first event.
+Other engines' servers (`ForeignAttempt`) take each choice through two legs of its own. Step 6 ends with the
+first event, but for streams that their dialect `may_continue`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kvferry.proxy.exchange.kv_drops import KvDrops
 from kvferry.proxy.exchange.legs import Attempt, KeptResponses, Legs, ResponseSink
 from kvferry.proxy.exchange.native_attempt import NativeAttempt, PromptPart
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
+from kvferry.proxy.exchange.resume import SentTokens
 from kvferry.proxy.exchange.retry import Retries, RetryBudget, Suspicion
 from kvferry.proxy.exchange.sub_requests import split_by_prompt
 from kvferry.proxy.fleet.admission import Reservation
@@ -111,6 +112,7 @@ class Exchange:
         )
         self._parts = [PromptPart(share) for share in split_by_prompt(request, ids)]
         self._kept = KeptResponses(context.upstream.bounds, self._parts)
+        self._sent = SentTokens()
         self._exclude = NO_AGENTS
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
@@ -171,7 +173,15 @@ class Exchange:
             drops=context.drops,
             metrics=context.metrics,
         )
-        return ForeignAttempt(reservation, self._request, self._ids, transfer_id, tools=tools, log=self._log)
+        return ForeignAttempt(
+            reservation,
+            self._request,
+            self._ids,
+            transfer_id,
+            sent=self._sent,
+            tools=tools,
+            log=self._log,
+        )
 
     async def _reserve(self) -> Reservation:
         """Wait for a pair with room. Raises `NoAgent`, `ModelNotFound` or `Overloaded`."""
@@ -205,7 +215,7 @@ class Exchange:
         release_locals(lost)
         self._log.add_loss(lost.message)
         self._suspicion.attempt_ended()
-        begun = any(part.progress.begun for part in self._parts)
+        begun = self._sent.begun or any(part.progress.begun for part in self._parts)
         if begun and self._request.undivided:
             # A pair, which could go on after what the client has, cannot serve such a request.
             raise StreamBroken(lost.message) from lost

@@ -8,6 +8,9 @@ A sub-request's legs run in the order that its dialect says:
 - **Concurrent**: both legs at once. The prefill's response is read to its end and checked; until then nothing
   of the decode's goes to the client. Either leg's failure cancels the other (sglang #9726, smg #831).
 
+Where the dialect `may_continue` a stream, the serial order begins with the prefill's token, and the decode
+leg goes on after it. So does another attempt, after all tokens that the client has (`SentTokens`).
+
 Nothing here knows a field or a header of any engine: that is its `Dialect`.
 """
 
@@ -29,6 +32,7 @@ from kvferry.proxy.dialects.base import (
     KvEndpoint,
     LegOrder,
     LegRequest,
+    Opening,
     Prefilled,
     SubRequest,
     pick_rank,
@@ -60,6 +64,7 @@ from kvferry.proxy.exchange.legs import (
     require_stream,
 )
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
+from kvferry.proxy.exchange.resume import SentTokens
 from kvferry.proxy.exchange.sub_requests import split, split_into_prompts, whole_request
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.router import Pair
@@ -90,11 +95,25 @@ class ForeignTools(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
 
 
+class _Continued(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode leg of a stream of which the client has some.
+
+    `is_pinned`: whether the prefill server holds KV for it. `usage` is the prefill's.
+    """
+
+    leg: LegRequest
+    is_pinned: bool
+    usage: dict[str, Any]
+
+
 class ForeignAttempt(Attempt):
     """See `Attempt`. The failure of one sub-request ends them all: a response is complete or it is none.
 
-    Until the client has anything a lost server is an `AgentLost`; later it is `StreamBroken`, for these
-    engines cannot resume what another server has begun.
+    Until the client has anything a lost server is an `AgentLost`. Later it is `StreamBroken`, unless it is
+    known what the client has, so that another server can go on.
+
+    Args:
+        sent: What the client has of a stream that may be continued. It outlives attempts.
     """
 
     def __init__(
@@ -104,10 +123,12 @@ class ForeignAttempt(Attempt):
         ids: Identity,
         transfer_id: TransferId,
         *,
+        sent: SentTokens,
         tools: ForeignTools,
         log: RequestLog,
     ) -> None:
         super().__init__(reservation)
+        self._sent = sent
         self._request = request
         self._tools = tools
         self._log = log
@@ -127,7 +148,7 @@ class ForeignAttempt(Attempt):
         try:
             responses = await self._run_all(sink)
         except AgentLost as error:
-            if self._has_begun:
+            if self._has_begun and not self._sent.begun:
                 raise StreamBroken(error.message) from error
             raise
         if self._request.stream:
@@ -151,7 +172,9 @@ class ForeignAttempt(Attempt):
                 self._note_prefill_over()
             sink.write(events)
 
-        exchanges = [_SubExchange(self._tools, sub, sink, write, self._on_prefilled) for sub in self._subs]
+        exchanges = [
+            _SubExchange(self._tools, sub, self._sent, sink, write, self._on_prefilled) for sub in self._subs
+        ]
         try:
             if len(exchanges) == 1:  # a task of its own would cost more than all else here
                 return [await exchanges[0].run(self.pair)]
@@ -189,6 +212,7 @@ class _SubExchange:
     """The legs of one sub-request. Call `run` once.
 
     Args:
+        sent: See `ForeignAttempt`.
         write: Sends whole events to the client; not called for a response that is not streamed.
         on_prefilled: Called when the prefill leg has ended well.
     """
@@ -197,6 +221,7 @@ class _SubExchange:
         self,
         tools: ForeignTools,
         sub: SubRequest,
+        sent: SentTokens,
         sink: ResponseSink,
         write: Callable[[bytes], None],
         on_prefilled: Callable[[], None],
@@ -205,13 +230,14 @@ class _SubExchange:
         self._legs = tools.legs
         self._tools = tools
         self._sub = sub
+        self._sent = sent
         self._sink = sink
         self._write = write
         self._on_prefilled = on_prefilled
 
     async def run(self, pair: Pair) -> SubResponse:
         """Raises `ProxyError`, or an exception group of such."""
-        if pair.alone:
+        if pair.alone and not self._sent.begun:
             server = pair.prefill.info
             leg = self._dialect.alone_leg(self._sub, pick_rank(self._sub.room, server))
             return await self._receive(server, leg, SubResponse(self._sub, server, self._dialect))
@@ -234,7 +260,67 @@ class _SubExchange:
             if prefilled.whole is not None:
                 self._free_kv(endpoints, prefilled)
                 return await self._complete(endpoints, prefilled.whole)
-            return await self._decode(endpoints, kv_endpoint, prefilled, lease)
+            begun = self._begin_continued(endpoints, prefilled)
+            if isinstance(begun, SubResponse):
+                return begun
+            if begun is None:
+                return await self._decode(endpoints, kv_endpoint, prefilled, lease)
+            del prefilled  # with the prompt's ids, which may be megabytes
+            return await self._decode_continued(endpoints, begun)
+
+    def _begin_continued(self, endpoints: Endpoints, prefilled: Prefilled) -> _Continued | SubResponse | None:
+        """Show the prefill's token, unless the client has one, and make the leg that goes on after it.
+
+        Returns the response if it ends with that token, and None where the decode server has to begin the
+        response. Raises `StreamBroken` where it would have to, and the client has some of it.
+        """
+        opening, sent = prefilled.opening, self._sent
+        if opening is None or not (sent.begun or opening.events):
+            if sent.begun:
+                raise _cannot_go_on(endpoints)
+            return None
+        if sent.begun:
+            leg = self._dialect.continued_leg(self._sub, endpoints, prefilled, sent.ids)
+            if leg is None:
+                self._drop(endpoints)
+                raise _cannot_go_on(endpoints)
+            sent.go_on_elsewhere()
+        elif opening.has_ended:
+            if prefilled.params is not None:
+                self._drop(endpoints)
+            return self._show(endpoints, opening)
+        else:
+            leg = self._dialect.continued_leg(self._sub, endpoints, prefilled, opening.first_id)
+            if leg is None:
+                return None
+            self._show(endpoints, opening)
+        if prefilled.params is None:
+            self._tools.metrics.prompts_recomputed.labels(self._dialect.name).inc()
+        return _Continued(leg=leg, is_pinned=prefilled.params is not None, usage=opening.usage)
+
+    def _show(self, endpoints: Endpoints, opening: Opening) -> SubResponse:
+        """Send the client the prefill's token."""
+        first = SubResponse(self._sub, endpoints.prefill, self._dialect, self._sent)
+        self._write(first.rewrite(opening.events))
+        return first
+
+    async def _decode_continued(self, endpoints: Endpoints, begun: _Continued) -> SubResponse:
+        """The decode leg of a stream of which the client has some. Of one whose end the client has, nothing
+        is missed when the server is lost.
+        """
+        sub_response = SubResponse(self._sub, endpoints.decode, self._dialect, self._sent)
+        try:
+            if begun.is_pinned:
+                return await self._decode_or_drop(endpoints, begun.leg, sub_response)
+            return await self._receive(endpoints.decode, begun.leg, sub_response)
+        except AgentLost:
+            if not sub_response.complete:
+                raise
+            if self._sub.request.include_usage:
+                sampled = self._sent.count_sampled
+                total = begun.usage["prompt_tokens"] + sampled
+                sub_response.assume_usage(begun.usage | {"completion_tokens": sampled, "total_tokens": total})
+            return sub_response
 
     async def _decode(
         self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None, prefilled: Prefilled, lease: LeaseCheck
@@ -247,7 +333,6 @@ class _SubExchange:
         if prefilled.params is None:
             # The prompt is computed again, which an operator should know.
             self._tools.metrics.prompts_recomputed.labels(dialect.name).inc()
-        if prefilled.params is None:
             return await self._receive(endpoints.decode, leg, sub_response)
         if not dialect.has_leases:
             return await self._decode_or_drop(endpoints, leg, sub_response)
@@ -257,18 +342,17 @@ class _SubExchange:
         self, endpoints: Endpoints, leg: LegRequest, sub_response: SubResponse
     ) -> SubResponse:
         """A decode leg whose KV is dropped if it ends before the decode server has answered anything."""
-        has_answered = False
-
-        async def check() -> None:
-            nonlocal has_answered
-            has_answered = True
-
         try:
-            return await self._receive(endpoints.decode, leg, sub_response, check)
+            return await self._receive(endpoints.decode, leg, sub_response)
         finally:
-            drop = None if has_answered else self._dialect.drop_leg(self._sub, endpoints)
-            if drop is not None:
-                self._tools.drops.send(endpoints.prefill, drop, delivered_by=404)
+            if not sub_response.has_begun:
+                self._drop(endpoints)
+
+    def _drop(self, endpoints: Endpoints) -> None:
+        """Have the prefill server free KV that no decode server will read, where it offers a way."""
+        drop = self._dialect.drop_leg(self._sub, endpoints)
+        if drop is not None:
+            self._tools.drops.send(endpoints.prefill, drop, delivered_by=404)
 
     async def _decode_under_lease(
         self,
@@ -464,17 +548,26 @@ class _SubReader:
 
     def num_held(self) -> int:
         """See `EventReader`."""
-        return self._scanner.num_held
+        return self._scanner.num_held + self._sub_response.num_held
 
     def _rewrite(self, whole: bytes) -> None:
-        events = self._sub_response.rewrite(whole)
-        if self._held is not None:
-            self._held += events
-        elif events:
-            self._write(events)
+        shown: list[bytes] = []
+        try:
+            for event in sse.split(whole):
+                shown.append(self._sub_response.rewrite_event(event))
+        finally:  # those before one that failed are the client's
+            events = b"".join(shown)
+            if self._held is not None:
+                self._held += events
+            elif events:
+                self._write(events)
         if self._scanner.done:
             self.done = True
             self._on_done()
+
+
+def _cannot_go_on(endpoints: Endpoints) -> StreamBroken:
+    return StreamBroken(f"{endpoints.decode.address} could not go on where another server was lost")
 
 
 def _too_late(endpoints: Endpoints) -> KvUnproven:

@@ -30,6 +30,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import Dialect, SubRequest
 from kvferry.proxy.errors import NOT_JSON, AgentError, AgentLost, AgentRejected, BadResponse, agent_error
 from kvferry.proxy.exchange.event_templates import EventTemplates
+from kvferry.proxy.exchange.resume import SentTokens
 from kvferry.proxy.exchange.sub_requests import add_counts
 from kvferry.proxy.wire.messages import Incarnation, Register
 
@@ -68,9 +69,15 @@ class SubResponse:
 
     Everything else passes as it came, down to the byte, but for what is between proxy and server.
     `prompt_tokens_details`, once known, overrules what the server says of cached tokens.
+
+    Args:
+        sent: What the client has of a stream that this server goes on with, its prompt being longer by that;
+            None for a response that is this server's from its beginning.
     """
 
-    def __init__(self, sub: SubRequest, server: Register, dialect: Dialect) -> None:
+    def __init__(
+        self, sub: SubRequest, server: Register, dialect: Dialect, sent: SentTokens | None = None
+    ) -> None:
         self.sub = sub
         self.prompt_tokens_details: bytes | None = None
         self.choices: list[dict[str, msgspec.Raw]] = []
@@ -83,7 +90,11 @@ class SubResponse:
         self._dialect = dialect
         self._ended: set[int] = set()
         """The server's indices of choices that have ended."""
-        self._templates = EventTemplates()
+        self.has_begun = False
+        """Whether the server has answered anything but an error."""
+        self._sent = sent
+        self._num_before = 0 if sent is None else sent.count
+        self._templates = EventTemplates(sent)
         self.rewrite_one = self._templates.fill
         """`rewrite` for what may be one event with nothing but text: the quick path; None if it is not."""
         self._usage: dict[str, Any] | None = None
@@ -91,6 +102,8 @@ class SubResponse:
             "id": msgspec.Raw(msgspec.json.encode(sub.ids.answer_id)),
             "created": msgspec.Raw(msgspec.json.encode(sub.ids.created)),
         }
+        if sent is not None and sub.request.chat:
+            self._own["object"] = msgspec.Raw(b'"chat.completion.chunk"')
 
     @property
     def complete(self) -> bool:
@@ -98,11 +111,21 @@ class SubResponse:
         return len(self._ended) == len(self.sub.choices)
 
     @property
+    def num_held(self) -> int:
+        """Bytes that are kept of a stream."""
+        return 0 if self._sent is None else self._sent.num_held
+
+    @property
     def usage(self) -> SubUsage | None:
         """None when the server reported none."""
         if self._usage is None:
             return None
         counts = self._usage
+        if self._num_before:
+            counts = counts | {
+                "prompt_tokens": counts.get("prompt_tokens", 0) - self._num_before,
+                "completion_tokens": counts.get("completion_tokens", 0) + self._num_before,
+            }
         if self.prompt_tokens_details is not None and "prompt_tokens_details" in counts:
             counts = counts | {"prompt_tokens_details": msgspec.json.decode(self.prompt_tokens_details)}
         return SubUsage(self.sub, counts)
@@ -123,11 +146,16 @@ class SubResponse:
 
         Raises `AgentLost`, `AgentRejected` or `BadResponse`.
         """
-        shown = []
-        for event in sse.split(events):
-            rewritten = self._templates.fill(event)
-            shown.append(self._rebuild(event) if rewritten is None else rewritten)
-        return b"".join(shown)
+        return b"".join(map(self.rewrite_event, sse.split(events)))
+
+    def rewrite_event(self, event: bytes) -> bytes:
+        """`rewrite` for one event."""
+        rewritten = self._templates.fill(event)
+        return self._rebuild(event) if rewritten is None else rewritten
+
+    def assume_usage(self, usage: dict[str, Any]) -> None:
+        """Take this for what a server that was lost after the end of every choice would have reported."""
+        self._usage, self._num_before = usage, 0
 
     def _rebuild(self, event: bytes) -> bytes:
         """The careful path: parse one event, and build the client's anew; empty if that gets none."""
@@ -151,6 +179,9 @@ class SubResponse:
         chunk.pop("kv_transfer_params", None)
         chunk |= self._own
         choices = self._choices(chunk.get("choices", _NULL))
+        if self._sent is not None:
+            choices = self._continued(self._sent, choices)
+            chunk.pop("prompt_token_ids", None)
         chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         if not choices:
             self._note_usage(chunk.pop("usage", _NULL))
@@ -158,7 +189,25 @@ class SubResponse:
             return None
         if "usage" in chunk and len(self.sub.choices) < self.sub.request.sequences:
             chunk["usage"] = _NULL  # a running count of this sub-request alone would be wrong
+        if self._sent is not None and self.complete:
+            self.envelope = chunk | {"choices": msgspec.Raw(b"[]")}
         return chunk
+
+    def _continued(
+        self, sent: SentTokens, choices: list[dict[str, msgspec.Raw]]
+    ) -> list[dict[str, msgspec.Raw]]:
+        """The choices as the client's; note the ids behind them."""
+        shown = []
+        try:
+            for choice in choices:
+                read = self._dialect.read_continued(self.sub.request, choice)
+                if read.ids:
+                    sent.add(read.ids, has_text=read.has_text)
+                shown.append(read.choice)
+        except NOT_JSON as error:
+            raise BadResponse(f"{self._server.address} answered token ids that cannot be read") from error
+        sent.has_ended = self.complete
+        return shown
 
     def _typed(self, raw: bytes) -> dict[str, msgspec.Raw]:
         try:
@@ -168,6 +217,7 @@ class SubResponse:
             raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
         if "error" in response and bytes(response["error"]) != b"null":
             self._fail(agent_error(raw))
+        self.has_begun = True
         return response
 
     def _fail(self, error: AgentError | None) -> None:

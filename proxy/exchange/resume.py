@@ -6,6 +6,8 @@ the output ids behind the event, and whether they end the choice. An event that 
 whose text is still held back, and `: t end` says that only `[DONE]` is to come. The relay cuts these lines
 out and keeps them as they are; they are parsed only when a stream breaks. Since only whole events are passed
 on, they say exactly what the client has.
+
+Servers of other engines report ids within their events (`SentTokens`).
 """
 
 from __future__ import annotations
@@ -121,3 +123,62 @@ class Progress:
             choice.output_ids += map(int, match[2].split(b","))
             choice.finish_reason = match[3].decode() if match[3] else None
         return choices
+
+
+class SentTokens:
+    """The output ids behind what the client has of a stream of one choice of other engines' servers.
+
+    Ids come with the text of their event. Those of which no text was shown (half a character) are not the
+    client's yet: the next server samples them again.
+    """
+
+    def __init__(self) -> None:
+        self._shown = bytearray()
+        self._unshown = bytearray()
+        self.has_ended = False
+        """Whether the client has the end of the choice."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has any text, or the end."""
+        return bool(self._shown) or self.has_ended
+
+    @property
+    def ids(self) -> bytes:
+        """Those that the client has, as the inside of a JSON list."""
+        return bytes(self._shown[:-1])
+
+    @property
+    def count(self) -> int:
+        """How many ids the client has."""
+        return self._shown.count(b",")
+
+    @property
+    def count_sampled(self) -> int:
+        """The same with those behind which there is no text."""
+        return self.count + self._unshown.count(b",")
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that are kept of the ids."""
+        return len(self._shown) + len(self._unshown)
+
+    def add(self, ids: bytes, *, has_text: bool) -> None:
+        """Note the ids of one event, as the inside of a JSON list without spaces.
+
+        Raises `BadResponse` when there are too many.
+        """
+        if not has_text:
+            self._unshown += ids + b","
+        elif self._unshown:
+            self._shown += self._unshown + ids + b","
+            self._unshown.clear()
+        else:
+            self._shown += ids
+            self._shown += b","
+        if self.num_held > MAX_LINES_BYTES:
+            raise BadResponse(f"the token ids of a stream exceed {MAX_LINES_BYTES} bytes")
+
+    def go_on_elsewhere(self) -> None:
+        """Another server goes on after what the client has."""
+        self._unshown.clear()

@@ -407,6 +407,12 @@ class VllmKvferryServer(StandInServer):
     forks: ClassVar[bool] = True
     dropped: list[str] = field(default_factory=list)
 
+    continuable: bool = True
+    """Whether it says that answers can go on from ids."""
+
+    def draw(self, request: web.Request, body: dict[str, Any]) -> Drawn:
+        return KvferryDrawn(request, body)
+
     def check(self, headers: Mapping[str, str], body: dict[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
         if params.get("drop"):
@@ -414,26 +420,93 @@ class VllmKvferryServer(StandInServer):
             self.dropped.append(params["transfer_id"])
             self.asked.pop()  # no leg
             raise web.HTTPNotFound(text="no such model")
-        StandInServer.check(self, headers, body)
+        shown = body | {"prompt": ""} if isinstance(body.get("prompt"), list) else body
+        StandInServer.check(self, headers, shown)
 
     async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.expect_pared_down(body)
+        if not body.get("return_token_ids"):
+            self.expect_pared_down(body)
         if not self.hands_over:
-            return _answered(request, body, None)
+            return self._prefilled(request, body, None)
         transfer_id = body["kv_transfer_params"]["transfer_id"]
         self.fabric.keep(Drawn(request, body).prompts[0], self.lease_s, transfer_id)
         params = {
             "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id,
             "remote_engine_id": self.engine_id, "remote_host": self.host, "remote_port": 6301,
             "remote_num_tokens": 3, "remote_tp_size": self.tp_size, "remote_dp_rank": 0,
-            "remote_prefill_cached_tokens": CACHED_AT_PREFILL,
+            "remote_prefill_cached_tokens": CACHED_AT_PREFILL, "continuable": self.continuable,
         }  # fmt: skip
-        return _answered(request, body, params)
+        return self._prefilled(request, body, params)
+
+    def _prefilled(
+        self, request: web.Request, body: dict[str, Any], params: dict[str, Any] | None
+    ) -> web.Response:
+        drawn = self.draw(request, body)
+        drawn.cached = CACHED_AT_PREFILL
+        return web.json_response(drawn.whole() | {"kv_transfer_params": params})
 
     async def fetch(self, request: web.Request, body: dict[str, Any], drawn: Drawn) -> None:
         params = body["kv_transfer_params"]
-        drawn.prompts = [self.fabric.read(params["transfer_id"])]
+        assert isinstance(drawn, KvferryDrawn)
+        drawn.go_on_from(self.fabric.read(params["transfer_id"]), self.fabric)
         drawn.cached = params.get("remote_prefill_cached_tokens", NOT_KNOWN_HERE)
+
+
+END_ID = 999_999
+_DRAWN_ID = 1_000_000
+"""Ids from here on are drawn tokens: the number that is their text."""
+
+
+def ids_of(prompt: str) -> list[int]:
+    """The stand-ins' ids of a prompt, one for each word."""
+    return [zlib.crc32(word.encode()) % END_ID for word in prompt.split()]
+
+
+class KvferryDrawn(Drawn):
+    """Also with ids, and of a prompt that is ids: those of another prompt and of tokens drawn from it."""
+
+    def __init__(self, request: web.Request, body: dict[str, Any]) -> None:
+        ids = body.get("prompt")
+        self._ids: list[int] | None = ids if isinstance(ids, list) and isinstance(ids[0], int) else None
+        super().__init__(request, body if self._ids is None else body | {"prompt": ""})
+        self._shows_ids = bool(body.get("return_token_ids"))
+        self._before: list[int] = []
+
+    def go_on_from(self, prompt: str, fabric: Fabric) -> None:
+        """The prompt whose KV was fetched. What follows it in the ids must be what is drawn from it."""
+        self.prompts = [prompt]
+        if self._ids is None:
+            return
+        own = ids_of(prompt)
+        fabric.expect(self._ids[: len(own)] == own, "ids of another prompt")
+        self._before = self._ids[len(own) :]
+        drawn = [self._id(Drawn.token(self, 0, position)) for position in range(len(self._before))]
+        fabric.expect(bool(drawn) and self._before == drawn, "ids that were not drawn from this prompt")
+
+    def token(self, choice: int, position: int) -> str:
+        return super().token(choice, position + len(self._before))
+
+    def whole(self) -> dict[str, Any]:
+        told = super().whole()
+        if self._shows_ids:
+            told |= {"prompt_token_ids": ids_of(self.prompts[0])} if self.chat else {}
+            for number, choice in enumerate(told["choices"]):
+                prompt = {} if self.chat else {"prompt_token_ids": ids_of(self.prompts[0])}
+                choice |= prompt | {"token_ids": [self._id(text) for text in self.tokens(number)] or [END_ID]}
+        return told
+
+    def usage(self) -> dict[str, Any]:
+        told, before = super().usage(), len(self._before)
+        return told | {name: told[name] + before for name in ("prompt_tokens", "total_tokens")}
+
+    def _chunk(self, choice: int, shown: dict[str, Any], reason: str | None = None) -> bytes:
+        if self._shows_ids:
+            text = shown["text"]
+            shown = shown | {"prompt_token_ids": None, "token_ids": [self._id(text) if text else END_ID]}
+        return super()._chunk(choice, shown, reason)
+
+    def _id(self, text: str) -> int:
+        return _DRAWN_ID + int(text)
 
 
 _ADDRESSES = re.compile(r"___prefill_addr_(.+?)___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")

@@ -77,6 +77,7 @@ class Engine:
             block_size=BLOCK,
             lends=role != "decode",
             fetches=role != "prefill",
+            continuable=True,
             lease_limit_s=150.0,
             pull_timeout_s=30.0,
             hold_timeout_s=120.0,
@@ -137,7 +138,7 @@ def test_a_prompt_is_lent_until_its_lease_has_ended() -> None:
     assert request.params == {
         "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t",
         "remote_engine_id": "i" * 16, "remote_host": "10.0.0.1", "remote_port": 6301,
-        "remote_num_tokens": 10, "remote_tp_size": 1, "remote_dp_rank": 0,
+        "remote_num_tokens": 10, "remote_tp_size": 1, "remote_dp_rank": 0, "continuable": True,
     }  # fmt: skip
     assert engine.plane.lent == {"t": request.blocks} and len(request.blocks) == 3
     engine.vllm.step()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.agent.vllm.identity import is_continuable
 from kvferry.agent.vllm.settings import NotServed, check_served, read_settings, role_of
 from kvferry.agent.vllm.worker_half import local_heads
 
@@ -114,3 +115,21 @@ def test_heads_are_split_as_vllm_splits_them() -> None:
     assert [local_heads(2, 4, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
     with pytest.raises(NotServed, match="tensor_parallel_size 3"):
         local_heads(4, 3, 0)
+
+
+def test_what_an_answer_depends_on_beside_its_ids_is_told() -> None:
+    def served(defaults: dict[str, Any] | None = None, model_type: str = "qwen3", **parts: Any) -> Any:
+        model = SimpleNamespace(
+            get_diff_sampling_param=lambda: defaults or {}, hf_config=SimpleNamespace(model_type=model_type)
+        )
+        return SimpleNamespace(model_config=model, **parts)
+
+    assert is_continuable(served())
+    assert is_continuable(served({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}))
+    parsers = [SimpleNamespace(reasoning_parser=name) for name in ("", "qwen3")]
+    assert is_continuable(served(structured_outputs_config=parsers[0], reasoning_config=None))
+    assert not is_continuable(served(structured_outputs_config=parsers[1]))
+    assert not is_continuable(served(reasoning_config=parsers[1]))
+    assert not is_continuable(served({"max_tokens": 2048}))
+    assert not is_continuable(served({"presence_penalty": 1.5}))
+    assert not is_continuable(served(model_type="gpt_oss"))

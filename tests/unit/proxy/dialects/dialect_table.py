@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in `docs/dialects/README.md`: what becomes of each request field in each dialect.
+"""The tables in `docs/dialects/README.md`: what becomes of each request field in each dialect, and which
+streams of vLLM servers with our connector begin with the prefill's token and outlive their decode server.
 
-It is worked out by asking the code, so it cannot say what is not so. `python -m
-tests.unit.proxy.dialects.dialect_table --write` puts it into the page; `test_dialect_table.py` fails when
+They are worked out by asking the code, so they cannot say what is not so. `python -m
+tests.unit.proxy.dialects.dialect_table --write` puts them into the page; `test_dialect_table.py` fails when
 the page says something else.
 """
 
@@ -22,7 +23,7 @@ from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.names import ATOM, SERVING_ALONE, VLLM_KVFERRY
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import split
+from kvferry.proxy.exchange.sub_requests import split, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.wire.messages import NATIVE_DIALECT
@@ -30,6 +31,7 @@ from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+STREAMS_BEGIN, STREAMS_END = "<!-- streams: begin -->\n", "<!-- streams: end -->\n"
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
 DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
@@ -68,8 +70,42 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+STREAMS: tuple[Row, ...] = (
+    ("text, and temperature 0", {"temperature": 0, "seed": 3}, "completions"),
+    ("text, and no seed", {"temperature": 0.7, "top_p": 0.9, "top_k": 5}, CHAT),
+    ("a seed and another temperature", {"temperature": 0.7, "seed": 3}, "completions"),
+    ("`repetition_penalty`", {"repetition_penalty": 1.1}, "completions"),
+    ("`presence_penalty`, `frequency_penalty`", {"presence_penalty": 0.5}, "completions"),
+    ("`min_tokens`, `ignore_eos`, `stop_token_ids`", {"min_tokens": 2, "stop_token_ids": [2]}, "completions"),
+    ("`stop`", {"stop": ["x"]}, "completions"),
+    ("`n` over 1", {"n": 2}, "completions"),
+    ("several prompts", {"prompt": ["a", "b"]}, "completions"),
+    ("`logprobs`, `prompt_logprobs`", {"logprobs": 1}, "completions"),
+    ("`echo`", {"echo": True}, "completions"),
+    ("`tools`", {"tools": [{"type": "function", "function": {"name": "f"}}]}, CHAT),
+    ("`response_format`, `structured_outputs`", {"response_format": {"type": "json_object"}}, CHAT),
+    ("`bad_words`", {"bad_words": ["x"]}, "completions"),
+    ("`return_token_ids`", {"return_token_ids": True}, "completions"),
+    ("`continuous_usage_stats`", {"stream_options": {"continuous_usage_stats": True}}, "completions"),
+    ("an unknown field", {"of_the_future": 1}, "completions"),
+)
+
+
+def streams() -> str:
+    """The table of streams in Markdown."""
+    lines = ["| a stream with | begins with the token of | when its decode server is lost |", "|---|---|---|"]
+    for label, fields, endpoint in STREAMS:
+        request = _ask({"stream": True} | fields, endpoint)
+        (sub, *_) = split_into_prompts(request, IDS, [TRANSFER] * request.prompts)
+        able = {name for name, dialect in DIALECTS.items() if dialect.may_continue(sub)}
+        assert able <= {VLLM_KVFERRY}
+        first, lost = ("prefill", "goes on") if able else ("decode", "`stream_broken`")
+        lines.append(f"| {label} | {first} | {lost} |")
+    return "\n".join(lines) + "\n"
+
+
 def table() -> str:
-    """The table in Markdown."""
+    """The table of fields in Markdown."""
     names = [NATIVE_DIALECT, *sorted(DIALECTS)]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for label, fields, endpoint in ROWS:
@@ -199,15 +235,17 @@ def _cached(dialect: Dialect) -> str:
     return "prefill's, put in by the proxy" if merged else "decode's answer"
 
 
-def page_with(made: str) -> str:
-    """The page with this table in it."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + made + END + after
+def page() -> str:
+    """The page with these tables in it."""
+    text = PAGE.read_text()
+    for begin, made, end in ((BEGIN, table(), END), (STREAMS_BEGIN, streams(), STREAMS_END)):
+        before, _, rest = text.partition(begin)
+        text = before + begin + made + end + rest.partition(end)[2]
+    return text
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page_with(table()))
+        PAGE.write_text(page())
     else:
-        print(table())
+        print(table(), streams(), sep="\n")

@@ -17,11 +17,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.proxy.dialects.base import Dialect, Endpoints, KvEndpoint, LegOrder, Prefilled, SubRequest
+from kvferry.proxy.dialects.base import (
+    Dialect,
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    Opening,
+    Prefilled,
+    SubRequest,
+)
 from kvferry.proxy.dialects.catalogue import other_dialects
 from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import split
+from kvferry.proxy.exchange.sub_requests import split, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.wire.messages import NATIVE_DIALECT
@@ -74,6 +82,12 @@ def test_a_recorded_exchange(path: Path) -> None:
         assert json.loads(details) == told["prompt_tokens_details"]
     serial = dialect.leg_order(endpoints, kv_endpoint) is LegOrder.SERIAL
     decode_leg = dialect.decode_leg(sub, endpoints, prefilled if serial else Prefilled(), kv_endpoint)
+    if "first_events" in told:
+        assert prefilled.opening is not None
+        assert prefilled.opening.events.decode() == told["first_events"]
+        continued = dialect.continued_leg(sub, endpoints, prefilled, prefilled.opening.first_id)
+        assert continued is not None
+        decode_leg = continued
     check_leg(decode_leg, told["decode_leg"], told["endpoint"])
 
 
@@ -268,3 +282,91 @@ def test_the_ranks_of_both_legs_do_not_correlate() -> None:
     endpoints = [ends_of(sub, "vllm-nixl", sizes) for sub in split(request, IDS, transfer_ids)]
     pairs = Counter((each.prefill_rank, each.decode_rank) for each in endpoints)
     assert len(pairs) == 8 and min(pairs.values()) >= 8
+
+
+NOT_CONTINUED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.5, "seed": 7},
+    {"temperature": None, "seed": 7},
+    {"n": 2},
+    {"prompt": ["a", "b"]},
+    {"stop": ["x"]},
+    {"stop": "x"},
+    {"logprobs": 0},
+    {"echo": True},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"bad_words": ["x"]},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"return_token_ids": True},
+    {"max_tokens": None},
+    {"of_the_future": 1},
+    {"stream": False},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+)
+
+
+@pytest.mark.parametrize("extra", NOT_CONTINUED, ids=str)
+def test_a_stream_that_would_not_be_exact_is_not_continued(extra: dict[str, Any]) -> None:
+    asked = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 9}
+    if not extra.get("stream", True):
+        asked.pop("stream")
+    (sub, *_) = split_into_prompts(ask(asked | extra), IDS, [TRANSFER] * (1 + ("prompt" in extra)))
+    dialect = DIALECTS["vllm-kvferry"]
+    assert not dialect.may_continue(sub)
+    leg = dialect.prefill_leg(sub, ends_of(sub, dialect.name, {}))
+    assert leg is not None and json.loads(leg.body)["min_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"stop": [], "presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "suffix": ""},
+        {"seed": 3, "n": 1, "best_of": 1, "echo": False},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.2},
+        {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3]},
+    ],
+    ids=str,
+)
+def test_fields_that_ask_for_nothing_else_are_no_obstacle(extra: dict[str, Any]) -> None:
+    asked = {"model": "m", "prompt": "p", "stream": True, "temperature": 0, "max_tokens": 9}
+    (sub,) = split_into_prompts(ask(asked | extra), IDS, [TRANSFER])
+    assert DIALECTS["vllm-kvferry"].may_continue(sub)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "left"),
+    [
+        ({"max_tokens": 9}, 100, 6),
+        ({"max_tokens": 3}, 100, None),
+        ({"max_tokens": 90}, 100, 87),
+        ({"max_tokens": 91}, 100, None),
+        ({"max_tokens": 9}, 0, None),
+        ({}, 100, 13),
+        ({"min_tokens": 17}, 100, None),
+        ({"messages": [{"role": "user", "content": "p"}]}, 100, 87),
+    ],
+    ids=str,
+)
+def test_a_continued_stream_is_as_long_as_one_servers(
+    asked: dict[str, Any], limit: int, left: int | None
+) -> None:
+    """Three tokens of it are the client's. What a server would refuse for its length is left to one."""
+    endpoint: Endpoint = "chat/completions" if "messages" in asked else "completions"
+    prompt = {} if "messages" in asked else {"prompt": "p"}
+    (sub,) = split_into_prompts(
+        ask({"model": "m", "stream": True} | prompt | asked, endpoint), IDS, [TRANSFER]
+    )
+    opening = Opening(
+        prompt_ids=b"[1,2]", first_id=b"", events=b"", has_ended=False, usage={"prompt_tokens": 10}
+    )
+    dialect = DIALECTS["vllm-kvferry"]
+    endpoints = ends_of(sub, dialect.name, {"decode": {"max_model_len": limit}})
+    leg = dialect.continued_leg(sub, endpoints, Prefilled(opening=opening), b"7,8,9")
+    if left is None:
+        assert leg is None
+    else:
+        assert leg is not None and leg.path == "/v1/completions"
+        body = json.loads(leg.body)
+        assert (body["prompt"], body["max_tokens"]) == ([1, 2, 7, 8, 9], left)
+        assert "messages" not in body and "kv_transfer_params" not in body

@@ -17,9 +17,11 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
 from kvferry.proxy.dialects.sglang import Sglang
+from kvferry.proxy.dialects.vllm_kvferry import VllmKvferry
 from kvferry.proxy.errors import BadResponse, ProxyError
 from kvferry.proxy.exchange.event_templates import MAX_TEMPLATES, EventTemplates
 from kvferry.proxy.exchange.foreign_events import SubResponse
+from kvferry.proxy.exchange.resume import SentTokens
 from kvferry.proxy.exchange.sub_requests import split, whole_request
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
@@ -54,6 +56,19 @@ def responses(
     return made
 
 
+def continued(endpoint: Endpoint) -> tuple[tuple[SubResponse, SentTokens], tuple[SubResponse, SentTokens]]:
+    """The same of a stream that goes on from ids, and what is noted of them."""
+    quick, careful = responses(endpoint, alone=False, n=1)
+    made = []
+    for response, templates in ((quick, EventTemplates), (careful, Careful)):
+        sent = SentTokens()
+        response = SubResponse(response.sub, registration("decode", 1), VllmKvferry(), sent)
+        response._templates = templates(sent)
+        response.rewrite_one = response._templates.fill
+        made.append((response, sent))
+    return made[0], made[1]
+
+
 # What engines send, as read in their sources (docs/sources.md): each makes one event's choice.
 
 
@@ -61,6 +76,12 @@ def vllm_text(index: int, text: str, reason: str | None) -> dict[str, Any]:
     shown = {"index": index, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": None}
     choice = {**shown, "prompt_token_ids": None, "token_ids": None}
     return {"id": "cmpl-r-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+
+
+def vllm_ids(index: int, text: str, reason: str | None, token_id: int) -> dict[str, Any]:
+    told = vllm_text(index, text, reason)
+    told["choices"][0]["token_ids"] = [token_id]
+    return told
 
 
 def vllm_delta(index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
@@ -195,6 +216,56 @@ def test_the_quick_path_gives_what_the_careful_one_gives(
         assert outcome(quick, event) == expected
         assert (quick.complete, quick.usage) == (careful.complete, careful.usage)
         assert quick.envelope == careful.envelope
+
+
+@st.composite
+def streams_with_ids(draw: st.DrawFn) -> list[bytes]:
+    """Events with ids, and some of them with a byte changed, lost or put in."""
+    dump, events = draw(st.sampled_from([compact, spaced])), []
+    for _ in range(draw(st.integers(1, 8))):
+        text, reason = draw(TEXTS), draw(st.sampled_from([None, None, None, "stop"]))
+        body = vllm_ids(draw(st.integers(0, 1)), text, reason, draw(st.integers(0, 10**6)))
+        body["choices"][0] |= draw(st.sampled_from([{}, {}, {}, {"token_ids": [1, 2]}, {"token_ids": None}]))
+        event = b"data: " + dump(body).encode() + b"\n\n"
+        if draw(st.integers(0, 3)) == 0:
+            event = damaged(event, draw(st.integers(0, 2**32)))
+        events.append(event)
+    return events
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+@given(events=streams_with_ids())
+@settings(deadline=None, max_examples=100)
+def test_the_quick_path_notes_the_ids_that_the_careful_one_notes(
+    endpoint: Endpoint, events: list[bytes]
+) -> None:
+    (quick, ours), (careful, theirs) = continued(endpoint)
+    for event in events:
+        assert outcome(quick, event) == outcome(careful, event)
+        assert (ours.ids, ours.count_sampled, ours.has_ended) == (
+            theirs.ids,
+            theirs.count_sampled,
+            theirs.has_ended,
+        )
+
+
+@pytest.mark.parametrize("dump", [compact, spaced])
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_events_with_ids_take_the_quick_path_and_lose_them(endpoint: Endpoint, dump: Dump) -> None:
+    (response, sent), _ = continued(endpoint)
+    quick = 0
+    for number in range(50):
+        body = vllm_ids(0, f'"{number}"\\ é', "stop" if number == 49 else None, number)
+        event = b"data: " + dump(body).encode() + b"\n\n"
+        shown = response.rewrite_one(event)
+        quick += shown is not None
+        told = json.loads((shown or response.rewrite(event)).removeprefix(b"data: "))
+        (choice,) = told["choices"]
+        assert not choice.get("token_ids")
+        assert choice.get("text", choice.get("delta", {}).get("content")) == f'"{number}"\\ é'
+        assert told["object"] == ("text_completion" if endpoint == "completions" else "chat.completion.chunk")
+    assert quick == 48
+    assert sent.ids == b",".join(b"%d" % number for number in range(50)) and sent.has_ended
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
