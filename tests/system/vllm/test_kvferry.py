@@ -43,6 +43,9 @@ RECOMPUTED = "vllm:kvferry_recomputed_total"
 FAILED = "vllm:kvferry_failed_transfers_total"
 ENDED = "vllm:kvferry_leases_ended_total"
 WANTED = "kvferry_proxy_wanted_agents"
+STREAMS = 16
+MIGRATIONS = "kvferry_proxy_migrations_total"
+GENERATED = "vllm:generation_tokens_total"
 IN_USE = "vllm:kv_cache_usage_perc"
 
 pytestmark = [
@@ -61,6 +64,8 @@ class Stack:
     decode: VllmServer
     proxy_url: str
     http: aiohttp.ClientSession
+    spare: VllmServer | None = None
+    """Another decode server."""
 
     async def moved(self) -> tuple[float, float]:
         """Transfers so far, and prompts that were computed again."""
@@ -76,8 +81,8 @@ class Stack:
 
 
 @asynccontextmanager
-async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
-    """A proxy, and two servers that announce themselves to it."""
+async def started(log_dir: Path, *, spare: bool = False, **settings: Any) -> AsyncIterator[Stack]:
+    """A proxy, and two servers that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
         words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
         proxy = await start_process("proxy", words, log_dir)
@@ -86,6 +91,11 @@ async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
         start = {"log_dir": log_dir, "proxy": discovery}
         prefill = await stack.enter_async_context(vllm_server("prefill", "kv_producer", **start, **settings))
         decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", **start, **settings))
+        another = None
+        if spare:
+            another = await stack.enter_async_context(
+                vllm_server("spare", "kv_consumer", **start, **settings)
+            )
         http = await stack.enter_async_context(session())
         async with asyncio.timeout(60):
             while True:
@@ -93,7 +103,7 @@ async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
                     if response.status == 200:
                         break
                 await asyncio.sleep(0.1)
-        yield Stack(prefill, decode, proxy.url, http)
+        yield Stack(prefill, decode, proxy.url, http, another)
 
 
 async def test_a_pair_answers_as_one_server_does_with_one_transfer_for_each_prompt(tmp_path: Path) -> None:
@@ -148,6 +158,48 @@ async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: 
         for role in ("prefill", "decode"):
             assert 0.0 < total(page, WANTED, role=role, model=MODEL) < 2.0, "four at a time, answered at once"
         assert total(page, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
+
+
+async def test_streams_begin_with_the_prefills_token_and_outlive_their_decode_server(tmp_path: Path) -> None:
+    prompts = [prompt.prompt for prompt in heldout(STREAMS)]
+    async with started(tmp_path, spare=True, max_running=STREAMS) as stack:
+        assert stack.spare is not None
+        for chat in (False, True):
+            plain = [streamable(prompt, chat) for prompt in prompts]
+            wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in plain])
+            assert len({str(answer.texts) for answer in wanted}) > STREAMS // 2
+            streamed = [salted(each) | {"stream": True} for each in plain]
+            assert_all_equal(await answers(stack.http, stack.proxy_url, streamed), wanted)
+        with stack.decode.engine_stopped(), stack.spare.engine_stopped():
+            asked = salted(streamable(prompts[0], chat=True)) | {"stream": True}
+            url = f"{stack.proxy_url}/v1/chat/completions"
+            async with asyncio.timeout(60), stack.http.post(url, json=asked) as response:
+                events = [await response.content.readuntil(b"\n\n") for _ in range(2)]
+            assert json.loads(events[1].removeprefix(b"data: "))["choices"][0]["delta"]["content"]
+        assert await stack.decode.sample(stack.http, RECOMPUTED) == 0
+
+        long = [
+            streamable(prompt, chat=False) | {"max_tokens": 200, "ignore_eos": True} for prompt in prompts
+        ]
+        wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in long])
+        before = await stack.decode.sample(stack.http, GENERATED)
+        asking = asyncio.create_task(
+            answers(stack.http, stack.proxy_url, [salted(each) | {"stream": True} for each in long], STREAMS)
+        )
+        async with asyncio.timeout(120):
+            while await stack.decode.sample(stack.http, GENERATED) < before + 4 * STREAMS:
+                await asyncio.sleep(0.05)
+        stack.decode.kill()
+        assert_all_equal(await asking, wanted)
+        moved = total(await scrape(stack.proxy_url), MIGRATIONS)
+        print(f"{moved:g} of {STREAMS} streams went on elsewhere")
+        assert moved
+
+
+def streamable(prompt: str, chat: bool) -> dict[str, Any]:
+    """A greedy request without logprobs."""
+    plain = {name: value for name, value in body(prompt, chat).items() if "logprobs" not in name}
+    return plain | {"temperature": 0}
 
 
 async def late(stack: Stack, bodies: list[dict[str, Any]]) -> list[Answer]:
@@ -230,9 +282,11 @@ def assert_all_equal(found: list[Answer], wanted: list[Answer]) -> None:
         one.assert_equal(other)
 
 
-async def answers(http: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]]) -> list[Answer]:
+async def answers(
+    http: aiohttp.ClientSession, url: str, bodies: list[dict[str, Any]], concurrency: int = CONCURRENCY
+) -> list[Answer]:
     """Answers in order of the bodies; the same whether they are streamed or not."""
-    gate = asyncio.Semaphore(CONCURRENCY)
+    gate = asyncio.Semaphore(concurrency)
 
     async def one(asked: dict[str, Any]) -> Answer:
         path = "chat/completions" if "messages" in asked else "completions"
