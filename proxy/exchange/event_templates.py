@@ -31,7 +31,6 @@ MAX_TEMPLATES = 256
 _TEXT_MEMBER = re.compile(
     rb'"(?:text|content|reasoning_content|reasoning|arguments)": ?("(?:[^"\\]|\\.)*")', re.DOTALL
 )
-_ID = re.compile(rb"0|[1-9][0-9]{0,9}")
 _ID_MEMBER = re.compile(rb'"token_ids": ?\[(\d+)\]')
 _STRING = msgspec.json.Decoder(str)
 
@@ -113,12 +112,12 @@ class EventTemplates:
         id_end = len(event) - len(template.tail)
         text_end = event.rfind(template.between, start, id_end) + 1
         id_start = text_end - 1 + len(template.between)
-        text, token_id = event[start - 1 : text_end], event[id_start:id_end]
-        if not text_end or _ID.fullmatch(token_id) is None or self._sent is None:
-            return None
+        text, token_id, sent = event[start - 1 : text_end], event[id_start:id_end], self._sent
+        if not text_end or not token_id.isdigit() or token_id.startswith(b"0") or sent is None:
+            return None  # id 0 itself is read with care
         try:
             _STRING.decode(text)
         except NOT_JSON:
             return None
-        self._sent.add(token_id, has_text=text != b'""')
+        sent.add(token_id, has_text=text != b'""')
         return template.own_head + text + template.own_tail

@@ -168,15 +168,13 @@ class SentTokens:
 
         Raises `BadResponse` when there are too many.
         """
-        if not has_text:
-            self._unshown += ids + b","
-        elif self._unshown:
-            self._shown += self._unshown + ids + b","
+        added = self._shown if has_text else self._unshown
+        if has_text and self._unshown:
+            added += self._unshown
             self._unshown.clear()
-        else:
-            self._shown += ids
-            self._shown += b","
-        if self.num_held > MAX_LINES_BYTES:
+        added += ids
+        added += b","
+        if len(added) > MAX_LINES_BYTES:
             raise BadResponse(f"the token ids of a stream exceed {MAX_LINES_BYTES} bytes")
 
     def go_on_elsewhere(self) -> None:

@@ -287,5 +287,6 @@ def test_the_ids_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(resume, "MAX_LINES_BYTES", 8)
     sent = SentTokens()
     sent.add(b"123456", has_text=True)
-    with pytest.raises(BadResponse):
-        sent.add(b"12", has_text=False)
+    for has_text in (True, False):
+        with pytest.raises(BadResponse):
+            sent.add(b"12345678", has_text=has_text)
