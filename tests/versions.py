@@ -26,6 +26,7 @@ RESOLUTIONS = {"lowest": "lowest-direct", "highest": "highest"}
 TOOLS = {
     "hypothesis",
     "numpy",
+    "openai",
     "psutil",
     "pytest",
     "pytest-asyncio",
