@@ -58,7 +58,7 @@ def vllm_config(tp_size: int, **changes: Any) -> Any:
         model="org/model", revision=None, hf_config=SimpleNamespace(_commit_hash="c"), seed=0,
         hf_text_config=text_config, quantization=None, dtype="bfloat16",
         tokenizer="org/model", tokenizer_revision=None, max_model_len=1024,
-        served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS,
+        served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS, get_diff_sampling_param=dict,
     )  # fmt: skip
     vars(model).update(changes)
     return SimpleNamespace(
