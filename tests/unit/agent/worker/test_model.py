@@ -74,6 +74,18 @@ def assert_same_answer(answer: Answer, reference: Answer) -> None:
     assert worst <= TOLERANCE
 
 
+def answers(model: ModelShard, group: Group | None = None) -> tuple[Answer, Answer]:
+    """The answer of one agent's rank, and that of two agents' ranks, the second with the first one's KV of
+    the prompt in other blocks.
+    """
+    ours, theirs = (make_pool(model, NUM_BLOCKS, group) for _ in range(2))
+    first = greedy_answer(make_runner(model, NUM_BLOCKS, group, pool=theirs), TABLE, PROMPT, 1)
+    held = -(-len(PROMPT) // BLOCK_SIZE)
+    ours[list(OTHER_TABLE[:held])] = theirs[list(TABLE[:held])]
+    apart = greedy_answer(make_runner(model, NUM_BLOCKS, group, pool=ours), OTHER_TABLE, PROMPT, COUNT, first)
+    return greedy_answer(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT), apart
+
+
 def test_the_table_of_models_is_what_is_tested() -> None:
     assert set(CONFIGS) == set(TESTED)
 
@@ -83,14 +95,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers_generate(
     name: str, checkpoints: dict[str, Path], references: dict[str, Answer]
 ) -> None:
     """By one agent, and by two: then all after the first token comes of KV that was moved to other blocks."""
-    model = load_model(checkpoints[name])
-    ours, theirs = make_pool(model, NUM_BLOCKS), make_pool(model, NUM_BLOCKS)
     assert len({token for token, _ in references[name]}) > 3, "a constant answer would prove nothing"
-    first = greedy_answer(make_runner(model, NUM_BLOCKS, pool=theirs), TABLE, PROMPT, 1)
-    held = -(-len(PROMPT) // BLOCK_SIZE)
-    ours[list(OTHER_TABLE[:held])] = theirs[list(TABLE[:held])]
-    apart = greedy_answer(make_runner(model, NUM_BLOCKS, pool=ours), OTHER_TABLE, PROMPT, COUNT, first)
-    together = greedy_answer(make_runner(model, NUM_BLOCKS), TABLE, PROMPT, COUNT)
+    together, apart = answers(load_model(checkpoints[name]))
     assert_same_answer(together, references[name])
     assert apart == together
 
@@ -150,25 +156,23 @@ def test_on_a_gpu_kv_is_written_when_a_step_says_so() -> None:
     assert seen[0].eq(1.0).all()
 
 
-RankAnswer = dict[str, tuple[Answer, str, str]]
+RankAnswer = dict[str, tuple[tuple[Answer, Answer], str, str]]
 
 
 def _answers_of_rank(rank: int, rendezvous: Path, paths: dict[str, Path]) -> RankAnswer:
     """One of two ranks, in a process of its own: what `two_ranks` returns, of every model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    answers = {}
+    found = {}
     with RankExchange(rendezvous.parent, rank, 2, barrier=dist.barrier, timeout_s=60.0) as exchange:
         group = Group(rank, 2, exchange)
         for name, path in paths.items():
             model = load_model(path, group)
-            answer = greedy_answer(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
-            answers[name] = (answer, model.weights_hash, model.geometry(16).fingerprint())
+            found[name] = (answers(model, group), model.weights_hash, model.geometry(16).fingerprint())
         model = load_model(paths[DUMMY], group, load_format="dummy")
-        answer = greedy_answer(make_runner(model, NUM_BLOCKS, group), TABLE, PROMPT, COUNT)
-        answers["dummy"] = (answer, model.weights_hash, model.geometry(16).fingerprint())
+        found["dummy"] = (answers(model, group), model.weights_hash, model.geometry(16).fingerprint())
     dist.destroy_process_group()
-    return answers
+    return found
 
 
 @pytest.mark.timeout(180)  # two processes import torch and transformers; on a busy host that is most of it
@@ -185,14 +189,15 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_transformers_generate(
         results = [future.result(timeout=150) for future in futures]
     for name, path in shared.items():
         single = load_model(path)
-        for answer, weights_hash, layout in (result[name] for result in results):
-            assert_same_answer(answer, references[name])
+        for (together, apart), weights_hash, layout in (result[name] for result in results):
+            assert_same_answer(together, references[name])
+            assert apart == together
             assert (weights_hash, layout) == (single.weights_hash, single.geometry(16).fingerprint())
     # Random weights do not depend on how they are split.
     whole = load_model(checkpoints[DUMMY], load_format="dummy")
     reference = greedy_answer(make_runner(whole, NUM_BLOCKS), TABLE, PROMPT, COUNT)
-    for answer, weights_hash, _ in (result["dummy"] for result in results):
-        assert_same_answer(answer, reference)
+    for (together, _), weights_hash, _ in (result["dummy"] for result in results):
+        assert_same_answer(together, reference)
         assert weights_hash == whole.weights_hash
 
 
