@@ -58,14 +58,14 @@ async def test_two_proxies_serve_one_fleet_and_one_may_die(tmp_path: Path) -> No
 
         # What this proxy has there is its own count; what all have there comes with the pings.
         decode = agents[2]
-        decode.interval_s = agents[3].interval_s = 0.2
+        decode.interval_s = agents[3].interval_s = 2.0  # the other's page may be a second old
         streams = [asyncio.ensure_future(text(http, one)) for _ in range(4)]
         async with asyncio.timeout(DEADLINE_S):
             while not sum([node["load"]["running"] for node in (await nodes(http, other)).values()]):
                 await asyncio.sleep(0.02)
         assert not any(node["in_flight"] for node in (await nodes(http, other)).values())
-        await asyncio.gather(*streams)
         decode.interval_s = agents[3].interval_s = 0.0
+        await asyncio.gather(*streams)
 
         # A drain is told to each proxy.
         async with http.post(f"{one.url}/nodes/{decode.incarnation}/drain") as response:
