@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvferry.proxy.wire.flags import check_files, parse_flags
+from kvferry.proxy.wire.flags import check_files, is_server_url, parse_flags
 
 PROG = "kvferry bench"
 DEFAULT_SERVER = "http://127.0.0.1:10001"
@@ -214,14 +214,9 @@ def _target(words: str) -> Target:
     if not separator or "/" in name:
         name, url = "", words
     url = url.rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(url)
-        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_server = False
-    if not is_server:
+    if not is_server_url(url):
         raise ValueError(f"server must be http://HOST:PORT or NAME=http://HOST:PORT, got {words!r}")
-    return Target(name or parts.netloc, url)
+    return Target(name or urlsplit(url).netloc, url)
 
 
 def _numbers(name: str, words: str, kind: type[int] | type[float]) -> tuple[float, ...]:

@@ -93,14 +93,18 @@ class CommandParser(argparse.ArgumentParser):
         exit_with(self.prog, _plain_explained(message, options))
 
 
-def server_url(word: str) -> str:
-    """An argparse type: http://HOST:PORT or https://…, without a slash at its end."""
+def is_server_url(word: str) -> bool:
+    """Whether this is http://HOST:PORT or https://…; a path may follow."""
     try:
         parts = urlsplit(word)
-        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_url = False
-    if not is_url:
+        return False
+
+
+def server_url(word: str) -> str:
+    """An argparse type: http://HOST:PORT or https://…, without a slash at its end."""
+    if not is_server_url(word):
         raise argparse.ArgumentTypeError(
             f"{word[:MAX_SHOWN_CHARS]!r} is not http://HOST:PORT or https://HOST:PORT"
         )
