@@ -182,13 +182,10 @@ class Load:
     failed: list[BaseException] = field(default_factory=list)
     lost: int = 0
     """Broken off with the proxy that was killed."""
+    killed: set[str] = field(default_factory=set)
+    """Proxies that are killed just now: a request to one may break off, or be reset while it connects."""
     _at: dict[int, str] = field(default_factory=dict)
     """By request: the proxy that has it."""
-    _excused: set[int] = field(default_factory=set)
-
-    def excuse(self, url: str) -> None:
-        """The proxy is killed: its requests may break off."""
-        self._excused.update(number for number, at in self._at.items() if at == url)
 
     async def run(self) -> None:
         """Send requests until there were enough and `over` is set.
@@ -208,7 +205,7 @@ class Load:
             try:
                 answer = await self._ask(http, number, asked[index])
             except LOST as error:
-                if number in self._excused:
+                if self._at[number] in self.killed:
                     self.lost += 1
                 else:
                     self.failed.append(error)
@@ -360,8 +357,10 @@ async def test_the_control_without_a_drain_loses_or_recomputes(log_dir: Path) ->
         async with loaded(fleet, 32, 300) as load:
             for name in fleet.agents():
                 await fleet.replace(name, sigterm)
+        again = [tried_again(await scrape(fleet.processes[name].url)) for name in PROXIES]
         found = await trouble(fleet, load)
-        assert found != NONE
+        print(f"{found}, sent to another agent again {again}")
+        assert found != NONE or any(again), "nothing was lost, nor computed twice"
         assert not found["wrong"]
 
 
@@ -376,10 +375,12 @@ async def test_all_are_killed_and_nothing_is_wrong_or_hangs(log_dir: Path, trans
 
                 async def kill(process: Process, name: str = name) -> None:
                     if name in PROXIES:
-                        load.excuse(process.url)
+                        load.killed.add(process.url)
                     process.process.kill()
 
                 assert await fleet.replace(name, kill) == -signal.SIGKILL
+                load.killed.clear()
+        print(f"{load.answered} answered, {len(load.failed)} failed, {load.lost} lost with a proxy")
         assert not load.wrong
         untyped = [each for each in load.failed if not isinstance(each, RequestFailed)]
         assert not untyped, untyped[:3]
