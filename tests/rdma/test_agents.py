@@ -123,7 +123,7 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
             patch.setenv(name, value)
         made = Fleet(request.param, log_dir, stack, {}, {})
         for tp in (1, 2):
-            proxy = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
+            proxy = ("-m", "tests.standins.patient_proxy", "--port", "0", "--discovery-port", "0")
             made.proxies[tp] = await made.start(f"proxy-tp{tp}", proxy)
             await made.start_prefill(tp)
         await made.start_decode()
@@ -137,11 +137,7 @@ def shortest(task: str, count: int) -> list[Prompt]:
 
 
 async def ask(proxy: Process, asked: list[dict[str, Any]]) -> list[Answer]:
-    """Every answer. What found no agent is asked again.
-
-    A proxy takes agents for lost whose pings are 3.5 s late, and all of an emulated machine may stand still
-    for longer than that.
-    """
+    """Every answer. What found no agent is asked again: an emulated machine may stand still for long."""
     answers: dict[int, Answer] = {}
     for _ in range(ROUNDS):
         await wait_ready(proxy, patient(20))
@@ -251,6 +247,7 @@ async def test_a_decode_agent_killed_in_mid_read(fleet: Fleet) -> None:
         for index in range(LONG_PROMPTS)
     ]
     blocks = LONG_PROMPTS * LONG_TOKENS // 16
+    await wait_ready(fleet.proxies[2], patient(20))
     sent = packets()
     running = asyncio.ensure_future(complete_all(fleet.proxies[2].url, asked, LONG_PROMPTS))
     async with asyncio.timeout(patient(60)):
