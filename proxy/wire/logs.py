@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -24,7 +25,7 @@ class Facts:
         self.facts = facts
 
     def __str__(self) -> str:
-        return msgspec.json.encode(self.facts).decode()
+        return _json(self.facts)
 
 
 class TextFormatter(logging.Formatter):
@@ -63,7 +64,7 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return msgspec.json.encode(line).decode(errors="replace")
+        return _json(line)
 
 
 def configure_logging(process: str, level: str, form: LogFormat) -> None:
@@ -90,6 +91,13 @@ def _split(record: logging.LogRecord) -> tuple[str, Mapping[str, object]]:
         return record.getMessage(), {}
     message = (str(record.msg) % (*args[:-1], "")).strip()
     return message or record.name.rpartition(".")[2], args[-1].facts
+
+
+def _json(value: Mapping[str, object]) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, UnicodeEncodeError):  # half of a surrogate pair, as names of files may have
+        return json.dumps(value, default=str)
 
 
 def _utc(seconds: float, separator: str) -> str:

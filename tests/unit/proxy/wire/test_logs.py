@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from kvferry.proxy.wire.logs import LogFormat
+from kvferry.proxy.wire.logs import Facts, JsonFormatter, LogFormat, TextFormatter
 
 WRITES = """
 import logging, sys, warnings
@@ -77,3 +78,12 @@ def test_text_has_the_time_in_utc_and_facts_as_json() -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_what_is_below_the_level_is_not_written(form: LogFormat) -> None:
     assert not [line for line in written(form) if "not shown" in line]
+
+
+def test_a_line_is_never_lost_for_a_value_that_is_no_text() -> None:
+    """A file's name may have bytes that are no UTF-8, which Python has as halves of surrogate pairs."""
+    record = logging.LogRecord("kvferry", logging.INFO, "", 1, "%s: %s", ("a\udcff", Facts({"b": {1}})), None)
+    line = json.loads(JsonFormatter("agent").format(record))
+    assert (line["message"], line["b"]) == ("a\udcff:", "{1}")
+    record.args = (Facts({"file": "a\udcff"}), "")
+    assert TextFormatter("agent").format(record).endswith(r'INFO agent {"file": "a\udcff"}: ')
