@@ -20,7 +20,10 @@ from kvferry.proxy.request import invalid_field
 from kvferry.proxy.wire.flags import did_you_mean
 
 MAX_OBJECTS = 16384
-"""Of objects in a body, counted by their braces."""
+"""Of a body. Decoding makes them all in one call, during which no other thread runs."""
+MAX_COMMAS = 65536
+"""Of a body, likewise: between the elements of its lists and the members of its objects."""
+_PIECE_BYTES = 64 * 1024
 _LONGEST_NAME = 64
 """Of an unknown field that is compared with the known ones."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -40,9 +43,34 @@ def decode_body(raw: bytes, body: type[S], repeated: str) -> S:
 
     Raises `InvalidRequest`, with the name of a field that is unknown or wrong.
     """
-    if raw.count(b"{") > MAX_OBJECTS:
-        raise InvalidRequest(f"the body may have at most {MAX_OBJECTS} objects", param=repeated)
+    if raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_COMMAS:
+        _check_structure(raw, repeated)
     return decode_part(raw, body)
+
+
+def _check_structure(raw: bytes, repeated: str) -> None:
+    """Raise `InvalidRequest` for too many objects or elements. Braces and commas in texts are none."""
+    objects = commas = 0
+    for outside in _outside_strings(raw):
+        objects += outside.count(b"{")
+        commas += outside.count(b",")
+        if objects > MAX_OBJECTS:
+            raise InvalidRequest(f"the body may have at most {MAX_OBJECTS} objects", param=repeated)
+        if commas > MAX_COMMAS:
+            raise InvalidRequest(f"the body may have at most {MAX_COMMAS} elements", param=repeated)
+
+
+def _outside_strings(raw: bytes) -> Iterator[bytes]:
+    """Yield what of a JSON text is not within its strings, piece by piece: other threads run in between."""
+    start, is_in_string = 0, False
+    while start < len(raw):
+        piece = raw[start : start + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = raw[start : start + _PIECE_BYTES + 1]  # what is escaped belongs to its backslash
+        start += len(piece)
+        parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        yield b"".join(parts[int(is_in_string) :: 2])
+        is_in_string ^= len(parts) % 2 == 0
 
 
 def decode_part(raw: bytes | Raw, part: type[S], where: str = "") -> S:
