@@ -29,9 +29,9 @@ def mint_request_id() -> RequestId:
     return RequestId(secrets.token_hex(16))
 
 
-def answer_id_of(kind: AnswerKind, request_id: RequestId) -> AnswerId:
-    """Return the id of a response: it carries the request's."""
-    return AnswerId(f"{_ANSWER_PREFIX[kind]}-{request_id}")
+def mint_answer_id(kind: AnswerKind, request_id: RequestId) -> AnswerId:
+    """Return the id of a response: it carries the request's, with which a client may name several."""
+    return AnswerId(f"{_ANSWER_PREFIX[kind]}-{request_id}-{secrets.token_hex(8)}")
 
 
 def mint_seed() -> int:

@@ -82,10 +82,11 @@ def new_identity(
 ) -> Identity:
     """Generate the ids and, if the request has none, a seed in 0 … 2^63-1.
 
-    The response's id is a prefix and the request's, as vLLM's are, or a random one if that were too long.
+    The response's id has the request's in it, but where that were too long, and is another one for each
+    response: clients may send one request id with many requests.
     An invalid `traceparent` is dropped.
     """
-    answer_id = _ANSWER_PREFIX[endpoint] + request_id
+    answer_id = f"{_ANSWER_PREFIX[endpoint]}{request_id}-{random(8).hex()}"
     if len(answer_id) > MAX_ANSWER_ID_CHARS:
         answer_id = _ANSWER_PREFIX[endpoint] + random(16).hex()
     return Identity(

@@ -56,7 +56,7 @@ from kvferry.agent.api.text.text_pool import TextPool
 from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request, unavailable
-from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, answer_id_of, mint_seed
+from kvferry.agent.ids import AnswerId, AnswerKind, RequestId, mint_answer_id, mint_seed
 from kvferry.agent.messages.requests import Output, Submit
 
 log = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class Frontend:
         kind: AnswerKind = "chat" if isinstance(body, ChatBody) else "completion"
         return GenerationRequest(
             kind=kind,
-            answer_id=ids.answer_id or answer_id_of(kind, ids.request_id),
+            answer_id=ids.answer_id or mint_answer_id(kind, ids.request_id),
             created=int(time.time()) if ids.created is None else ids.created,
             model=body.model,
             prompt_ids=prompt_ids,

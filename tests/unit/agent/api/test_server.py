@@ -526,9 +526,10 @@ async def test_ids_minted_by_a_proxy_are_used_and_the_request_id_is_echoed(agent
     assert "queue;dur=250" in headers["Server-Timing"]
 
 
-async def test_the_id_of_an_answer_carries_the_request_id(agent: Agent) -> None:
-    _, answer, _ = await agent.post("/v1/completions", agent.body(), **{"X-Request-Id": "r-1"})
-    assert answer["id"] == "cmpl-r-1"
+async def test_the_id_of_an_answer_carries_the_request_id_and_is_unique(agent: Agent) -> None:
+    answers = [await agent.post("/v1/completions", agent.body(), **{"X-Request-Id": "r-1"}) for _ in range(2)]
+    first, second = (answer["id"] for _, answer, _ in answers)
+    assert first.startswith("cmpl-r-1-") and second.startswith("cmpl-r-1-") and first != second
 
 
 async def test_an_unprintable_request_id_is_not_echoed(agent: Agent) -> None:
