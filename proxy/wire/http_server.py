@@ -299,6 +299,10 @@ class GuardedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if len(data) > _LONG_READ_BYTES:
             self._bounds.turns.note_read(self._reading, len(data))
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        """Give the parser what was received, no more of a head at a time than it may still have."""
         now, later = data[: self._head_room], data[self._head_room :]
         self._head_room -= len(now)
         try:
@@ -316,7 +320,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not later:
             self._start_head_deadline()
         elif self._head_room:
-            self.data_received(later)
+            self._parse(later)
         else:
             self._reject(431, "head_too_large", f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
 

@@ -312,6 +312,20 @@ async def test_one_turn_of_the_loop_reads_little_however_many_send() -> None:
     assert max(turns[1:]) <= 4 * MAX_TURN_BYTES  # before the first one nobody waits
 
 
+async def test_every_byte_counts_once_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that comes with its head is parsed in two pieces."""
+    counted: list[int] = []
+    bounds = ServerBounds()
+    async with served(bounds=bounds) as app:
+        monkeypatch.setattr(bounds.turns, "note_read", lambda reading, size: counted.append(size))
+        _, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        await until(lambda: app.server.server_state.connections)
+        whole = post(2 * MAX_HEAD_BYTES)
+        app.connection.data_received(whole)
+        assert counted == [len(whole)]
+        writer.close()
+
+
 async def test_bodies_of_running_requests_are_bounded_together() -> None:
     """A whole one that is too much is dropped itself; partial ones before it."""
     async with served(bounds=ServerBounds(max_body_bytes=100_000)) as app:
