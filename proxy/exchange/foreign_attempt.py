@@ -275,19 +275,18 @@ class _SubExchange:
         response. Raises `StreamBroken` where it would have to, and the client has some of it.
         """
         opening, sent = prefilled.opening, self._sent
-        if opening is None or not (sent.begun or opening.events):
-            if sent.begun:
-                raise _cannot_go_on(endpoints)
-            return None
         if sent.begun:
-            leg = self._dialect.continued_leg(self._sub, endpoints, prefilled, sent.ids)
-            if leg is None:
-                self._drop(endpoints)
+            leg = None
+            if opening is not None:
+                leg = self._dialect.continued_leg(self._sub, endpoints, prefilled, sent.ids)
+            if opening is None or leg is None:
+                self._drop_prefilled(endpoints, prefilled)
                 raise _cannot_go_on(endpoints)
             sent.go_on_elsewhere()
+        elif opening is None or not opening.events:
+            return None
         elif opening.has_ended:
-            if prefilled.params is not None:
-                self._drop(endpoints)
+            self._drop_prefilled(endpoints, prefilled)
             return self._show(endpoints, opening)
         else:
             leg = self._dialect.continued_leg(self._sub, endpoints, prefilled, opening.first_id)
@@ -347,6 +346,10 @@ class _SubExchange:
         finally:
             if not sub_response.has_begun:
                 self._drop(endpoints)
+
+    def _drop_prefilled(self, endpoints: Endpoints, prefilled: Prefilled) -> None:
+        if prefilled.params is not None:
+            self._drop(endpoints)
 
     def _drop(self, endpoints: Endpoints) -> None:
         """Have the prefill server free KV that no decode server will read, where it offers a way."""

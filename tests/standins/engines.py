@@ -409,6 +409,8 @@ class VllmKvferryServer(StandInServer):
 
     continuable: bool = True
     """Whether it says that answers can go on from ids."""
+    tells_ids: bool = True
+    """Whether it answers with ids that it is asked for."""
 
     def draw(self, request: web.Request, body: dict[str, Any]) -> Drawn:
         return KvferryDrawn(request, body)
@@ -441,7 +443,7 @@ class VllmKvferryServer(StandInServer):
     def _prefilled(
         self, request: web.Request, body: dict[str, Any], params: dict[str, Any] | None
     ) -> web.Response:
-        drawn = self.draw(request, body)
+        drawn = self.draw(request, body if self.tells_ids else body | {"return_token_ids": False})
         drawn.cached = CACHED_AT_PREFILL
         return web.json_response(drawn.whole() | {"kv_transfer_params": params})
 

@@ -255,6 +255,21 @@ async def test_a_stream_of_a_pair_goes_on_at_a_server_alone(fleet: Fleet) -> Non
     assert shown(await asking) == shown(await plain(BODY, "completions"))
 
 
+async def test_a_prefill_server_that_tells_no_ids_leaves_no_lease_of_a_stream_that_cannot_go_on(
+    fleet: Fleet,
+) -> None:
+    """I2: an older version may take the prefill server's place."""
+    prefill, decode = await fleet.pair()
+    decode.faults.append(Fault("decode", "cut", after_events=3))
+    decode.interval_s = 0.05
+    asking = asyncio.create_task(fleet.stage.stream(BODY))
+    await decode.until(lambda: decode.asked)
+    prefill.tells_ids = False
+    streamed = await asking
+    assert streamed.error is not None and streamed.error["code"] == "stream_broken"
+    await prefill.until(lambda: prefill.dropped)
+
+
 def test_ids_without_a_text_are_drawn_again() -> None:
     """Half of a character: the server that goes on could not make a whole one of it."""
     sent = SentTokens()
