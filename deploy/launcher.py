@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 import aiohttp
+import msgspec
 
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.agent.process.children import die_with_parent
@@ -126,6 +127,34 @@ class LogFile:
                 os.truncate(self.path, 0)
 
 
+class _JsonLine(msgspec.Struct):
+    """A line of a log in JSON (`kvferry.proxy.wire.logs`)."""
+
+    level: str
+    message: str
+    exception: str = ""
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Return why a process has ended, by its log in either format: the first error, or else the last line."""
+    errors = (error for line in lines if (error := _error_of(line)))
+    return next(errors, lines[-1] if lines else "its log is empty")
+
+
+def _error_of(line: str) -> str:
+    """Return what a line says if it is an error; else an empty string."""
+    if not line.startswith("{"):
+        found = _ERROR_LINE.fullmatch(line)
+        return found[1] if found else ""
+    try:
+        record = msgspec.json.decode(line, type=_JsonLine)
+    except (msgspec.DecodeError, UnicodeError):
+        return ""
+    if record.level not in ("ERROR", "CRITICAL"):
+        return ""
+    return ": ".join([record.message, *record.exception.splitlines()[-1:]])
+
+
 @dataclass(slots=True)
 class Process:
     """One started process. `listening`: the addresses that it printed when it was ready to accept."""
@@ -150,10 +179,8 @@ class Process:
         return self.log.tail(lines)
 
     def log_reason(self) -> str:
-        """Return why it ended, in one line: the first error of its log, or else the last line."""
-        lines = self.log_tail(MAX_REASON_LINES).splitlines()
-        errors = (found[1] for line in lines if (found := _ERROR_LINE.fullmatch(line)))
-        return next(errors, lines[-1] if lines else "its log is empty")
+        """Return why it ended, in one line."""
+        return reason_in(self.log_tail(MAX_REASON_LINES).splitlines())
 
     async def wait_listening(self) -> None:
         """Wait for the line on stdout with the addresses that it listens at.

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a process that `kvferry up` has started stays bounded, whatever becomes of its files."""
+"""The log of a process that `kvferry up` has started: it stays bounded, and says why the process ended."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from kvferry.deploy import launcher
-from kvferry.deploy.launcher import LogFile
+from kvferry.deploy.launcher import LogFile, reason_in
+from kvferry.proxy.wire.logs import JsonFormatter, LogFormat, TextFormatter
 
 
 @pytest.fixture
@@ -41,3 +43,27 @@ def test_a_log_is_emptied_even_where_it_cannot_be_kept(log: LogFile) -> None:
     assert log.path.read_text() == ""
     log.path.unlink()
     log.rotate()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_reason_of_an_end_is_the_first_error_in_either_format(form: LogFormat) -> None:
+    """With `json` it was the last line, whatever that was about."""
+    formatter = JsonFormatter("agent") if form == "json" else TextFormatter("agent")
+    lines = [
+        formatter.format(logging.makeLogRecord({"levelname": level, "msg": message}))
+        for level, message in (
+            ("INFO", "loads"),
+            ("ERROR", "no such model"),
+            ("ERROR", "ends"),
+            ("INFO", "x"),
+        )
+    ]
+    assert reason_in(lines) == "no such model"
+    assert reason_in([*lines[:1], "a library's own words"]) == "a library's own words"
+    assert reason_in(['{"torn', "{}"]) == "{}"
+    assert reason_in([]) == "its log is empty"
+
+
+def test_an_exception_that_ended_a_process_is_a_reason() -> None:
+    line = '{"level": "CRITICAL", "message": "uncaught exception", "exception": "Traceback\\nValueError: no"}'
+    assert reason_in([line, "last"]) == "uncaught exception: ValueError: no"
