@@ -19,7 +19,7 @@ from kvferry.deploy.status import StatusFailed, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
+from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 POLL_S = 0.5
@@ -107,7 +107,7 @@ def build_parser() -> CommandParser:
         "--cluster-key", type=readable_file, help="the cluster's key file, if the agent has one"
     )
     parser.add_argument(
-        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
     )
     parser.add_argument(
         "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy"
@@ -134,9 +134,9 @@ def main(argv: Sequence[str]) -> int:
     options = build_parser().parse_intermixed_args(argv)  # the agent may follow options
     try:
         bearer = None
-        if options.agent is not None and options.key is not None:
-            bearer = options.key.read_text().strip()
-        elif options.agent is None and options.cluster_key is not None:
+        if options.agent is not None:
+            bearer = options.key
+        elif options.cluster_key is not None:
             bearer = ClusterKey.read(options.cluster_key).bearer
         tls = None if options.ca is None else client_context(options.ca)
         asyncio.run(drain(options.url, options.agent, bearer, tls, options.timeout_s))

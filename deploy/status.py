@@ -22,7 +22,7 @@ from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import NodeList, NodeView
 from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
+from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 DEFAULT_URL = "http://127.0.0.1:10001"
@@ -166,7 +166,7 @@ def build_parser() -> CommandParser:
         "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})"
     )
     parser.add_argument(
-        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
     )
     parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate")
     parser.add_argument(
@@ -189,9 +189,7 @@ def main(argv: Sequence[str]) -> int:
         if options.on == "ray":
             show_on_ray(options.ray_address, options.ray_namespace, options.json)
             return 0
-        headers = {}
-        if options.key is not None:
-            headers["Authorization"] = f"Bearer {options.key.read_text().strip()}"
+        headers = {} if options.key is None else {"Authorization": f"Bearer {options.key}"}
         asyncio.run(show(options.url, headers, options.ca, options.watch, options.json))
     except (StatusFailed, RayUnusable, OSError, BadCertificate) as error:
         print(f"kvferry status: {message_of(error)}", file=sys.stderr)

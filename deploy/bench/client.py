@@ -15,6 +15,7 @@ from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.proxy import sse
 from kvferry.proxy.errors import NOT_JSON, BadResponse
+from kvferry.proxy.wire.flags import read_key
 from kvferry.proxy.wire.tls import client_context
 
 MAX_PAGE_BYTES = 1 << 20
@@ -142,7 +143,7 @@ class BenchClient:
 @asynccontextmanager
 async def connected_client(target: Target, config: BenchConfig) -> AsyncIterator[BenchClient]:
     """A client that knows the model to request. Raises `BenchFailed`, OSError and `BadCertificate`."""
-    headers = {} if config.key is None else {"Authorization": f"Bearer {config.key.read_text().strip()}"}
+    headers = {} if config.key is None else {"Authorization": f"Bearer {read_key(config.key)}"}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=True if config.ca is None else client_context(config.ca), limit=0),
         timeout=aiohttp.ClientTimeout(total=config.timeout_s),

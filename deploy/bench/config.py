@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvferry.proxy.wire.flags import check_files, is_server_url, parse_flags
+from kvferry.proxy.wire.exceptions import message_of
+from kvferry.proxy.wire.flags import check_files, is_server_url, parse_flags, read_key
 
 PROG = "kvferry bench"
 DEFAULT_SERVER = "http://127.0.0.1:10001"
@@ -151,7 +152,14 @@ class BenchConfig:
         if self.warmup < 0:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
         check_files(self, ("key", "ca"))
+        self._check_key()
         self._check_outputs()
+
+    def _check_key(self) -> None:
+        try:
+            _ = self.key and read_key(self.key)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"key: {message_of(error)}") from error
 
     def _check_outputs(self) -> None:
         for name in ("json", "plot"):

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 import docstring_parser
 from jsonargparse import ArgumentError, ArgumentParser
 
+from kvferry.proxy.wire.exceptions import message_of
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -116,6 +118,25 @@ def readable_file(word: str) -> Path:
     if not os.access(word, os.R_OK):
         raise argparse.ArgumentTypeError(f"{word!r}: {_unreadable(word)}")
     return Path(word)
+
+
+def read_key(path: Path) -> str:
+    """Return the API key in a file. Raises OSError, and ValueError where the file holds anything else."""
+    try:
+        key = path.read_text().strip()
+    except UnicodeDecodeError:
+        key = ""
+    if not (key and key.isascii() and key.isprintable()):
+        raise ValueError(f"{str(path)!r} holds no key, which is one line of printable ASCII characters")
+    return key
+
+
+def key_in_file(word: str) -> str:
+    """An argparse type: the API key in a file."""
+    try:
+        return read_key(readable_file(word))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(message_of(error)) from error
 
 
 def check_files(settings: DataclassInstance, names: Iterable[str]) -> None:

@@ -20,7 +20,8 @@ MODEL = "--model ferry-tiny"
 
 # Command, exit status, and what the line says. {folder} holds: bad.yml with a misspelt setting, wrong.yml
 # with a value that is none, torn.yml, which is no YAML, fleet.yml with a misspelt option of a role, junk,
-# which is no key, keys, of clients alone, open.key, which all can read.
+# which is no key, keys, of clients alone, pair, of two keys, latin, which is no UTF-8, open.key, which all
+# can read.
 MISTAKES = [
     ("prox", 2, "kvferry: unknown command 'prox'; did you mean proxy?"),
     ("deploy", 2, "unknown command 'deploy'; choose from serve, up, proxy, agent, status, "),
@@ -55,6 +56,8 @@ MISTAKES = [
     ("status --on rya", 2, "--on: 'rya' is not one of local, ray; did you mean ray?"),
     ("status localhost:10001", 2, "url: 'localhost:10001' is not http://HOST:PORT or https://HOST:PORT"),
     ("status --key {folder}/none", 2, "--key: '{folder}/none': no such file"),
+    ("status --key {folder}/pair", 2, "--key: '{folder}/pair' holds no key, which is one line of printable"),
+    ("status --key {folder}", 2, "--key: {folder}: Is a directory"),
     ("status --ca {folder}/junk", 1, "{folder}/junk is no certificate: "),
     ("completion", 2, "the following arguments are required: shell"),
     ("completion tcsh", 2, "shell: 'tcsh' is not one of bash, zsh, fish"),
@@ -77,6 +80,8 @@ MISTAKES = [
     ("bench --json {folder}/none/r.json", 2, "cannot be written: no such folder, or it is one"),
     ("bench --plot chart.gif", 2, "--plot must end with .png, .svg, .pdf, got 'chart.gif'"),
     ("bench --key {folder}/none", 2, "--key: '{folder}/none': no such file"),
+    ("bench --key {folder}/pair", 2, "--key: '{folder}/pair' holds no key, which is one line of printable"),
+    ("bench --key {folder}/latin", 2, "--key: '{folder}/latin' holds no key, which is one line of printable"),
     # Values.
     ("agent", 2, "--model must be given"),
     ("agent --attach x", 2, "--dialect must be given"),
@@ -153,6 +158,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "torn.yml").write_text("port: [\n")
     (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
     (made / "keys").write_text("client-key-0123456789\n")
+    (made / "pair").write_text("client-key-0123456789\nadmin-key-0123456789 admin\n")
+    (made / "latin").write_bytes(b"cl\xe9\n")
     # Of the run before: it is not why the next one does not start.
     (made / "proxy.log").write_text("2026-01-01 00:00:00,000 ERROR proxy the model is not there\n")
     for name, mode in (("junk", 0o600), ("open.key", 0o644)):
