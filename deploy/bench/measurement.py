@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.deploy.bench.client import BenchClient, BenchFailed, Observation, connected_client
 from kvferry.deploy.bench.config import BenchConfig, Level
-from kvferry.deploy.bench.workload import PlannedRequest, Workload, measure_tokens
+from kvferry.deploy.bench.workload import PlannedRequest, TokensPerWord, Workload, measure_tokens
 
 
 class BenchRound(msgspec.Struct, frozen=True):
@@ -51,13 +51,20 @@ async def measure(config: BenchConfig, show: Callable[[str], None]) -> BenchResu
             await stack.enter_async_context(connected_client(target, config)) for target in config.targets
         ]
         show("measures how many tokens a word takes")
-        tokens = await measure_tokens(clients[0].count_tokens, config.prompt_lengths.longest)
+        tokens = await _measure_tokens(clients[0], config.prompt_lengths.longest)
         workload = Workload(config, tokens, secrets.token_hex(8))
         for number, client in enumerate(clients):
             show(f"warms {client.target.name} up")
             await _warm_up(client, workload.warmup(number))
         levels = [await _measure_level(workload, clients, level, show) for level in config.levels]
     return BenchResult({client.target.name: client.model for client in clients}, levels)
+
+
+async def _measure_tokens(client: BenchClient, longest: int) -> TokensPerWord:
+    try:
+        return await measure_tokens(client.count_tokens, longest)
+    except ValueError as error:
+        raise BenchFailed(f"{client.target.url}: its usage cannot be gone by: {error}") from error
 
 
 async def _warm_up(client: BenchClient, requests: list[PlannedRequest]) -> None:

@@ -48,19 +48,21 @@ class TokensPerWord:
 async def measure_tokens(count: Callable[[str], Awaitable[int]], longest: int) -> TokensPerWord:
     """Return how the tokens of prompts grow with their words, the longest prompt among them.
 
-    `count` returns the prompt tokens that a server reports for a text.
+    `count` returns the prompt tokens that a server reports for a text. Raises ValueError where these do not
+    grow with it: such a server counts something else, or cuts prompts off.
     """
     rng = random.Random(0)
-    few = await count(_words(rng, FEW))
-    more = await count(_words(rng, MORE))
-    found = TokensPerWord(0.0, max(1e-3, (more - few) / (MORE - FEW)))
-    found = TokensPerWord(few - FEW * found.each, found.each)
-    words = found.num_words(longest)
+    few, more = await count(_words(rng, FEW)), await count(_words(rng, MORE))
+    each = (more - few) / (MORE - FEW)
+    if each <= 0:
+        raise ValueError(f"a prompt of {FEW} words is said to have {few} tokens, one of {MORE} words {more}")
+    words = TokensPerWord(few - FEW * each, each).num_words(longest)
     if words > MORE:
         many = await count(_words(rng, words))
-        each = max(1e-3, (many - few) / (words - FEW))
-        found = TokensPerWord(few - FEW * each, each)
-    return found
+        if many - few < (words - FEW) * each / 2:
+            raise ValueError(f"a prompt of {MORE} words is said to have {more} tokens, one of {words} {many}")
+        each = (many - few) / (words - FEW)
+    return TokensPerWord(few - FEW * each, each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,20 @@ async def test_prompts_have_the_tokens_that_were_asked_for(longest: int) -> None
     assert statistics.mean(lengths) == pytest.approx(longest, abs=3.5, rel=0.02)
 
 
+@pytest.mark.parametrize("most", [0, 7, 512], ids=["counts nothing", "always the same", "cuts prompts off"])
+async def test_a_server_whose_counts_do_not_grow_with_prompts_is_not_gone_by(most: int) -> None:
+    """It was sent a thousand words for each token that was asked for."""
+    asked = []
+
+    async def count(prompt: str) -> int:
+        asked.append(len(prompt.split()))
+        return min(most, 7 + asked[-1])
+
+    with pytest.raises(ValueError, match="is said to have"):
+        await measure_tokens(count, 8000)
+    assert max(asked) <= 8000
+
+
 async def test_a_prompt_is_never_empty() -> None:
     assert TokensPerWord(50, 1).num_words(8) == 1
 
