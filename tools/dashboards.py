@@ -70,6 +70,24 @@ KV_IN_USE = (
     f"/ sum by (instance) (kvferry_agent_kv_blocks{{{AGENT}}})"
 )
 
+TOKENS = (
+    (rate("kvferry_agent_prompt_tokens_total", AGENT), "prompt"),
+    (rate("kvferry_agent_prompt_tokens_cached_total", AGENT), "of it cached"),
+    (rate("kvferry_agent_generation_tokens_total", AGENT), "generated"),
+)
+PROMPT_TOKENS = Panel(
+    title="Tokens of prompts", series=quantiles("kvferry_agent_request_prompt_tokens", AGENT)
+)
+ANSWER_TOKENS = Panel(
+    title="Tokens of answers", series=quantiles("kvferry_agent_request_generation_tokens", AGENT)
+)
+FAILED_PULLS = Panel(
+    title="Failed pulls, by reason", series=[by("kvferry_transfer_failures_total", AGENT, "reason")]
+)
+LEASES_ENDED = Panel(
+    title="Leases ended, by cause", series=[by("kvferry_transfer_leases_ended_total", AGENT, "cause")]
+)
+
 FLEET: dict[str, list[Panel]] = {
     "Fleet": [
         *(
@@ -198,15 +216,11 @@ FLEET: dict[str, list[Panel]] = {
     "Tokens": [
         Panel(
             title="Tokens",
-            series=[
-                (rate("kvferry_agent_prompt_tokens_total", AGENT), "prompt"),
-                (rate("kvferry_agent_prompt_tokens_cached_total", AGENT), "of it cached"),
-                (rate("kvferry_agent_generation_tokens_total", AGENT), "generated"),
-            ],
+            series=TOKENS,
             text="A second, at the fleet's own agents.",
         ),
-        Panel(title="Tokens of prompts", series=quantiles("kvferry_agent_request_prompt_tokens", AGENT)),
-        Panel(title="Tokens of answers", series=quantiles("kvferry_agent_request_generation_tokens", AGENT)),
+        PROMPT_TOKENS,
+        ANSWER_TOKENS,
     ],
     "Agents": [
         Panel(title="Running", series=[(f"kvferry_agent_num_requests_running{{{AGENT}}}", "{{instance}}")]),
@@ -330,9 +344,7 @@ TRANSFER: dict[str, list[Panel]] = {
         ),
     ],
     "What goes wrong": [
-        Panel(
-            title="Failed pulls, by reason", series=[by("kvferry_transfer_failures_total", AGENT, "reason")]
-        ),
+        FAILED_PULLS,
         Panel(
             title="Prompts computed again", series=[by("kvferry_agent_recomputes_total", AGENT, "instance")]
         ),
@@ -353,9 +365,7 @@ TRANSFER: dict[str, list[Panel]] = {
         ),
     ],
     "Leases": [
-        Panel(
-            title="Leases ended, by cause", series=[by("kvferry_transfer_leases_ended_total", AGENT, "cause")]
-        ),
+        LEASES_ENDED,
         Panel(
             title="Leased KV blocks",
             series=[(f'kvferry_agent_kv_blocks{{{AGENT},state="leased"}}', "{{instance}}")],
@@ -417,11 +427,7 @@ NODE: dict[str, list[Panel]] = {
         Panel(title="Phases, p95", series=[p95("kvferry_agent_phase_seconds", AGENT, "phase")], unit="s"),
         Panel(
             title="Tokens",
-            series=[
-                (rate("kvferry_agent_prompt_tokens_total", AGENT), "prompt"),
-                (rate("kvferry_agent_prompt_tokens_cached_total", AGENT), "of it cached"),
-                (rate("kvferry_agent_generation_tokens_total", AGENT), "generated"),
-            ],
+            series=TOKENS,
         ),
     ],
     "Engine": [
@@ -440,18 +446,14 @@ NODE: dict[str, list[Panel]] = {
         Panel(
             title="Preemptions", series=[(rate("kvferry_agent_num_preemptions_total", AGENT), "sequences")]
         ),
-        Panel(title="Tokens of prompts", series=quantiles("kvferry_agent_request_prompt_tokens", AGENT)),
-        Panel(title="Tokens of answers", series=quantiles("kvferry_agent_request_generation_tokens", AGENT)),
+        PROMPT_TOKENS,
+        ANSWER_TOKENS,
     ],
     "KV transfer": [
         Panel(title="KV pulled", series=[(rate("kvferry_transfer_bytes_total", AGENT), "bytes")], unit="Bps"),
         Panel(title="Pulls", series=quantiles("kvferry_transfer_pull_seconds", AGENT), unit="s"),
-        Panel(
-            title="Failed pulls, by reason", series=[by("kvferry_transfer_failures_total", AGENT, "reason")]
-        ),
-        Panel(
-            title="Leases ended, by cause", series=[by("kvferry_transfer_leases_ended_total", AGENT, "cause")]
-        ),
+        FAILED_PULLS,
+        LEASES_ENDED,
         Panel(
             title="Prompts computed again",
             series=[(rate("kvferry_agent_recomputes_total", AGENT), "prompts")],

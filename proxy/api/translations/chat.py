@@ -8,6 +8,7 @@ name the text of their reasoning `reasoning_content` (SGLang, vLLM up to 0.11) o
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -207,6 +208,38 @@ def read_answer(body: bytes) -> tuple[Chat, ChatChoice]:
     for index, call in enumerate((choice.message and choice.message.tool_calls) or ()):
         call.index = index  # which only streams have
     return chat, choice
+
+
+class StreamRewriter(ABC):
+    """Rewrites a chat's stream: its chunks, then its end or a failure, after which nothing comes."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def events(self, events: bytes) -> bytes:
+        """Rewrite whole events of the chat's stream; the result may be empty. Raises `BadResponse`."""
+        return b"".join(self._rewritten(events))
+
+    def _rewritten(self, events: bytes) -> Iterator[bytes]:
+        for event in read_events(events):
+            match event:
+                case ChatEnd():
+                    if not self._failed:
+                        yield from self._end()
+                case ChatFailure():
+                    self._failed = True
+                    yield from self._fail(event)
+                case Chat():
+                    yield from self._rewrite(event)
+
+    @abstractmethod
+    def _rewrite(self, event: Chat) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def _end(self) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def _fail(self, failure: ChatFailure) -> Iterator[bytes]: ...
 
 
 def read_events(events: bytes) -> Iterator[Chat | ChatFailure | ChatEnd]:

@@ -220,11 +220,12 @@ def _joined(texts: str | list[_Text]) -> str:
     return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
 
 
-class MessagesRewriter:
+class MessagesRewriter(chat.StreamRewriter):
     """Rewrites the chat's answer to one request (`ResponseRewriter`): whole, or a stream event by event."""
 
     def __init__(self) -> None:
-        self._begun = self._failed = False
+        super().__init__()
+        self._begun = False
         self._usage = chat.ChatUsage()
         self._block: str | int | None = None
         """What the open content block is: text, thinking, or a tool call by its index."""
@@ -252,26 +253,10 @@ class MessagesRewriter:
             _message(answer, blocks, reason, sequence, _counts(answer.usage or chat.ChatUsage()))
         )
 
-    def events(self, events: bytes) -> bytes:
-        """Rewrite whole events of the chat's stream; the result may be empty. Raises `BadResponse`."""
-        return b"".join(self._rewritten(events))
-
     def error(self, error: ProxyError) -> bytes:
         """The body of an error."""
         kind = _ERROR_TYPES.get(error.status, "api_error")
         return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
-
-    def _rewritten(self, events: bytes) -> Iterator[bytes]:
-        for event in chat.read_events(events):
-            match event:
-                case chat.ChatEnd():
-                    if not self._failed:
-                        yield from self._end()
-                case chat.ChatFailure():
-                    self._failed = True
-                    yield chat.event("error", _error("api_error", event.message))
-                case chat.Chat():
-                    yield from self._rewrite(event)
 
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
         if event.usage is not None:
@@ -327,6 +312,9 @@ class MessagesRewriter:
         usage = _counts(self._usage)
         yield chat.event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
         yield chat.event("message_stop", {"type": "message_stop"})
+
+    def _fail(self, failure: chat.ChatFailure) -> Iterator[bytes]:
+        yield chat.event("error", _error("api_error", failure.message))
 
 
 def _message(

@@ -423,13 +423,14 @@ def _without_nulls(part: _Tool | _JsonSchema) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != _NULL}
 
 
-class ResponsesRewriter:
+class ResponsesRewriter(chat.StreamRewriter):
     """Rewrites one request and the chat's answer to it: whole, or a stream event by event.
 
     A stream holds its whole answer, since its last events repeat it.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._repeated: dict[str, Any] = {}
         """Of the request: what the response repeats."""
         self._head = chat.Chat()
@@ -437,7 +438,7 @@ class ResponsesRewriter:
         self._output = ResponseItems("")
         self._finish_reason: str | None = None
         self._sequence = 0
-        self._begun = self._failed = False
+        self._begun = False
 
     def chat_request(self, raw: bytes) -> bytes:
         """Rewrite a body, for which it is called once, before all else. Raises `InvalidRequest`."""
@@ -454,25 +455,9 @@ class ResponsesRewriter:
         list(self._output.end(self._status))
         return msgspec.json.encode(self._response(self._status))
 
-    def events(self, events: bytes) -> bytes:
-        """Rewrite whole events of the chat's stream; the result may be empty. Raises `BadResponse`."""
-        return b"".join(self._rewritten(events))
-
     def error(self, error: ProxyError) -> bytes:
         """The body of an error: OpenAI's, as it is."""
         return error.body()
-
-    def _rewritten(self, events: bytes) -> Iterator[bytes]:
-        for event in chat.read_events(events):
-            match event:
-                case chat.ChatEnd():
-                    if not self._failed:
-                        yield from self._end()
-                case chat.ChatFailure():
-                    self._failed = True
-                    yield from self._fail(event)
-                case chat.Chat():
-                    yield from self._rewrite(event)
 
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
         yield from self._created(event)
