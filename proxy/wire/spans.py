@@ -22,6 +22,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+MAX_HEADER_CHARS = 512
+"""Of `traceparent` and `tracestate`: as much as W3C Trace Context would have passed on. A longer one is left
+out, since some versions of the SDK take the square of its length to read it.
+"""
 _TRACES_PATH = "/v1/traces"
 _KINDS = {"internal": trace.SpanKind.INTERNAL, "client": trace.SpanKind.CLIENT}
 
@@ -118,9 +122,10 @@ class Tracing:
     def serve(self, name: str, at: float, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Begin the span of a request that came at `at`; it continues the trace that the headers name."""
         offset = time.time_ns() - time.monotonic_ns()
+        carrier = {name: value for name, value in headers.items() if len(value) <= MAX_HEADER_CHARS}
         span = self._tracer.start_span(
             name,
-            context=TraceContextTextMapPropagator().extract(headers, Context()),
+            context=TraceContextTextMapPropagator().extract(carrier, Context()),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
             start_time=int(at * 1e9) + offset,
