@@ -25,6 +25,7 @@ MAX_OBJECTS = 16384
 MAX_COMMAS = 65536
 """Of a body, likewise: between the elements of its lists and the members of its objects."""
 _PIECE_BYTES = 64 * 1024
+_MESSAGE_END_CHARS = 150
 _LONGEST_NAME = 64
 """Of an unknown field that is compared with the known ones."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -80,12 +81,20 @@ def decode_part(raw: bytes | Raw, part: type[S], where: str = "") -> S:
     try:
         return msgspec.json.decode(raw, type=part)
     except msgspec.ValidationError as error:
-        wrong = invalid_field(str(error))
-        hint = _hint(str(error), part.__struct_encode_fields__)
+        message = _shortened(str(error))
+        wrong = invalid_field(message)
+        hint = _hint(message, part.__struct_encode_fields__)
         param = f"{where}.{wrong}" if where and wrong else where or wrong
-        raise InvalidRequest(f"{before}{error}{hint}", param=param) from error
+        raise InvalidRequest(f"{before}{message}{hint}", param=param) from error
     except NOT_JSON as error:
         raise InvalidRequest(f"{before or 'the body '}is not valid JSON: {error}") from error
+
+
+def _shortened(message: str) -> str:
+    """Return what msgspec says without most of the client's own words, which stand before the place."""
+    if len(message) <= 2 * _MESSAGE_END_CHARS:
+        return message
+    return f"{message[:_MESSAGE_END_CHARS]}…{message[-_MESSAGE_END_CHARS:]}"
 
 
 def _hint(error: str, known: tuple[str, ...]) -> str:

@@ -65,3 +65,16 @@ def test_a_response_of_too_many_objects_or_elements_is_refused(body: bytes) -> N
 def test_a_message_of_too_many_objects_or_elements_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="the body may have at most"):
         messages.chat_request(anthropics(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "x" * 10_000}, {"`$." + "x" * 10_000: 1}], ids=["value", "name"]
+)
+def test_a_refusal_does_not_repeat_what_was_sent(fields: dict[str, Any]) -> None:
+    """It has the place all the same; 8 MiB came back in it."""
+    for parse, body in ((responses.parse, openais(**fields)), (messages.chat_request, anthropics(**fields))):
+        with pytest.raises(InvalidRequest) as refused:
+            parse(body)
+        assert len(refused.value.body()) < 1000
+        if "tool_choice" in fields:
+            assert refused.value.param == "tool_choice"
