@@ -80,21 +80,20 @@ class VllmDialect(Dialect):
 
 def prefill_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
     """The prefill leg's body: the prompt and all that changes how it is rendered, for one token."""
-    body = {name: value for name, value in sub.body.items() if name not in _OF_NO_USE_TO_PREFILL}
-    body |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": params}
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
-    return msgspec.json.encode(body)
+    return _body_for_one_token(sub, params, {"min_tokens": 1})
 
 
 def opening_body(sub: SubRequest, params: dict[str, Any]) -> bytes:
     """The same with the client's own `min_tokens` and the ids, for a token that the client gets."""
+    least = {"min_tokens": 1} if sub.request.min_tokens else {}
+    return _body_for_one_token(sub, params, {"return_token_ids": True, **least})
+
+
+def _body_for_one_token(sub: SubRequest, params: dict[str, Any], more: dict[str, Any]) -> bytes:
     body = {name: value for name, value in sub.body.items() if name not in _OF_NO_USE_TO_PREFILL}
-    body |= {"stream": False, "n": 1, "max_tokens": 1, "return_token_ids": True, "kv_transfer_params": params}
+    body |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": params, **more}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
-    if sub.request.min_tokens:
-        body["min_tokens"] = 1
     return msgspec.json.encode(body)
 
 
