@@ -116,6 +116,12 @@ class LogFile:
     def read_text(self) -> str:
         return self.path.read_text()
 
+    def append(self, lines: Sequence[str]) -> None:
+        """Add lines of a process that runs elsewhere. Raises OSError."""
+        with self.path.open("a") as log:
+            log.writelines(f"{line}\n" for line in lines)
+        self.rotate()
+
     def rotate(self) -> None:
         """Move the content to `NAME.log.1` if there is much of it. Lines written meanwhile may be lost: the
         process keeps its file.

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.deploy.launcher import STOP_GRACE_S, LaunchError
+from kvferry.deploy.launcher import STOP_GRACE_S, LaunchError, LogFile
 from kvferry.deploy.ray.agent_actor import AgentActor, AgentOrder, AgentReport, SupervisionState
 from kvferry.proxy.wire.addresses import check_host_port
 
@@ -245,8 +245,7 @@ class RayFleet:
         if log_dir is not None:
             for agent, lines in zip(self.agents, logged, strict=True):
                 if lines:
-                    with (log_dir / f"{agent.name}.log").open("a") as log:
-                        log.writelines(f"{line}\n" for line in lines)
+                    LogFile(log_dir / f"{agent.name}.log").append(lines)
 
     def check_started(self) -> None:
         """Raise `LaunchError` if an agent has ended, or did not start, before all were ready."""

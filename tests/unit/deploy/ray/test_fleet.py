@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from kvferry.deploy import launcher
 from kvferry.deploy.ray.agent_actor import RelayedLog
-from kvferry.deploy.ray.fleet import bundle_of
+from kvferry.deploy.ray.fleet import RayFleet, bundle_of
 from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
 
 
@@ -76,3 +79,24 @@ async def test_a_pipe_is_read_to_its_end_whatever_the_lines(capsys: pytest.Captu
     await asyncio.wait_for(relaying, 20)
     assert log.tail(9).splitlines() == ["one", "(a line that is too long is left out)", "\ufffd", "two"]
     assert capsys.readouterr().err.splitlines() == log.tail(9).splitlines()
+
+
+class Chatty:
+    """In place of an agent's actor: it logs a line whenever it is asked."""
+
+    name = "decode-0"
+
+    async def refresh(self) -> list[str]:
+        return ["x" * 30]
+
+
+async def test_the_files_of_agents_elsewhere_stay_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "MAX_LOG_BYTES", 100)
+    fleet = RayFleet()
+    fleet.agents.append(cast(Any, Chatty()))
+    for _ in range(10):
+        await fleet.refresh(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-0.log", "decode-0.log.1"]
+    assert all(path.stat().st_size <= 124 for path in tmp_path.iterdir())
