@@ -121,16 +121,23 @@ class Costs:
         work.answer_tokens += grown.answer_tokens
 
     def prefill_s(self, role: Role | None = None) -> float | None:
-        """Return the seconds of one prompt, those at agents of a role only if one is given."""
+        """Return the seconds of one prompt, those at agents of a role only if one is given.
+
+        None where no agent, or none of that role, has reported: what it does not say is not nothing.
+        """
         prompts = sum(work.prompts for work in self.by_role.values())
-        return self._sum(role, lambda work: work.prefill_s) / prompts if prompts else None
+        total = self._sum(role, lambda work: work.prefill_s)
+        return total / prompts if prompts and total is not None else None
 
     def answer_tokens(self, role: Role | None = None) -> float | None:
         """Return the tokens that are decoded of one sequence; likewise."""
         answers = sum(work.answers for work in self.by_role.values())
-        return self._sum(role, lambda work: work.answer_tokens) / answers if answers else None
+        total = self._sum(role, lambda work: work.answer_tokens)
+        return total / answers if answers and total is not None else None
 
-    def _sum(self, role: Role | None, value: Callable[[RoleWork], float]) -> float:
+    def _sum(self, role: Role | None, value: Callable[[RoleWork], float]) -> float | None:
+        if role is not None and role not in self.by_role:
+            return None
         return sum(value(work) for each, work in self.by_role.items() if role in (None, each))
 
 

@@ -173,7 +173,11 @@ async def test_every_counter_agrees_with_what_was_sent_and_received(cluster: Clu
 
 
 async def test_what_agents_have_measured_is_exported_as_signals_to_scale_by(cluster: Cluster) -> None:
-    """Costs are measured from ping to ping: it is asked until those of both agents have told of work."""
+    """It is asked until both agents have told of their work.
+
+    What a decode step takes is said after `MIN_STEPS` that did nothing else: a few short answers that are
+    decoded together do not make these.
+    """
     wanted, count = "kvferry_proxy_wanted_agents", 0
     by_role = {"prefill": 0.0, "decode": 0.0}
     async with session() as http, asyncio.timeout(45):

@@ -208,6 +208,17 @@ def test_what_is_not_known_is_not_said() -> None:
     assert got.wanted == {"prefill": 5.0}
 
 
+def test_a_role_whose_agents_report_nothing_is_not_said_to_be_of_no_use() -> None:
+    """As with prefill servers of another engine: an autoscaler would take the last of them away."""
+    agents = [agent("prefill", 1), agent("decode", 2, capacity=BUSY)]
+    costs = costs_of(("decode", BUSY))
+    load_of_clients = own(prompts_per_s=5.0, sequences_per_s=5.0)
+    assert signals_of(agents, costs, load_of_clients).wanted.keys() == {"decode"}
+    costs.add("prefill", Capacity(), None, 1.0)
+    wanted = signals_of(agents, costs, load_of_clients).wanted
+    assert wanted["prefill"] == 0.0, "it computes no prompts: decode agents do"
+
+
 def test_backlog_is_what_waits_here_and_our_share_of_what_waits_at_agents() -> None:
     agents = [
         agent("prefill", 1, ours_at_ping=3, load=load(2, waiting=4), capacity=BUSY),
