@@ -27,9 +27,9 @@ from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.prefix_transfers import PrefixOutcome, PrefixTransfers
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
-from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
+from kvferry.agent.work_counts import WorkCounts
 from kvferry.proxy.wire.messages import Capacity
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed

@@ -16,8 +16,8 @@ import msgspec
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.sequence import Request, Sequence
-from kvferry.agent.engine.work_counts import WorkCounts
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
+from kvferry.agent.work_counts import WorkCounts
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens

@@ -19,7 +19,7 @@ from kvferry.agent.ping import Announcer
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.proxy.wire.addresses import host_port
 from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import Capacity, Incarnation, Load, NodeState, Register, Role
+from kvferry.proxy.wire.messages import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 from kvferry.transfer.layout import KVGeometry
@@ -38,6 +38,9 @@ class EngineLoad(Protocol):
     running: int
     steps: int
     leased_blocks: int
+
+    @property
+    def work(self) -> WorkReport | None: ...
 
     @property
     def capacity(self) -> Capacity | None: ...
@@ -176,6 +179,7 @@ class Announcement:
                 max_running=server.max_running,
             ),
             control_versions=CONTROL_VERSIONS,
+            work=self._load.work,
             capacity=self._load.capacity,
         )
 

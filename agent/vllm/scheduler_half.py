@@ -32,7 +32,8 @@ from kvferry.agent.vllm.params import (
 )
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.step_meter import StepMeter
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.agent.work_counts import WorkCounts
+from kvferry.proxy.wire.messages import Capacity, WorkReport
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
 from kvferry.transfer.state_machine import transition, transitions
@@ -193,8 +194,16 @@ class SchedulerHalf:
         self.steps = 0
         self.leased_blocks = 0
         self._figures: dict[str, float] = defaultdict(float)
+        self._counts = WorkCounts()
+        self._leases_expired = 0
+        self.work: WorkReport = self._counts.work(0)
+        """What has been done until the last step; any thread may read it."""
         self._meter = StepMeter(
-            max_running, num_blocks, lambda: max(0, num_blocks - free_blocks() - self.leased_blocks), clock
+            max_running,
+            num_blocks,
+            lambda: max(0, num_blocks - free_blocks() - self.leased_blocks),
+            clock,
+            self._counts.prompt,
         )
 
     @property
@@ -315,6 +324,7 @@ class SchedulerHalf:
         self.running = running + sum(fetch.state in fetching for fetch in self._fetches.values())
         for event in self._plane.take_events():
             self._handle(event)
+        self.work = self._counts.work(self._leases_expired)
         verdicts, self._verdicts = self._verdicts, StepVerdicts()
         return verdicts
 
@@ -402,9 +412,14 @@ class SchedulerHalf:
         self._figures["transfers"] += 1
         self._figures["transfer_bytes"] += event.nbytes
         self._figures["transfer_seconds"] += event.wait_s + event.pull_s
+        fetch = self._fetches.get(event.transfer_id)
+        if fetch is not None:
+            self._counts.pull_done(fetch.task.remote_engine_id, event)
 
     def _lease_ended(self, event: LeaseEnded | LeaseRefused) -> None:
-        self._figures[f"leases_ended:{event.cause if isinstance(event, LeaseEnded) else 'refused'}"] += 1
+        cause = event.cause if isinstance(event, LeaseEnded) else "refused"
+        self._figures[f"leases_ended:{cause}"] += 1
+        self._leases_expired += cause == "expired"
         lent = self._lent.pop(event.transfer_id)
         self.leased_blocks -= lent.num_blocks
         self._verdicts.sent.add(lent.request)
@@ -415,8 +430,11 @@ class SchedulerHalf:
             return
         fetch.failure = event.reason
         self._figures[f"failed_transfers:{event.reason}"] += 1
+        if event.reason != "cancelled":  # by a client that left
+            self._counts.pull_failed(fetch.task.remote_engine_id, event)
         if not fetch.is_abandoned:
             self._figures["recomputed"] += 1
+            self._counts.recompute()
             log.info("request %s: its KV cannot be used: %s", fetch.owner, event.reason)
         if event.quiescent:
             self._pull_over(event.transfer_id)

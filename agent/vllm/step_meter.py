@@ -45,14 +45,22 @@ class StepMeter:
     Args:
         blocks_used: How many KV blocks sequences hold now.
         clock: Monotonic seconds.
+        count_prompt: Told of each prompt that is computed here when it begins: its tokens, and how many of
+            them the prefix cache had.
     """
 
     def __init__(
-        self, max_running: int, num_blocks: int, blocks_used: Callable[[], int], clock: Callable[[], float]
+        self,
+        max_running: int,
+        num_blocks: int,
+        blocks_used: Callable[[], int],
+        clock: Callable[[], float],
+        count_prompt: Callable[[int, int], None],
     ) -> None:
         self._meter = CapacityMeter(max_running, num_blocks)
         self._blocks_used = blocks_used
         self._clock = clock
+        self._count_prompt = count_prompt
         self._requests: dict[str, _Request] = {}
         self._step: _Step | None = None
         self._reported_at = float("-inf")
@@ -98,6 +106,7 @@ class StepMeter:
             taken.is_scheduled = True
             if not taken.fetches:
                 self._meter.cached(min(computed, length))
+                self._count_prompt(length, min(computed, length))
         # vLLM computes the last token of a prompt that it has fetched, to sample from it: that is decoding. A
         # request that was preempted is computed again from its beginning, which is not.
         is_decoded = computed + 1 >= length and (taken.is_prompt_done or (taken.fetches and count == 1))

@@ -85,9 +85,11 @@ class VllmScheduler:
         """Schedule what can be, run it, and act on the report."""
         for request in list(self._waiting):
             self._schedule(request)
-        verdicts = self._half.take_verdicts(
-            sum(each.status is Status.RUNNING for each in self.requests.values())
-        )
+        tokens = self._tokens()
+        self._half.scheduled(tokens)
+        verdicts = self._half.take_verdicts(len(tokens))
+        for request_id, count in tokens.items():
+            self.requests[request_id].num_computed_tokens += count
         self._act(verdicts)
         return verdicts
 
@@ -113,6 +115,13 @@ class VllmScheduler:
         assert sorted([*used, *self.free]) == list(range(self._num_blocks))
 
     # What vLLM does.
+
+    def _tokens(self) -> dict[str, int]:
+        """How many tokens of each running request are in the step: all of a prompt's at once, then one."""
+        running = [each for each in self.requests.values() if each.status is Status.RUNNING]
+        return {
+            each.request_id: max(1, each.num_prompt_tokens - each.num_computed_tokens) for each in running
+        }
 
     def _schedule(self, request: VllmRequest) -> None:
         assert request.prompt_token_ids is not None
@@ -142,7 +151,8 @@ class VllmScheduler:
             return
         self._waiting.remove(request)
         request.status = Status.RUNNING
-        self.computed[request.request_id] = request.num_computed_tokens or request.cached
+        request.num_computed_tokens = request.num_computed_tokens or request.cached
+        self.computed[request.request_id] = request.num_computed_tokens
 
     def _promote(self, request: VllmRequest) -> None:
         """The load is over, well or not."""

@@ -16,11 +16,16 @@ from kvferry.agent.vllm.announcement import Announcement, Server
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Node
+from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.messages import Capacity, Incarnation
+from kvferry.proxy.wire.messages import Capacity, Incarnation, WorkReport
 from tests.unit.transfer.rig import GEOMETRY
 
 DEADLINE_S = 20.0
+SERVER = Server(
+    role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
+    geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4,
+)  # fmt: skip
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Work:
     steps: int = 0
     leased_blocks: int = 0
     capacity: Capacity | None = None
+    work: WorkReport | None = None
     leased: int = 1
     control_port: int = 1
     transfers: tuple[str, ...] = ("tcp",)
@@ -75,11 +81,7 @@ async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
             proxy=(f"127.0.0.1:{proxy.discovery_port}",),
             drain_socket=str(tmp_path / "drain"),
         )
-        server = Server(
-            role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
-            geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4,
-        )  # fmt: skip
-        announcement = Announcement(settings, None, server, work, lambda: 8)
+        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
         await connected.wait()
@@ -96,3 +98,21 @@ async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
         assert nodes(proxy)[0].info.state == "draining", "it serves until it is ended"
         running.cancel()
     assert not nodes(proxy), "it has said bye"
+
+
+async def test_what_the_server_has_pulled_is_added_up_by_the_proxy() -> None:
+    """From when the proxy has heard it first; the operator's page shows it."""
+    work = Work(work=WorkReport(pull_bytes=1_000_000))
+    async with running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy, asyncio.TaskGroup() as tasks:
+        totals = TransferTotals(proxy.fleet.clock)
+        proxy.fleet.registry.subscribe(totals.note)
+        proxies = (f"127.0.0.1:{proxy.discovery_port}",)
+        settings = ConnectorSettings(advertise_url="http://127.0.0.1:9", proxy=proxies)
+        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
+        running = tasks.create_task(announcement.run(cast(Any, work)))
+        await until(lambda: nodes(proxy) and nodes(proxy)[0].info.work == work.work)
+        work.work = WorkReport(pull_bytes=1_000_007, failures={"deadline": 1})
+        await until(lambda: totals.totals().pull_bytes)
+        running.cancel()
+    assert totals.totals().pull_bytes == 7
+    assert totals.failures() == {"deadline": 1}

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf, prompt_hash
+from kvferry.proxy.wire.messages import Incarnation, LinkUse
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
@@ -344,6 +345,31 @@ def test_choices_do_not_wait_for_one_that_has_left(when: str) -> None:
         engine.plane.events.append(failed("t"))
         engine.vllm.step()
     engine.check_all_free()
+
+
+def test_what_was_done_is_reported_as_our_own_agents_report_it() -> None:
+    """In pings: for the operator's page. A pull that its client has given up is no failure."""
+    engine = Engine()
+    engine.vllm.add(VllmRequest("here", prompt(10), cached=8))
+    for name in ("done", "failed", "given-up"):
+        engine.fetch(name, name)
+    engine.prefilled("lent", "lent")
+    engine.vllm.finish(engine.vllm.requests["given-up"], Status.FINISHED_ABORTED)
+    engine.plane.events = [
+        done("done"),
+        failed("failed"),
+        PullFailed(transfer_id="given-up", reason="cancelled", quiescent=True),
+        LeaseEnded(transfer_id="lent", cause="expired"),
+    ]
+    engine.vllm.step()
+    work = engine.half.work
+    assert (work.prompt_tokens, work.cached_tokens) == (20, 8), "one computed here, and one lent"
+    assert (work.pull_bytes, sum(work.pulls), work.failures) == (7, 1, {"invalid": 1})
+    assert (work.recomputes, work.leases_expired) == (1, 1)
+    (link,) = work.links
+    assert link == LinkUse(
+        producer=Incarnation("e"), backend="tcp", pulls=1, failures=1, nbytes=7, seconds=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ class Vllm:
         self.now = 100.0
         self.used = 10
         self.requests: dict[str, Request] = {}
-        self.meter = StepMeter(64, 1000, lambda: self.used, lambda: self.now)
+        self.prompts: list[tuple[int, int]] = []
+        self.meter = StepMeter(
+            64, 1000, lambda: self.used, lambda: self.now, lambda *told: self.prompts.append(told)
+        )
 
     def begin(self, name: str, prompt: int, *, computed: int = 0, fetches: bool = False) -> None:
         self.requests[name] = Request(name, prompt, computed)
@@ -56,6 +59,7 @@ def test_a_prompt_its_tokens_and_its_end() -> None:
     assert said.prefill_s == pytest.approx(0.3)
     assert said.sequence_s == pytest.approx(0.01)
     assert said.backlog_s == 0.0
+    assert vllm.prompts == [(100, 0)]
 
 
 def test_a_leg_that_is_to_hand_its_prompt_over_decodes_nothing() -> None:

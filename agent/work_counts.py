@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine has done since it started, as pings report it to proxies."""
+"""What an engine has done since it started, as pings report it to proxies."""
 
 from __future__ import annotations
 
