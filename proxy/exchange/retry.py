@@ -6,9 +6,9 @@ it is the request that brings agents down.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvferry.proxy.clock import now
 from kvferry.proxy.errors import AgentLost, AgentTimeout, StreamBroken, SuspectRequest
@@ -102,7 +102,23 @@ class AgentStates(Protocol):
     def is_busy(self, agent: Incarnation, /) -> bool: ...
     def is_leaving(self, agent: Incarnation, /) -> bool: ...
     def has_served_since(self, agent: Incarnation, at: float, /) -> bool | None: ...
+    def host_id(self, agent: Incarnation, /) -> str: ...
+    def agents_on(self, host_id: str, /) -> frozenset[Incarnation]: ...
     async def wait_for_word(self, agents: Collection[Incarnation], by: float, /) -> None: ...
+
+
+class Place(NamedTuple):
+    """Where and with which attempt of the request an agent was lost. `host_id`: empty if unknown."""
+
+    host_id: str
+    attempt: int
+
+
+class Loss(NamedTuple):
+    """When and where an agent was lost."""
+
+    at: float
+    place: Place
 
 
 class Suspicion:
@@ -110,7 +126,8 @@ class Suspicion:
 
     An agent was *felled* with the request if it fell silent, or if it was lost and its pings do not show that
     it goes on working. Which one of its requests did that cannot be known, so it counts for each of them.
-    A request that has felled `MAX_FELLED` agents is given to no other.
+    A request that has felled `MAX_FELLED` agents is given to no other. The agents of one attempt count as one
+    where they were all that there was on their host: then the host died.
 
     Circuit breakers count the failures of a request at no more agents than that, and each once per attempt. A
     deadline that passed at an agent with too much to do counts at none.
@@ -120,14 +137,15 @@ class Suspicion:
         self._agents = agents
         self._log = log
         self._metrics = metrics
+        self._attempt = 0
         self._failed_now: set[Incarnation] = set()
         """Agents whose circuit breakers have counted a failure of this attempt."""
         self._failed: set[Incarnation] = set()
-        self._cancelled: dict[Incarnation, float] = {}
-        """Agents that were at work on this attempt when it ended, and when that was."""
-        self._lost: dict[Incarnation, float] = {}
-        """Agents of which it is not known yet whether they work on, and when they were lost."""
-        self._felled: set[Incarnation] = set()
+        self._cancelled: dict[Incarnation, Loss] = {}
+        """Agents that were at work on this attempt when it ended."""
+        self._lost: dict[Incarnation, Loss] = {}
+        """Agents of which it is not known yet whether they work on."""
+        self._felled: dict[Incarnation, Loss] = {}
 
     def leg_succeeded(self, agent: Incarnation) -> None:
         """See `LegReports`."""
@@ -136,10 +154,8 @@ class Suspicion:
     def leg_failed(self, agent: Incarnation, error: AgentFailure) -> None:
         """See `LegReports`."""
         if isinstance(error, AgentLost) and error.may_be_caused and not self._agents.is_leaving(agent):
-            if error.unresponsive:
-                self._felled.add(agent)
-            else:
-                self._lost[agent] = now()
+            losses = self._felled if error.unresponsive else self._lost
+            losses[agent] = self._loss(agent)
         if isinstance(error, AgentTimeout) and self._agents.is_busy(agent):
             return
         if agent in self._failed_now or (agent not in self._failed and len(self._failed) >= MAX_FELLED):
@@ -151,12 +167,13 @@ class Suspicion:
     def leg_cancelled(self, agent: Incarnation) -> None:
         """See `LegReports`."""
         if not self._agents.is_leaving(agent):
-            self._cancelled[agent] = now()
+            self._cancelled[agent] = self._loss(agent)
 
     def attempt_ended(self) -> None:
         """All legs of an attempt have ended, and another one may follow."""
+        self._attempt += 1
         self._failed_now.clear()
-        self._lost |= {agent: at for agent, at in self._cancelled.items() if agent not in self._lost}
+        self._lost |= {agent: loss for agent, loss in self._cancelled.items() if agent not in self._lost}
         self._cancelled.clear()
 
     async def judge(self, by: float) -> None:
@@ -166,24 +183,52 @@ class Suspicion:
         """
         by = min(by, now() + VERDICT_S)
         while True:
-            for agent, at in tuple(self._lost.items()):
-                has_served = self._agents.has_served_since(agent, at)
-                if has_served is None:
-                    continue
-                del self._lost[agent]
-                if not has_served:
-                    self._felled.add(agent)
-            if len(self._felled | self._lost.keys()) < MAX_FELLED:
+            self._settle()
+            lost = self._felled | self._lost
+            hosts = {loss.place: self._awaited_of(loss) for loss in lost.values()}
+            alive = {place for place, awaited in hosts.items() if awaited is None}
+            gone = {place for place, awaited in hosts.items() if awaited == frozenset()}
+            if _count(lost, gone) < MAX_FELLED:
                 return
-            if len(self._felled) >= MAX_FELLED or now() >= by:
+            if _count(self._felled, hosts.keys() - alive) >= MAX_FELLED or now() >= by:
                 self._metrics.suspect_requests.inc()
                 logger.warning(
                     "request %s: agents %s were lost while they served it; it is given to no other",
                     self._log.request_id,
-                    ", ".join(sorted(self._felled | self._lost.keys())),
+                    ", ".join(sorted(lost)),
                     extra=self._log.log_ids(),
                 )
                 raise SuspectRequest(
                     f"{MAX_FELLED} agents were lost while they served this request; it is given to no other"
                 )
-            await self._agents.wait_for_word(tuple(self._lost), by)
+            awaited = (each for each in hosts.values() if each)
+            await self._agents.wait_for_word(frozenset(self._lost).union(*awaited), by)
+
+    def _loss(self, agent: Incarnation) -> Loss:
+        return Loss(now(), Place(self._agents.host_id(agent), self._attempt))
+
+    def _settle(self) -> None:
+        """Decide, where pings show it, which of the lost agents work on and which were felled."""
+        for agent, loss in tuple(self._lost.items()):
+            has_served = self._agents.has_served_since(agent, loss.at)
+            if has_served is None:
+                continue
+            del self._lost[agent]
+            if not has_served:
+                self._felled[agent] = loss
+
+    def _awaited_of(self, loss: Loss) -> frozenset[Incarnation] | None:
+        """Return the agents that may show that the host of the loss lives on; None if one has, or the host is
+        unknown. None of them: the host is gone.
+        """
+        if not loss.place.host_id:
+            return None
+        others = self._agents.agents_on(loss.place.host_id) - self._felled.keys() - self._lost.keys()
+        if any(self._agents.has_served_since(each, loss.at) for each in others):
+            return None
+        return others
+
+
+def _count(lost: Mapping[Incarnation, Loss], gone: Collection[Place]) -> int:
+    """Return how many agents count, where those of one attempt on a host that is gone are one."""
+    return len({loss.place if loss.place in gone else agent for agent, loss in lost.items()})

@@ -126,6 +126,14 @@ class Fleet:
         """Return whether the agent went on working after `at`; None while that is not known."""
         return self.registry.has_served_since(agent, at, self.clock())
 
+    def host_id(self, agent: Incarnation) -> str:
+        """Return which host the agent is or was on; empty if that is unknown."""
+        return self.registry.host_id(agent)
+
+    def agents_on(self, host_id: str) -> frozenset[Incarnation]:
+        """Return the registered agents of a host."""
+        return self.registry.agents_on(host_id, self.clock())
+
     async def wait_for_word(self, agents: Collection[Incarnation], by: float) -> None:
         """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

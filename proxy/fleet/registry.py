@@ -169,6 +169,14 @@ class _Record:
     is_ending: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """What is remembered of an agent that is gone. `served_at`: as in `_Record`."""
+
+    served_at: float
+    host_id: str
+
+
 @dataclass(slots=True)
 class _Kept:
     """What is kept from one snapshot to the next.
@@ -218,8 +226,8 @@ class Registry:
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
-        self._gone: OrderedDict[Incarnation, float] = OrderedDict()
-        """When agents that are gone last served, the latest last."""
+        self._gone: OrderedDict[Incarnation, _Gone] = OrderedDict()
+        """Agents that are gone, the latest last."""
         self._models: dict[str, float] = {}
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
@@ -464,10 +472,23 @@ class Registry:
         """Return whether the agent went on working after `at`; None while its next ping is to be awaited."""
         self.sweep(now)
         record = self._records.get(incarnation)
-        served_at = self._gone.get(incarnation, float("-inf")) if record is None else record.served_at
-        if served_at >= at + PROOF_S:
+        last = self._gone.get(incarnation) if record is None else record
+        if last is not None and last.served_at >= at + PROOF_S:
             return True
         return None if record is not None else False
+
+    def host_id(self, incarnation: Incarnation) -> str:
+        """Return which host the agent is or was on; empty if that is unknown."""
+        record = self._records.get(incarnation)
+        if record is not None:
+            return record.info.host_id
+        gone = self._gone.get(incarnation)
+        return "" if gone is None else gone.host_id
+
+    def agents_on(self, host_id: str, now: float) -> frozenset[Incarnation]:
+        """Return the registered agents of a host."""
+        self.sweep(now)
+        return frozenset(key for key, each in self._records.items() if each.info.host_id == host_id)
 
     def has_substitute(self, info: Register, now: float) -> bool:
         """Return whether other agents in rotation serve the legs that this one serves, or served."""
@@ -584,7 +605,7 @@ class Registry:
         self._note(kind, record.info)
         del self._by_address[record.info.address]
         self._gone.pop(incarnation, None)
-        self._gone[incarnation] = record.served_at
+        self._gone[incarnation] = _Gone(record.served_at, record.info.host_id)
         if len(self._gone) > MAX_RETIRED:
             self._gone.popitem(last=False)
         self._kept.order_changed()

@@ -143,6 +143,28 @@ async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_sta
     assert sum(agent.is_dead for agent in agents) <= MAX_FELLED
 
 
+@pytest.mark.parametrize(("others", "status"), [(0, 200), (1, 500)], ids=["host dies", "host lives on"])
+async def test_a_host_that_dies_with_both_agents_is_one_loss(
+    start_stage: StartStage, others: int, status: int
+) -> None:
+    """A long prompt is at both at once. Where another agent of the host works on, it was not the host."""
+    stage = await start_stage(stream_pull_min_tokens=1)
+    pair = await stage.pair(overrides={"host_id": "lost"})
+    for agent in pair:
+        agent.faults.append(Fault(agent.role, "hang"))
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(stage.ask(BODY))
+        for agent in pair:
+            await agent.until(lambda agent=agent: agent.running)
+        await stage.pair()
+        for _ in range(others):
+            await stage.agent("prefill", overrides={"host_id": "lost"})
+        await asyncio.gather(*(agent.silence() for agent in pair))
+        await asyncio.gather(*(agent.close_http() for agent in pair))
+    assert asking.result()[0] == status, asking.result()
+    assert stage.metric("kvferry_proxy_suspect_requests_total") == others
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "moments", [pytest.param(["prefill"], marks=pytest.mark.full), ["decode"], ["prefill", "decode"]], ids=str

@@ -413,3 +413,15 @@ def test_an_end_that_was_announced_in_time_is_no_death() -> None:
     assert not registry.is_leaving(other, 3.0), "its pings may have stopped"
     registry.drain(other)
     assert registry.is_leaving(other, 3.0)
+
+
+def test_the_host_of_an_agent_is_known_beyond_its_end() -> None:
+    registry = Registry()
+    registry.register(registration("prefill", 1, host_id="a"), 0.0)
+    registry.register(registration("decode", 2, host_id="a"), 1.0)
+    registry.register(registration("decode", 3, host_id="b"), 1.0)
+    one, two = (Incarnation(registration("both", number).incarnation) for number in (1, 2))
+    assert registry.agents_on("a", 1.0) == {one, two}
+    assert registry.agents_on("a", NODE_EXPIRY_S) == {two}
+    assert registry.host_id(one) == registry.host_id(two) == "a"
+    assert registry.host_id(Incarnation("stranger")) == ""
