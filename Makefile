@@ -16,12 +16,12 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-atom test-rdma test-versions chaos soak model-check fuzz-api \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
-	dialect-table model-table field-table prefix-table lifecycles reference dashboards site train clean
+	dialect-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 env: $(STAMP) ## make .venv with pinned dependencies
 
@@ -86,10 +86,16 @@ test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the co
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.clients.install build/clients $(CLIENTS)
 	$(BIN)/python -m pytest -m clients -rs --timeout 900 tests/clients $(if $(CLIENTS),-k "$(subst -,_,$(subst $(eval) , or ,$(CLIENTS)))")
 
-test-deploy: $(STAMP) ## how it is deployed: the Helm chart, the CPU image and its Pods in podman, systemd units, three Ray nodes; gets Helm, schemas and Ray first
+test-deploy: $(STAMP) ## how it is deployed: the Helm chart, the CPU image and its Pods in podman, systemd units, three Ray nodes; gets Helm, hadolint, schemas and Ray first
 	$(BIN)/python -m tests.deploy.install build/deploy
 	$(PIP_INSTALL) --editable '.[ray]'
 	$(BIN)/pytest -rs tests/deploy
+
+# What of it CI runs: seconds. The rest needs root, Debian's packages for containers, and Ray.
+LINTS := tests/deploy/test_chart.py tests/deploy/test_images.py tests/deploy/test_systemd.py
+test-deploy-lint: $(STAMP) ## its lint and schema part: chart, Containerfiles, systemd units; gets Helm, hadolint and schemas first
+	$(BIN)/python -m tests.deploy.install build/deploy
+	$(BIN)/pytest -rs -k 'not serves_and_ends' $(LINTS)
 
 # What ATOM's server imports beside what is in .venv.
 ATOM_NEEDS := fastapi==0.128.0 starlette==0.50.0 annotated-doc==0.0.4 xxhash==3.6.0
@@ -184,6 +190,9 @@ reference: $(STAMP) ## bring the pages of docs/reference up to date with the cod
 
 dashboards: $(STAMP) ## bring the Grafana dashboards of deploy/monitoring up to date with tools/dashboards.py
 	$(BIN)/python -m tools.dashboards --write
+
+cuda-requirements: $(STAMP) ## bring the versions of the image for NVIDIA GPUs up to date; fetches some gigabytes
+	$(BIN)/python -m tools.cuda_requirements
 
 site: $(STAMP) ## build the pages of docs/ as a site, in build/site
 	$(BIN)/mkdocs build --strict

@@ -12,6 +12,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvferry"
 TOOLS = ROOT / "build" / "deploy"
+HADOLINT = TOOLS / "hadolint"
 HELM = TOOLS / "helm"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
 

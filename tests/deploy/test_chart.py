@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.deploy.sidecar import SidecarConfig
@@ -241,6 +243,31 @@ def test_the_command_of_the_page_installs_the_chart() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "registry.example/kvferry" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: Debian's prometheus has it")
+def test_promtool_takes_the_rules_of_the_chart(tmp_path: Path) -> None:
+    """All of ours, as they are rendered."""
+    rendered = render(*SECURE, "--set", "monitoring.rules=true,monitoring.docs=https://docs.example/")
+    [rules] = [each["spec"] for each in rendered if each["kind"] == "PrometheusRule"]
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump(rules))
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = yaml.safe_load((ROOT / "deploy" / "monitoring" / "rules.yml").read_text())
+    assert len(rules["groups"]) == len(ours["groups"])
+    assert "runbook_url: https://docs.example/runbook.md" in path.read_text()
+
+
+def test_devices_of_gpus_are_open_to_groups_that_are_named(validate: Any) -> None:
+    found = pods(render(*SECURE, "--set", "agents.supplementalGroups={44,110}"))
+    groups = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"]["securityContext"].get(
+            "supplementalGroups"
+        )
+        for pod in found
+    }
+    assert groups == {"proxy": None, "agent": [44, 110]}
 
 
 def test_agents_find_the_proxies_by_the_name_of_the_headless_service() -> None:

@@ -65,6 +65,9 @@ spec:
   terminationGracePeriodSeconds: {{ add (int $values.drainSeconds) (ceil $agents.leaseSeconds | int) 10 }}
   securityContext:
     {{- include "kvferry.podSecurity" $root | nindent 4 }}
+    {{- with $agents.supplementalGroups }}
+    supplementalGroups: {{ toJson . }}
+    {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{ toJson . }}
   {{- end }}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Containerfiles: linted by hadolint, alike where they should be, and named as in the chart.
+
+`test_pods` builds the one for CPUs. The others are not built by any test.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.deploy.chart import EXAMPLES, HADOLINT, ROOT
+from tools.cuda_requirements import EXTRAS, VLLM, wanted
+
+IMAGES = ROOT / "deploy" / "images"
+NAMES = ("cpu", "cuda", "rocm")
+LAYOUT = {"cpu": "kvferry", "cuda": "kvferry-cuda", "rocm": "kvferry-rocm"}
+"""What the page and the chart's values call the images."""
+# Debian's own versions are not pinned: its archive keeps the latest alone. `cd` is within one layer.
+IGNORED = ("DL3008", "DL3003")
+PINNED = re.compile(r"ARG BASE=[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
+
+
+def instructions(name: str) -> list[str]:
+    """The instructions of a Containerfile, one a line, without comments."""
+    lines = (IMAGES / name / "Containerfile").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#"))
+    return [re.sub(r"\s+", " ", each) for each in text.replace("\\\n", " ").splitlines() if each]
+
+
+def last_stage(name: str) -> list[str]:
+    found = instructions(name)
+    [*_, start] = [position for position, each in enumerate(found) if each.startswith("FROM ")]
+    return found[start:]
+
+
+def test_no_other_images_are_there() -> None:
+    assert {each.name for each in IMAGES.iterdir()} == set(NAMES) == LAYOUT.keys()
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="no hadolint here: make test-deploy gets it")
+@pytest.mark.parametrize("name", NAMES)
+def test_hadolint_has_nothing_against_it(name: str) -> None:
+    ignored = [word for each in IGNORED for word in ("--ignore", each)]
+    done = subprocess.run(
+        [HADOLINT, "--no-color", "--failure-threshold", "style", *ignored, IMAGES / name / "Containerfile"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_all_images_share(name: str) -> None:
+    """One base by version and digest; nobody's user; doctor; and what a container runs."""
+    first, *_ = instructions(name)
+    assert PINNED.fullmatch(first), first
+    assert {each for each in instructions(name) if each.startswith("FROM ")} == {
+        "FROM ${BASE} AS build",
+        "FROM ${BASE}",
+    }
+    assert last_stage(name)[-5:] == [
+        "USER 10001:10001",
+        "WORKDIR /tmp",
+        "RUN kvferry doctor",
+        'ENTRYPOINT ["kvferry"]',
+        'CMD ["--help"]',
+    ]
+    environment = " ".join(each for each in last_stage(name) if each.startswith("ENV "))
+    assert "HOME=/tmp" in environment and "PYTHONDONTWRITEBYTECODE=1" in environment
+    copied = {each for each in instructions(name) if each.startswith("COPY ")}
+    assert copied >= {f"COPY {each} /src/{each}" for each in ("agent", "deploy", "proxy", "transfer")}
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_those_on_debian_have_one_base_and_leave_no_pip(name: str) -> None:
+    assert instructions(name)[:4] == instructions("cpu")[:4]
+    assert any("pip uninstall --quiet --yes pip" in each for each in instructions(name))
+    assert "COPY --from=build /opt/kvferry /opt/kvferry" in last_stage(name)
+    assert not any("pip install" in each for each in last_stage(name))
+
+
+def test_the_packages_beside_vllm_are_pinned_within_our_ranges() -> None:
+    """`make cuda-requirements` writes the file."""
+    lines = (IMAGES / "cuda" / "requirements.txt").read_text().splitlines()
+    pinned = {}
+    for line in lines:
+        if not line.startswith("#"):
+            found = re.fullmatch(r"([a-z0-9.-]+)==([\w.]+) --hash=sha256:[0-9a-f]{64}", line)
+            assert found, line
+            pinned[found[1]] = found[2]
+    assert len(pinned) == sum(not line.startswith("#") for line in lines) > 150
+    for each in map(Requirement, wanted()):
+        assert each.specifier.contains(pinned[each.name.lower().replace("_", "-")]), each
+    assert pinned["vllm"] == Requirement(VLLM).specifier.__str__().removeprefix("==")
+    installed = re.findall(r"'/src\[([\w,]+)\]'", "\n".join(instructions("cuda")))
+    assert installed == [",".join(EXTRAS)]
+
+
+def test_the_image_for_cpus_takes_ci_s_versions() -> None:
+    assert any("--constraint /src/constraints.txt '/src[agent]'" in each for each in instructions("cpu"))
+
+
+@pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem)
+def test_values_files_name_an_image_that_can_be_built(values: Path) -> None:
+    """Values for GPUs name the image for them."""
+    chosen = yaml.safe_load(values.read_text())
+    repository = chosen.get("image", {}).get("repository", "kvferry").rpartition("/")[2]
+    assert repository in LAYOUT.values()
+    agents = chosen["agents"]
+    if agents.get("engine") == "vllm":
+        assert repository == LAYOUT["cuda"]
+    if agents.get("transfer") == "mori":
+        assert repository == LAYOUT["rocm"]
+
+
+def test_the_page_names_each_image_and_its_containerfile() -> None:
+    page = (ROOT / "docs" / "deploy" / "images.md").read_text()
+    for name, image in LAYOUT.items():
+        assert f"| `{image}` | `deploy/images/{name}/Containerfile` |" in page
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name, image in LAYOUT.items():
+        command = (
+            f"docker build --file deploy/images/{name}/Containerfile --tag localhost/{image}:{version} ."
+        )
+        assert command in page
