@@ -92,8 +92,8 @@ test-deploy: $(STAMP) ## how it is deployed: the Helm chart, the CPU image and i
 	$(BIN)/pytest -rs tests/deploy
 
 # What of it CI runs: seconds. The rest needs root, Debian's packages for containers, and Ray.
-LINTS := tests/deploy/test_chart.py tests/deploy/test_images.py tests/deploy/test_systemd.py
-test-deploy-lint: $(STAMP) ## its lint and schema part: chart, Containerfiles, systemd units; gets Helm, hadolint and schemas first
+LINTS := $(addprefix tests/deploy/,test_chart.py test_images.py test_pages.py test_systemd.py)
+test-deploy-lint: $(STAMP) ## its lint and schema part: chart, Containerfiles, pages, systemd units; gets Helm, hadolint and schemas first
 	$(BIN)/python -m tests.deploy.install build/deploy
 	$(BIN)/pytest -rs -k 'not serves_and_ends' $(LINTS)
 
