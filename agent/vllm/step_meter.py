@@ -45,7 +45,7 @@ class StepMeter:
     Args:
         blocks_used: How many KV blocks sequences hold now.
         clock: Monotonic seconds.
-        count_prompt: Told of each prompt that is computed here when it begins: its tokens, and how many of
+        count_prompt: Called for each prompt that is computed here when it begins: its tokens, and how many of
             them the prefix cache had.
     """
 
