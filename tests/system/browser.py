@@ -16,6 +16,8 @@ import aiohttp
 
 START_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 15.0
+LONG_CALL_TIMEOUT_S = 60.0
+"""What looks at all of a page with 200 agents takes some seconds of a whole core."""
 POLL_S = 0.1
 FLAGS = (
     "--headless",
@@ -27,7 +29,10 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
-AXE_OPTIONS = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']}"
+AXE_RULES = "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']"
+FIND_VIOLATIONS = (
+    f"axe.run({{{AXE_RULES}, resultTypes: ['violations']}}).then(({{violations}}) => violations)"
+)
 KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "Escape": 27}
 
 
@@ -59,12 +64,12 @@ class Page:
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
                 self.complaints.append(str(said["params"]["entry"]))
 
-    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+    async def call(self, method: str, *, timeout_s: float = CALL_TIMEOUT_S, **params: Any) -> dict[str, Any]:
         """One DevTools command."""
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        said = await asyncio.wait_for(reply, CALL_TIMEOUT_S)
+        said = await asyncio.wait_for(reply, timeout_s)
         assert "error" not in said, (method, said)
         result: dict[str, Any] = said["result"]
         return result
@@ -113,12 +118,25 @@ class Page:
         if await self.evaluate("typeof axe") == "undefined":
             await self.call("Runtime.evaluate", expression=axe.read_text())
         done = await self.call(
-            "Runtime.evaluate", expression=f"axe.run({AXE_OPTIONS})", awaitPromise=True, returnByValue=True
+            "Runtime.evaluate",
+            expression=FIND_VIOLATIONS,
+            awaitPromise=True,
+            returnByValue=True,
+            timeout_s=LONG_CALL_TIMEOUT_S,
         )
         return [
             f"{found['id']}: {node['target']} {node['failureSummary']}"
-            for found in done["result"]["value"]["violations"]
+            for found in done["result"]["value"]
             for node in found["nodes"]
+        ]
+
+    async def accessible(self) -> list[tuple[str, str]]:
+        """Role and name of everything that a screen reader is told of, in order."""
+        tree = (await self.call("Accessibility.getFullAXTree", timeout_s=LONG_CALL_TIMEOUT_S))["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in tree
+            if not node["ignored"]
         ]
 
     async def press(self, key: str) -> None:
@@ -131,7 +149,9 @@ class Page:
 
     async def screenshot(self, path: Path) -> None:
         """Save the whole page, not only what fits the window, as PNG."""
-        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        shot = await self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, timeout_s=LONG_CALL_TIMEOUT_S
+        )
         path.write_bytes(base64.b64decode(shot["data"]))
 
 

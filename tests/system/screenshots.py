@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the operator's page over stand-in agents: `python -m tests.system.screenshots FOLDER`."""
+"""Pictures of the operator's page over stand-in agents: `python -m tests.system.screenshots docs/images`.
+
+With Debian's pngquant installed they are made small.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,8 +26,13 @@ from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, open_page
 from tests.system.client import complete_all
 
-SHOTS = (("desktop-4-light", 4, 1280, "light"), ("phone-4-dark", 4, 390, "dark"),
-         ("desktop-200-dark", 200, 1280, "dark"), ("phone-200-light", 200, 390, "light"))  # fmt: skip
+FLEETS = (4, 200)
+SHOTS = [
+    (screen, width, scheme)
+    for screen, width in (("desktop", 1280), ("phone", 390))
+    for scheme in ("light", "dark")
+]
+COLOURS = 32
 
 
 def invented_history(agents: int) -> History:
@@ -58,8 +67,8 @@ def invented_history(agents: int) -> History:
     return history
 
 
-async def shoot(page: Page, folder: Path, name: str, agents: int, width: int, scheme: str) -> None:
-    """Take one picture."""
+async def shoot(page: Page, folder: Path, agents: int) -> None:
+    """Take the pictures of a fleet."""
     async with running_proxy(ProxyConfig(port=0, discovery_port=0, breaker_failures=3)) as proxy:
         views: OperatorViews = proxy.services.views
         views._history = invented_history(agents)
@@ -79,11 +88,23 @@ async def shoot(page: Page, folder: Path, name: str, agents: int, width: int, sc
                 events.add(EventKind.BREAKER_OPENED, now, agent="x", address=fleet.address(2), role="decode")
                 events.add(EventKind.BREAKER_CLOSED, now, agent="x", address=fleet.address(2), role="decode")
             await asyncio.sleep(4)
-            await page.resize(width, scheme=scheme)
             await page.goto(f"{proxy.url}/ui")
-            await page.until("document.body.dataset.snapshot !== undefined")
-            await asyncio.sleep(2)
-            await page.screenshot(folder / f"{name}.png")
+            for screen, width, scheme in SHOTS:
+                await page.resize(width, scheme=scheme)
+                await page.until("document.body.dataset.snapshot !== undefined")
+                await asyncio.sleep(2)
+                path = folder / f"operator-page-{screen}-{agents}-{scheme}.png"
+                await page.screenshot(path)
+                await make_small(path)
+            await page.call("Page.navigate", url="about:blank")
+
+
+async def make_small(path: Path) -> None:
+    """Reduce a picture's colours, where that can be done."""
+    if shutil.which("pngquant"):
+        command = ("pngquant", str(COLOURS), "--nofs", "--strip", "--ext", ".png", "--force", str(path))
+        done = await asyncio.create_subprocess_exec(*command)
+        assert await done.wait() == 0, command
 
 
 async def main(folder: Path) -> None:
@@ -91,8 +112,8 @@ async def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         async with open_page(Path(profile)) as page:
-            for name, agents, width, scheme in SHOTS:
-                await shoot(page, folder, name, agents, width, scheme)
+            for agents in FLEETS:
+                await shoot(page, folder, agents)
             print(*page.complaints, sep="\n")
 
 
