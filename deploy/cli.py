@@ -19,7 +19,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("kvferry.deploy.up:main", "start a proxy and its agents, on this machine or by Ray, until Ctrl-C"),
     "proxy": ("kvferry.proxy.__main__:main", "start the proxy that clients talk to"),
     "agent": ("kvferry.agent.__main__:main", "start one prefill or decode agent"),
-    "status": ("kvferry.deploy.status:main", "list the agents that a proxy knows, and why some are not used"),
+    "status": (
+        "kvferry.deploy.status:main",
+        "list the agents that a proxy knows, why some are not used, and what happened",
+    ),
     "bench": (
         "kvferry.deploy.bench.command:main",
         "send a load to servers and compare their latencies and goodput",
@@ -28,8 +31,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),
     "doctor": (
-        "kvferry.deploy.doctor:main",
-        "report which KV transfer backends work here, and why others do not",
+        "kvferry.deploy.doctor.command:main",
+        "report devices, models, ports and transfer backends here, and whether peers can be reached",
     ),
     "completion": (
         "kvferry.deploy.completion:main",

@@ -33,7 +33,7 @@ PARSERS = {
     "down": "kvferry.deploy.ray.down:build_parser",
     "drain": "kvferry.deploy.drain:build_parser",
     "keygen": "kvferry.deploy.keygen:build_parser",
-    "doctor": "kvferry.deploy.doctor:build_parser",
+    "doctor": "kvferry.deploy.doctor.command:build_parser",
     "completion": "kvferry.deploy.completion:build_parser",
 }
 OTHER_AGENTS = {

@@ -12,14 +12,16 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -27,6 +29,7 @@ import msgspec
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.agent.process.children import die_with_parent
 from kvferry.proxy.wire.addresses import WILDCARDS
+from kvferry.proxy.wire.exceptions import message_of
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -253,6 +256,16 @@ def _open_log(path: Path) -> BinaryIO:
     return path.open("ab")
 
 
+def listen_error(host: str, port: int) -> str | None:
+    """Return why nobody can listen at this port now, or None."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return None
+    except OSError as error:
+        # Of a name that has no address the number is not the system's.
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+
+
 class Backoff:
     """Pauses between restarts: each twice the one before, unless the process ran for `STABLE_S` meanwhile."""
 
@@ -379,7 +392,7 @@ class Cluster:
             for agent in self.spec.agents:
                 current, restart = (
                     partial(self.agents.__getitem__, agent.name),
-                    partial(self.start_agent, agent),
+                    partial(self._restart_agent, agent),
                 )
                 tasks.create_task(self._keep(agent.name, current, restart, progress))
 
@@ -401,20 +414,29 @@ class Cluster:
         while True:
             process, since = current(), clock()
             status = await process.process.wait()
-            pause_s = backoff.after(clock() - since)
-            progress(
-                f"{name} ended with {status}: {process.log_tail(1) or 'its log is empty'}; "
-                f"it is started again in {pause_s:.0f} s"
-            )
-            await asyncio.sleep(pause_s)
-            with suppress(LaunchError):  # then the process that has ended is still the current one
-                again = await restart()
-                progress(f"{name} is started again: process {again.pid}, {again.url}")
+            why = f"{name} ended with {status}: {process.log_tail(1) or 'its log is empty'}"
+            ran_s, again = clock() - since, None
+            while again is None:
+                pause_s = backoff.after(ran_s)
+                progress(f"{why}; it is started again in {pause_s:.0f} s")
+                await asyncio.sleep(pause_s)
+                try:
+                    again = await restart()
+                except (LaunchError, OSError) as error:
+                    why, ran_s = message_of(error), 0.0
+            progress(f"{name} is started again: process {again.pid}, {again.url}")
 
     @property
     def _agent_host(self) -> str:
         """Where agents listen, and find the proxy: on this machine."""
         return "127.0.0.1" if self.spec.host in WILDCARDS else self.spec.host
+
+    async def _restart_agent(self, agent: AgentSpec) -> Process:
+        """Start an agent that has ended, at its address if that is still free: this is how it is known."""
+        port = urlsplit(self.agents[agent.name].url).port
+        if port and listen_error(self._agent_host, port) is None:
+            agent = replace(agent, args=(*agent.args, "--port", str(port)))
+        return await self.start_agent(agent)
 
     async def _restart_proxy(self) -> Process:
         ports = self.proxy.listening

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry status URL`: the agents that a proxy knows, their load, and why some are not used.
+"""`kvferry status URL`: the agents that a proxy knows, their load, why some are not used, and what happened.
 
 With `--on ray`: those that Ray runs, and on which nodes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rich.table import Table
 
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
-from kvferry.proxy.api.openapi import NodeList, NodeView
+from kvferry.proxy.api.openapi import EventView, NodeList, NodeView
 from kvferry.proxy.wire.exceptions import message_of
 from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
@@ -33,7 +34,20 @@ MAX_PAGE_BYTES = 16 << 20
 PIPED_COLUMNS = 240
 """How wide the table may be where no terminal sets it."""
 RAY_COLUMNS = ("agent", "node", "state", "process", "starts", "address", "how its last run ended")
-COLUMNS = ("agent", "role", "state", "engine", "model", "running", "waiting", "KV used", "last ping")
+COLUMNS = (
+    "agent",
+    "address",
+    "role",
+    "state",
+    "engine",
+    "model",
+    "running",
+    "waiting",
+    "KV used",
+    "last ping",
+)
+MAX_EVENTS = 12
+"""Of what happened, the latest first."""
 
 
 class StatusFailed(RuntimeError):
@@ -72,25 +86,64 @@ def node_row(node: NodeView) -> tuple[str, ...]:
     used = load.kv_blocks_total - load.kv_blocks_free
     share = f"{100 * used / load.kv_blocks_total:.0f} %" if load.kv_blocks_total else ""
     return (
-        node.address, node.role, state, node.dialect, node.model,
+        node.name, node.address, node.role, state, node.dialect, node.model,
         f"{load.running}{most}", str(load.waiting), share, f"{node.last_ping_s:.1f} s",
     )  # fmt: skip
 
 
+def summary(nodes: NodeList) -> str:
+    """Return the fleet in one line: how many agents are ready, what they do, how full they are."""
+    ready = [node for node in nodes.nodes if node.state == "ready"]
+    parts = [f"{len(ready)} of {len(nodes.nodes) + len(nodes.lost)} agents ready"]
+    parts += [f"{len(nodes.lost)} lost"] if nodes.lost else []
+    parts += [f"{sum(node.load.running for node in nodes.nodes)} running"]
+    parts += [f"{sum(node.load.waiting for node in nodes.nodes)} waiting"]
+    total, free = Counter[str](), Counter[str]()
+    for node in nodes.nodes:
+        total[node.role] += node.load.kv_blocks_total
+        free[node.role] += node.load.kv_blocks_free
+    parts += [
+        f"{role} KV {100 - 100 * free[role] / total[role]:.0f} %" for role in sorted(total) if total[role]
+    ]
+    return ", ".join(parts)
+
+
+def event_line(event: EventView) -> str:
+    """Return what happened to an agent in one line."""
+    who = " at ".join(word for word in (event.name, event.address) if word) or "the proxy"
+    role = f" ({event.role})" if event.role else ""
+    times = f", {event.count} times" if event.count > 1 else ""
+    detail = f": {event.detail}" if event.detail else ""
+    return f"{_age(event.age_s)} ago: {who}{role}: {event.kind.replace('_', ' ')}{times}{detail}"
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def other_lines(nodes: NodeList) -> list[str]:
-    """Return a line for each server that is down or rejected, and each pairing that cannot be."""
-    lines = [f"{server.address} ({server.role}) is down: {server.reason}" for server in nodes.down]
+    """Return a line for each agent that was lost, each server that is down or rejected, and each pairing
+    that cannot be; then what happened last.
+    """
+    lines = [
+        f"{event.name or event.address} ({event.role}) is lost: its pings stopped {_age(event.age_s)} ago"
+        for event in nodes.lost
+    ]
+    lines += [f"{server.address} ({server.role}) is down: {server.reason}" for server in nodes.down]
     lines += [f"{agent.address} is rejected: {agent.reason}" for agent in nodes.refused_agents]
     lines += [f"{pair.prefill} and {pair.decode}: {pair.reason}" for pair in nodes.refused_pairings]
     hidden = nodes.num_refused_pairings - len(nodes.refused_pairings)
-    return [*lines, *([f"and {hidden} more pairings that cannot be"] if hidden > 0 else [])]
+    lines += [f"and {hidden} more pairings that cannot be"] if hidden > 0 else []
+    return [*lines, *map(event_line, nodes.events[:MAX_EVENTS])]
 
 
 def render(nodes: NodeList) -> RenderableType:
     """Return the agents as a table, and below it what is not used and why."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
-        table.add_column(column, justify="right" if column in COLUMNS[5:] else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in COLUMNS[6:] else "left", overflow="fold")
     for node in sorted(nodes.nodes, key=lambda node: (node.role, node.address)):
         table.add_row(*node_row(node))
     table.caption = "\n".join(other_lines(nodes) or ([] if nodes.nodes else ["no agents yet"])) or None

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.agent.config import AgentConfig
@@ -29,6 +31,7 @@ from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
+from kvferry.deploy.status import CALL_TIMEOUT_S, WATCH_INTERVAL_S, StatusFailed, fetch_nodes, summary
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
@@ -293,11 +296,33 @@ async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> i
             await served
 
 
-async def _serve(spec: ClusterSpec, show: Callable[[str], None]) -> None:
+async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None]) -> None:
     async with Cluster(spec) as cluster:
         await cluster.wait_ready(progress=show)
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
-        await cluster.keep_running(show)
+        async with asyncio.TaskGroup() as tasks:
+            if console.is_terminal:
+                tasks.create_task(keep_status_line(cluster, console))
+            await cluster.keep_running(show)
+
+
+async def keep_status_line(cluster: Cluster, console: Console) -> None:
+    """Keep a line about the fleet below what is printed, until cancelled."""
+    key = cluster.spec.admin_key
+    with console.status("") as line:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=cluster.spec.trust or True),
+            timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            trust_env=False,
+        ) as http:
+            while True:
+                try:
+                    words = summary(await fetch_nodes(http, cluster.url))
+                except StatusFailed as error:
+                    words = str(error)
+                line.update(Text(words, overflow="ellipsis", no_wrap=True))
+                await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 def serve(argv: list[str]) -> int:
@@ -325,7 +350,7 @@ def _main(prog: str, argv: list[str]) -> int:
         console.print(words, highlight=False, markup=False)
 
     if config.on == "local":
-        return asyncio.run(run(_serve(spec, show), prog, spec.log_dir))
+        return asyncio.run(run(_serve(spec, console, show), prog, spec.log_dir))
     bundle = bundle_of(config.tp, config.device, config.ray_resources)
     try:
         with connected(config.ray_address, config.ray_namespace):

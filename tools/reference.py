@@ -19,9 +19,10 @@ from prometheus_client.metrics_core import Metric
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
-from kvferry.deploy import completion, doctor, drain, keygen, status
+from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
+from kvferry.deploy.doctor import command as doctor
 from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import UpConfig

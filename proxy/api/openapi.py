@@ -116,8 +116,9 @@ class NodeView(msgspec.Struct):
     in_flight: int
     last_ping_s: float
     not_paired: str | None
-    ending: bool = False  # older proxies do not say, nor of names
+    ending: bool = False  # older proxies do not say, nor of what follows
     name: str = ""
+    control: str = ""
 
 
 class IncompatiblePairView(msgspec.Struct):
@@ -145,12 +146,32 @@ class DownServerView(msgspec.Struct):
     reason: str
 
 
+class EventView(msgspec.Struct):
+    """What happened to an agent, `count` times in a row, the last time `age_s` seconds ago."""
+
+    kind: str
+    agent: str
+    name: str
+    address: str
+    role: str
+    model: str
+    detail: str
+    count: int
+    age_s: float
+
+
 class NodeList(msgspec.Struct):
+    """`lost`: agents whose pings stopped, until one announces itself at their address. `events`: the latest
+    first.
+    """
+
     nodes: list[NodeView]
     refused_pairings: list[IncompatiblePairView]
     num_refused_pairings: int
     refused_agents: list[RejectedAgentView]
     down: list[DownServerView]
+    lost: list[EventView] = []
+    events: list[EventView] = []
 
 
 class TargetGroup(msgspec.Struct):
@@ -172,6 +193,7 @@ RESPONSES = (
     HealthResponse,
     ReadinessResponse,
     NodeView,
+    EventView,
     NodeList,
     TargetGroup,
 )

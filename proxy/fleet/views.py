@@ -48,10 +48,10 @@ _T = TypeVar("_T")
 
 JSON = "application/json"
 MAX_SHOWN = 200
-"""Entries of each list in the feed of the operator's page."""
+"""Entries of each list in the feed of the operator's page, and of events in `/nodes`."""
 
 MAX_LOST = 50
-"""Agents that were lost, in that feed."""
+"""Agents that were lost, in both."""
 _EVENT_FIELDS = ("kind", "agent", "name", "address", "role", "model", "detail", "count")
 
 MAX_PAIRINGS = 1000
@@ -90,12 +90,14 @@ class FleetView:
     """The fleet at one moment.
 
     `in_flight`: sequences of this proxy at an agent. `lost`: agents that went without a word, by role.
+    `events`: puts together what has happened to agents.
     """
 
     snapshot: Snapshot
     in_flight: Callable[[Incarnation], int]
     down: Sequence[DownServer]
     lost: Mapping[str, int]
+    events: Callable[[], EventLog]
     now: float
 
 
@@ -109,7 +111,6 @@ class Activity:
     in_flight: Mapping[str, int]
     history: History
     failures: Sequence[FailureCount]
-    events: EventLog
     transfers: TransferTotals
 
 
@@ -179,7 +180,6 @@ class OperatorViews:
                 in_flight=self._metrics.requests_in_flight(),
                 history=self._history,
                 failures=self._failures.latest(),
-                events=self._fleet.registry.events,
                 transfers=self._transfers,
             )
             return await dashboard_page(view, activity)
@@ -222,6 +222,7 @@ class OperatorViews:
             in_flight=fleet.slots.in_flight,
             down=self._down(),
             lost=fleet.registry.lost,
+            events=lambda: fleet.registry.events,
             now=now,
         )
 
@@ -391,15 +392,14 @@ def timeline_page(request_id: str, timeline: dict[str, Any] | None) -> Page:
 
 async def dashboard_page(view: FleetView, activity: Activity) -> Page:
     """Return one snapshot for the operator's page: of each list its first entries, and their number."""
-    snapshot, now, events = view.snapshot, view.now, activity.events
-    present = {node.info.address for node in snapshot.nodes}
+    snapshot, now = view.snapshot, view.now
     body = await _written(
         {
             "time": time.time(),
             "readiness": await readiness(snapshot),
             "nodes": _nodes(view, MAX_SHOWN),
             "num_nodes": len(snapshot.nodes),
-            "lost": _aged(islice(events.lost(present), MAX_LOST), now),
+            **_events(view),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
             "num_refused_pairings": count_incompatible(snapshot).total(),
             "refused_agents": _rejected_agents(snapshot, now),
@@ -410,7 +410,6 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
                 {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(now - each.at, 1)}
                 for each in activity.failures
             ],
-            "events": _aged(islice(events.latest(), MAX_SHOWN), now),
             "pairs": (
                 {
                     "producer": pair.producer,
@@ -430,6 +429,15 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
         }
     )
     return Page(body=body)
+
+
+def _events(view: FleetView) -> dict[str, Iterator[dict[str, Any]]]:
+    """Return the agents that were lost, and what has happened to all, latest first."""
+    log, present = view.events(), {node.info.address for node in view.snapshot.nodes}
+    return {
+        "lost": _aged(islice(log.lost(present), MAX_LOST), view.now),
+        "events": _aged(islice(log.latest(), MAX_SHOWN), view.now),
+    }
 
 
 def _aged(events: Iterable[FleetEvent], now: float) -> Iterator[dict[str, Any]]:
@@ -465,13 +473,14 @@ async def readiness(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def nodes_page(view: FleetView) -> dict[str, Any]:
-    """Return every known agent, and incompatible pairs and rejected agents with the reason."""
+    """Return every known agent, incompatible pairs and rejected agents with the reason, and what happened."""
     return {
         "nodes": _nodes(view),
         "refused_pairings": _refused_pairings(view, MAX_PAIRINGS),
         "num_refused_pairings": count_incompatible(view.snapshot).total(),
         "refused_agents": _rejected_agents(view.snapshot, view.now),
         "down": view.down,
+        **_events(view),
     }
 
 

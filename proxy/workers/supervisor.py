@@ -249,20 +249,24 @@ class Supervisor:
 
     def _activity(self) -> Activity:
         """What all workers together have seen."""
-        failures, events, phases = FailureLog(), EventLog(), Counter[str]()
+        failures, phases = FailureLog(), Counter[str]()
         failures.merge(self._ended_failures.latest())
-        events.merge(self._registry.events.latest())
         for report in self._reports():
             failures.merge(report.failures)
-            events.merge(report.events)
             phases.update(report.phases)
         return Activity(
             in_flight=phases,
             history=self._history,
             failures=failures.latest(),
-            events=events,
             transfers=self._transfers,
         )
+
+    def _events(self) -> EventLog:
+        events = EventLog()
+        events.merge(self._registry.events.latest())
+        for report in self._reports():
+            events.merge(report.events)
+        return events
 
     async def timeline(self, request_id: str) -> Page:
         """Return the way of a request, whichever worker has served it, or a 404."""
@@ -375,6 +379,7 @@ class Supervisor:
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
             lost=self._registry.lost,
+            events=self._events,
             now=now,
         )
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_EXTRA = {
-    "agent": {"agent", "transfer"},
+    "agent": {"agent", "deploy/doctor", "transfer"},
     "bench": {"deploy/bench/plot"},
     "cuda": {"transfer/backends/cuda_ipc"},
     "mooncake": {"transfer/backends/mooncake"},

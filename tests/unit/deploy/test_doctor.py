@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvferry doctor` says of RDMA."""
+"""What `kvferry doctor` says of a machine; of a fleet, `system/test_up.py` sees it."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from kvferry.deploy import doctor
-from kvferry.deploy.doctor import RDMA_BACKENDS, describe_rdma, describe_vllm
+from kvferry.deploy.doctor import command, machine
+from kvferry.deploy.doctor.fleet import clock_error
+from kvferry.deploy.doctor.machine import (
+    RDMA_BACKENDS,
+    describe_model,
+    describe_ports,
+    describe_rdma,
+    describe_vllm,
+)
+from kvferry.proxy.config import ProxyConfig
 from kvferry.transfer.engine import BACKENDS, Usability
 from kvferry.transfer.rdma_devices import RdmaDevice, RdmaPort
 
@@ -57,11 +66,48 @@ def test_it_takes_the_options_of_an_agent_and_refuses_others(
         asked[name] = options
         return Usability(name == "tcp", "" if name == "tcp" else "not here")
 
-    monkeypatch.setattr(doctor, "usable", usable)
-    monkeypatch.setattr(doctor, "list_rdma_devices", list)
-    assert doctor.main(["--transfer-options", "mori.devices=^rxe0"]) == 0
+    monkeypatch.setattr(command, "usable", usable)
+    monkeypatch.setattr(command, "list_rdma_devices", list)
+    assert command.main(["--transfer-options", "mori.devices=^rxe0"]) == 0
     assert asked.keys() == BACKENDS.keys()
     assert asked["mori"] == {"devices": "^rxe0"}
     assert "RDMA: no device" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        doctor.main(["--transfer-options", "nonsense"])
+        command.main(["--transfer-options", "nonsense"])
+
+
+def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(machine, "ProxyConfig", lambda: ProxyConfig(port=port, discovery_port=port + 1))
+        lines = describe_ports()
+    assert lines[0] == f"port: {port}, the proxy's HTTP: Address already in use"
+
+
+def test_a_model_is_named_with_whether_it_is_served(tmp_path: Path) -> None:
+    assert describe_model("ferry-tiny", 2) == (
+        True,
+        f"model: ferry-tiny, Qwen3ForCausalLM, {machine.BUNDLED_MODELS / 'ferry-tiny'}: served",
+    )
+    is_served, line = describe_model("ferry-tiny", 3)
+    assert not is_served and "cannot be split evenly over 3 ranks" in line
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text('{"architectures": ["MambaForCausalLM"]}')
+    is_served, line = describe_model(str(tmp_path), 1)
+    assert not is_served and "not supported: layers that keep a state" in line
+    is_served, line = describe_model("no", 1)
+    assert not is_served and line.startswith("model: 'no' is no directory, no bundled model (ferry-tiny)")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (100.2, 100.3, None),
+        (100.9, 101.1, None),
+        (99.9, 100.1, None),
+        (107.5, 108.0, "its clock is 6 s behind ours"),
+        (90.0, 95.5, "its clock is 4 s ahead of ours"),
+    ],
+)
+def test_clocks_are_compared_as_far_as_a_date_tells(before: float, after: float, said: str | None) -> None:
+    assert clock_error("Thu, 01 Jan 1970 00:01:40 GMT", before, after) == said

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from kvferry.deploy import status
-from kvferry.deploy.status import StatusFailed, fetch_nodes, node_row, other_lines
-from kvferry.proxy.api.openapi import DownServerView, NodeList, NodeLoadView, NodeView
+from kvferry.deploy.status import StatusFailed, fetch_nodes, node_row, other_lines, summary
+from kvferry.proxy.api.openapi import DownServerView, EventView, NodeList, NodeLoadView, NodeView
 
 LOAD = NodeLoadView(
     running=3, waiting=1, kv_blocks_free=60, kv_blocks_total=80, kv_blocks_leased=0, max_running=8
@@ -31,7 +31,12 @@ NODE = NodeView(
     in_flight=3,
     last_ping_s=0.25,
     not_paired="other weights",
+    name="decode-0",
 )
+LOST = EventView(
+    kind="lost", agent="j", name="decode-1", address="http://10.0.0.3:8000", role="decode", model="m",
+    detail="", count=1, age_s=130.4,
+)  # fmt: skip
 NODES = NodeList(
     nodes=[NODE] * 100,
     refused_pairings=[],
@@ -87,9 +92,23 @@ async def test_what_is_no_list_of_agents_is_said(
 def test_a_row_says_why_an_agent_is_not_used() -> None:
     state = "drained, breaker open, not paired: other weights"
     assert node_row(NODE) == (
-        "http://10.0.0.1:8000", "decode", state, "native", "m", "3 of 8", "1", "25 %", "0.2 s",
+        "decode-0", "http://10.0.0.1:8000", "decode", state, "native", "m", "3 of 8", "1", "25 %", "0.2 s",
     )  # fmt: skip
     assert other_lines(NODES) == [
         "http://10.0.0.2:8000 (prefill) is down: no answer",
         "and 7 more pairings that cannot be",
     ]
+
+
+def test_what_happened_is_said_with_the_lost_first() -> None:
+    refused = msgspec.structs.replace(
+        LOST, kind="pairing_refused", name="", detail="other weights", count=3, age_s=9.2
+    )
+    ended = msgspec.structs.replace(LOST, kind="worker_ended", name="", address="", role="", age_s=9000.0)
+    nodes = msgspec.structs.replace(NODES, nodes=[NODE, NODE], lost=[LOST], events=[refused, LOST, ended])
+    lost, *_, first, second, third = other_lines(nodes)
+    assert lost == "decode-1 (decode) is lost: its pings stopped 2 min ago"
+    assert first == "9 s ago: http://10.0.0.3:8000 (decode): pairing refused, 3 times: other weights"
+    assert second == "2 min ago: decode-1 at http://10.0.0.3:8000 (decode): lost"
+    assert third == "2 h ago: the proxy: worker ended"
+    assert summary(nodes) == "2 of 3 agents ready, 1 lost, 6 running, 2 waiting, decode KV 25 %"

@@ -32,6 +32,7 @@ from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Registry, Sna
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.views import FleetView, nodes_page
+from kvferry.proxy.telemetry.event_log import EventLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import Incarnation, Register
 from tests.unit.proxy.builders import load, registration, snapshot
@@ -175,7 +176,10 @@ def test_pages_show_the_reasons_that_comparing_every_two_gives(agents: Snapshot)
     ]
     assert list(incompatible_pairs(agents)) == expected
     assert count_incompatible(agents) == Counter(why for _, _, why in expected)
-    page = nodes_page(FleetView(snapshot=agents, in_flight=lambda _: 0, down=(), lost={}, now=0.0))
+    view = FleetView(
+        snapshot=agents, in_flight=lambda _: 0, down=(), lost={}, events=EventLog, now=0.0
+    )  # fmt: skip
+    page = nodes_page(view)
     assert [entry["not_paired"] for entry in page["nodes"]] == [
         pairwise_not_paired(node, agents) for node in agents.nodes
     ]

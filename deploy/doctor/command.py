@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry doctor`: report what this machine has for serving, what it lacks, and which peers it can reach."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.deploy.doctor.fleet import check_fleet
+from kvferry.deploy.doctor.machine import (
+    describe_devices,
+    describe_model,
+    describe_ports,
+    describe_rdma,
+    describe_vllm,
+    installed_vllm,
+    named_models,
+)
+from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
+from kvferry.proxy.wire.tls import BadCertificate, client_context
+from kvferry.transfer.engine import BACKENDS, parse_backend_options, usable
+from kvferry.transfer.rdma_devices import list_rdma_devices
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        "kvferry doctor",
+        "Report which KV transfer backends work here and why others do not, and which devices, free ports "
+        "and models there are. With --proxy also whether its agents can be reached from here, and whether "
+        "clocks agree.",
+    )
+    parser.add_argument(
+        "--model", help="only this model: a directory, a bundled one, or one of the Hugging Face cache"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that serve it (default: 1)")
+    parser.add_argument("--proxy", type=server_url, help="base URL of a proxy, whose agents are checked too")
+    parser.add_argument(
+        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+    )
+    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the servers' certificates")
+    parser.add_argument(
+        "--transfer-options",
+        default="",
+        help="options of backends, as an agent takes them: BACKEND.NAME=VALUE,…",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print a table of backends, best first, and a line for everything else.
+
+    Returns 0 if a backend is usable, the model that is named can be served, and nothing is wrong with the
+    proxy that is named and its agents; else 1.
+    """
+    parser = build_parser()
+    asked = parser.parse_args(argv)
+    try:
+        options = parse_backend_options(asked.transfer_options)
+        verdicts = {name: usable(name, options.get(name)) for name in BACKENDS}
+        tls = None if asked.ca is None else client_context(asked.ca)
+    except (ValueError, BadCertificate) as error:
+        parser.error(str(error))
+    table = Table("backend", "usable", "why")
+    for name, verdict in verdicts.items():
+        table.add_row(name, "yes" if verdict.ok else "no", verdict.reason)
+    console = Console(soft_wrap=True)
+    console.print(table, soft_wrap=False)
+    is_well = any(verdict.ok for verdict in verdicts.values())
+    lines = [*describe_rdma(list_rdma_devices(), verdicts), describe_vllm(installed_vllm())]
+    lines += [*describe_devices(), *describe_ports()]
+    for model in named_models() if asked.model is None else [asked.model]:
+        is_served, line = describe_model(model, asked.tp)
+        is_well = is_well and (is_served or asked.model is None)
+        lines.append(line)
+    if asked.proxy is not None:
+        key = None if asked.key is None else asked.key.read_text().strip()
+        findings = asyncio.run(check_fleet(asked.proxy, key, tls))
+        is_well = is_well and all(finding.is_well for finding in findings)
+        lines += [finding.line for finding in findings]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return 0 if is_well else 1

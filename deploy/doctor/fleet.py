@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a proxy and its agents can be reached from this machine, and whether clocks agree."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from kvferry.deploy.status import StatusFailed, fetch_nodes
+from kvferry.proxy.api.openapi import NodeView
+
+CALL_TIMEOUT_S = 5.0
+MAX_CALLS = 16
+"""Agents that are asked at once."""
+DATE_RESOLUTION_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line about a server; `is_well`: nothing is wrong with it."""
+
+    is_well: bool
+    line: str
+
+
+async def check_fleet(url: str, key: str | None, tls: ssl.SSLContext | None) -> list[Finding]:
+    """Ask a proxy, and connect to each of its agents. `key`: the operator's, if the proxy has one."""
+    async with _session(tls) as http, _session(tls, key) as as_operator:
+        found = [await check_server(http, f"proxy: {url}", url)]
+        if not found[0].is_well:
+            return found
+        try:
+            nodes = (await fetch_nodes(as_operator, url)).nodes
+        except StatusFailed as error:
+            return [*found, Finding(False, f"proxy: {error}")]
+        limit = asyncio.Semaphore(MAX_CALLS)
+
+        async def check_peer(node: NodeView) -> list[Finding]:
+            what = f"peer: {node.name or node.role} at {node.address}"
+            async with limit:
+                over_http = await check_server(http, what, node.address)
+                return [over_http, await check_control(what, node.control)] if node.control else [over_http]
+
+        for peer in await asyncio.gather(*map(check_peer, nodes)):
+            found += peer
+        return found
+
+
+def _session(tls: ssl.SSLContext | None, key: str | None = None) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
+        timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
+        headers={} if key is None else {"Authorization": f"Bearer {key}"},
+        trust_env=False,
+    )
+
+
+async def check_server(http: aiohttp.ClientSession, what: str, url: str) -> Finding:
+    """Whether a server responds, how soon, and whether its clock agrees with ours."""
+    before, started = time.time(), time.monotonic()
+    try:
+        async with http.get(f"{url}/health") as response:
+            took_ms = 1000 * (time.monotonic() - started)
+            date = response.headers.get("Date", "")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return Finding(False, f"{what}: cannot be reached: {error or 'no response in time'}")
+    wrong = clock_error(date, before, time.time())
+    return Finding(wrong is None, f"{what}: responds in {took_ms:.0f} ms, {wrong or 'clock agrees'}")
+
+
+def clock_error(date: str, before: float, after: float) -> str | None:
+    """Return by how much a server's clock differs from ours at least, or None if it may agree.
+
+    Args:
+        date: The Date header of its response: the second that had begun there.
+        before: When we asked, by our clock.
+        after: When we had the response.
+    """
+    try:
+        second = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+    if second > after:
+        return f"its clock is {second - after:.0f} s ahead of ours"
+    if second + DATE_RESOLUTION_S < before:
+        return f"its clock is {before - second - DATE_RESOLUTION_S:.0f} s behind ours"
+    return None
+
+
+async def check_control(what: str, control: str) -> Finding:
+    """Whether an agent's KV control channel, HOST:PORT, accepts connections from this machine."""
+    host, _, port = control.rpartition(":")
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+    except (OSError, TimeoutError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "no connection in time"
+        return Finding(False, f"{what}: KV control at {control} cannot be reached: {why}")
+    return Finding(True, f"{what}: KV control at {control} accepts connections")
