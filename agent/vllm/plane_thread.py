@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -38,6 +39,15 @@ class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):
 Event = PlaneEvent | LeaseRefused
 Background = Callable[[SchedulerConnector], Awaitable[None]]
 """What else runs on the loop, from start to close."""
+
+
+def api_process() -> int | None:
+    """The id of the API's process, if this one was made for the engine.
+
+    Not what `os.getppid` says: when the API was killed while the model was loading, that is another process.
+    """
+    parent = multiprocessing.parent_process()
+    return None if parent is None else parent.pid
 
 
 class PlaneThread:

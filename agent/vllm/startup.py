@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.vllm.announcement import Announcement, Server
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
-from kvferry.agent.vllm.plane_thread import PlaneThread
+from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf
 from kvferry.agent.vllm.settings import ConnectorSettings
 from kvferry.agent.vllm.worker_half import RankFacts
@@ -81,7 +79,7 @@ def start_scheduler_half(
         rank_addresses=tuple(Path(rank.address) for rank in ranks),
         curve_secret=None if key is None else key.secret.decode(),
     )
-    plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=_parent())
+    plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=api_process())
     half = SchedulerHalf(
         plane,
         incarnation=server.incarnation,
@@ -116,8 +114,3 @@ def _kernels() -> str:
     # vLLM's CPU kernels have an order of their own for each instruction set.
     amx = "amx_tile" in Path("/proc/cpuinfo").read_text()
     return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
-
-
-def _parent() -> int | None:
-    """The API's process, if this one was made for the engine."""
-    return os.getppid() if multiprocessing.parent_process() is not None else None

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvferry.transfer.events import PULL_FAILURE_REASONS, LeaseEndCause
 
 _PLAIN = {
     "transfers": "Prompts whose KV was fetched and proven right.",
@@ -20,6 +22,11 @@ _BY_REASON = {
     "failed_transfers": "Transfers that failed, by reason.",
     "leases_ended": "Leases on prompts of this server that ended, by cause.",
 }
+_REASONS = {
+    "failed_transfers": PULL_FAILURE_REASONS,
+    "leases_ended": (*get_args(LeaseEndCause), "refused"),
+}
+"""Each is there from the start, so that its first count is seen as one."""
 
 
 class TransferStats(KVConnectorStats):
@@ -63,6 +70,9 @@ class TransferMetrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for counter in self._counters.values():
                 counter.labels(*values)
+            for name, counter in self._by_reason.items():
+                for reason in _REASONS[name]:
+                    counter.labels(*values, reason)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
