@@ -257,7 +257,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def listen_error(host: str, port: int) -> str | None:
-    """Return why nobody can listen at this port now, or None."""
+    """Return why this port cannot be listened at now, or None."""
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None

@@ -74,7 +74,7 @@ async def check_server(http: aiohttp.ClientSession, what: str, url: str) -> Find
 
 
 def clock_error(date: str, before: float, after: float) -> str | None:
-    """Return by how much a server's clock differs from ours at least, or None if it may agree.
+    """Return by how much a server's clock differs from this host's at least, or None if it may agree.
 
     Args:
         date: The Date header of its response: the second that had begun there.
@@ -86,9 +86,9 @@ def clock_error(date: str, before: float, after: float) -> str | None:
     except ValueError:
         return None
     if second > after:
-        return f"its clock is {second - after:.0f} s ahead of ours"
+        return f"its clock is {second - after:.0f} s ahead of this host's"
     if second + DATE_RESOLUTION_S < before:
-        return f"its clock is {before - second - DATE_RESOLUTION_S:.0f} s behind ours"
+        return f"its clock is {before - second - DATE_RESOLUTION_S:.0f} s behind this host's"
     return None
 
 

@@ -41,7 +41,7 @@ def describe_devices() -> list[str]:
 
 
 def describe_ports() -> list[str]:
-    """One line for each port that processes take unless told otherwise: whether it is free."""
+    """One line for each port that processes take by default: whether it is free."""
     proxy, agent = ProxyConfig(), AgentConfig(model="any")
     ports = {
         proxy.port: "the proxy's HTTP",

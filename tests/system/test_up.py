@@ -71,9 +71,21 @@ async def nodes(http: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
     return listed
 
 
+async def feed(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Return what the operator's page is told now."""
+    async with http.get(f"{url}/ui/events") as response:
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                told: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+                return told
+    raise AssertionError("the feed ended")
+
+
 @pytest.mark.timeout(240)
 async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> None:
-    options = ("--decode", "2", "--agent.max-model-len", "1536", "--proxy.decode-policy=round_robin")
+    """The page and `kvferry status` show what happened; `kvferry doctor` reaches all that is there."""
+    options = ("--prefill=2", "--decode", "2", "--agent.max-model-len", "1536")
+    options += ("--proxy.decode-policy=round_robin",)
     async with up(tmp_path, *options) as cluster, session() as http:
         url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]
         async with http.get(f"{url}/v1/models") as response:
@@ -81,20 +93,42 @@ async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> N
         body = {"model": "ferry-tiny", "max_tokens": 250, "ignore_eos": True, "stream": True}
         bodies = [{**body, "prompt": each.prompt, "seed": seed} for seed, each in enumerate(heldout(4))]
         expected = await asyncio.gather(*(complete(http, url, each) for each in bodies))
-        running = [asyncio.ensure_future(complete(http, url, each)) for each in bodies]
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not all(node["in_flight"] for node in await nodes(http, url) if node["role"] == "decode"):
-                await asyncio.sleep(0.02)
-        os.kill(cluster.child("decode"), signal.SIGKILL)
-        name = (await cluster.until(r"(decode-\d) ended with -9", 10))[1]
-        for answer, same in zip(await asyncio.gather(*running), expected, strict=True):
-            assert isinstance(answer, Answer) and answer.same() == same.same()
-        await cluster.until(rf"{name} is started again: process \d+", RESTART_TIMEOUT_S)
+        was = {node["name"]: node["address"] for node in await nodes(http, url)}
+        killed = []
+        for role in ("decode", "prefill"):
+            running = [asyncio.ensure_future(complete(http, url, each)) for each in bodies]
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not all(
+                    node["in_flight"] for node in await nodes(http, url) if node["role"] == "decode"
+                ):
+                    await asyncio.sleep(0.02)
+            os.kill(cluster.child(role), signal.SIGKILL)
+            killed.append((await cluster.until(rf"({role}-\d) ended with -9", 10))[1])
+            for answer, same in zip(await asyncio.gather(*running), expected, strict=True):
+                assert isinstance(answer, Answer) and answer.same() == same.same()
+            await cluster.until(rf"{killed[-1]} is started again: process \d+", RESTART_TIMEOUT_S)
+            async with asyncio.timeout(RESTART_TIMEOUT_S):
+                while [node["state"] for node in await nodes(http, url)] != ["ready"] * 4:
+                    await asyncio.sleep(0.1)
+        assert {node["name"]: node["address"] for node in await nodes(http, url)} == was
+        page, table = await feed(http, url), await kvferry("status", url)
+        for name in killed:
+            kinds = [event["kind"] for event in page["events"] if event["name"] == name]
+            assert {"lost", "replaced"} & {*kinds} and kinds[0] == "ready", "gone, and back"
+            gone = rf"ago: {name} at {was[name]} .*: (lost|replaced) *$"
+            assert re.search(gone, table, re.MULTILINE), table
+        assert not page["lost"], "they are back at their addresses"
+        checked = await kvferry("doctor", "--proxy", url)
+        for name, address in was.items():
+            assert re.search(
+                rf"^peer: {name} at {address}: responds .*, clock agrees$", checked, re.MULTILINE
+            )
+            assert f"peer: {name} at {address}: KV control at " in checked
         # The proxy keeps its ports, so the agents and clients find the next one.
         os.kill(cluster.child("kvferry.proxy"), signal.SIGKILL)
         await cluster.until(r"proxy is started again: process \d+", RESTART_TIMEOUT_S)
         async with asyncio.timeout(RESTART_TIMEOUT_S):
-            while [node["state"] for node in await nodes(http, url)] != ["ready"] * 3:
+            while [node["state"] for node in await nodes(http, url)] != ["ready"] * 4:
                 await asyncio.sleep(0.1)
         assert (await complete(http, url, bodies[0])).same() == expected[0].same()
 

@@ -105,8 +105,8 @@ def test_a_model_is_named_with_whether_it_is_served(tmp_path: Path) -> None:
         (100.2, 100.3, None),
         (100.9, 101.1, None),
         (99.9, 100.1, None),
-        (107.5, 108.0, "its clock is 6 s behind ours"),
-        (90.0, 95.5, "its clock is 4 s ahead of ours"),
+        (107.5, 108.0, "its clock is 6 s behind this host's"),
+        (90.0, 95.5, "its clock is 4 s ahead of this host's"),
     ],
 )
 def test_clocks_are_compared_as_far_as_a_date_tells(before: float, after: float, said: str | None) -> None:
