@@ -199,7 +199,7 @@ from tests.unit.agent.vllm.test_two_servers import Server
 if os.fork():
     sys.stdin.read(1)
     os._exit(0)
-startup._parent = os.getppid
+startup.api_process = os.getppid
 with ExitStack() as stack:
     Server(stack, "prefill", order="LBHNC", tp_size=1, seed=0)
     print(os.getpid(), flush=True)
