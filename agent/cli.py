@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ def _cached_model(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         bundled = ", ".join(sorted(path.parent.name for path in BUNDLED_MODELS.glob("*/config.json")))
-        hint = f"; to fetch it: hf download {name}" if name.count("/") == 1 else ""
+        hint = f"; to fetch it: hf download {name}" if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) else ""
         raise ValueError(
             f"model: {name!r} is no directory, no bundled model ({bundled}), "
             f"and not in the Hugging Face cache{hint}"

@@ -113,6 +113,7 @@ MISTAKES = [
     (f"agent {MODEL} --transfer-options streams=4", 2, "a transfer option must be BACKEND.NAME=VALUE"),
     (f"agent {MODEL} --tp 3", 2, "num_attention_heads (8) cannot be split evenly over 3 ranks"),
     ("agent --model Qwen/Qwen3-0.6B", 2, "not in the Hugging Face cache; to fetch it: hf download Qwen/"),
+    ("agent --model /nonexistent", 2, "and not in the Hugging Face cache (see"),
     ("agent --model no", 2, "'no' is no directory, no bundled model (ferry-tiny), and not in the Hugging"),
     ("agent --model {folder}", 2, "has no config.json"),
     # Files.
