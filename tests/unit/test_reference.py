@@ -105,3 +105,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").is_file()
+    for page in tmp_path.rglob("index.html"):
+        for target in re.findall(r'href="(?!#|\w+:)([^"#?]+)', page.read_text()):
+            path = tmp_path / target[1:] if target.startswith("/") else page.parent / target
+            assert path.exists(), (page, target)
