@@ -105,7 +105,8 @@ def test_a_model_is_named_with_whether_it_is_served(tmp_path: Path) -> None:
         (100.2, 100.3, None),
         (100.9, 101.1, None),
         (99.9, 100.1, None),
-        (107.5, 108.0, "its clock is 6 s behind this host's"),
+        (104.9, 105.2, None),
+        (111.2, 111.9, "its clock is 6 s behind this host's"),
         (90.0, 95.5, "its clock is 4 s ahead of this host's"),
     ],
 )
