@@ -47,7 +47,15 @@ TARGETS = {"make demo", "make test", "make bench-proxy"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
 # Options of vLLM, SGLang and of `tools.train`.
-FOREIGN = {"--kv-transfer-config", "--disable-log-stats", "--disaggregation-mode", "--tokens", "--build-arg"}
+FOREIGN = {
+    "--kv-transfer-config",
+    "--disable-log-stats",
+    "--disaggregation-mode",
+    "--tokens",
+    "--build-arg",
+    "--index-url",
+    "--cuda",
+}
 
 
 def commands() -> list[str]:
