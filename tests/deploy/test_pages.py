@@ -24,6 +24,7 @@ NEEDS = {
     "images.md": "Needs Docker or Podman, and a registry of images; no test executes these commands",
     "kubernetes.md": "All commands below need a cluster",
     "ray.md": "need several hosts; no test executes them as they stand",
+    "rolling.md": "no test executes those of `curl` as they stand",
     "systemd.md": "No test executes the commands of this page",
 }
 """What a page says of commands that no test executes."""
