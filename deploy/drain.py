@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from kvferry.deploy.status import StatusFailed, fetch_nodes
+from kvferry.deploy.status import StatusFailed, client_session, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.exceptions import message_of
@@ -35,12 +35,7 @@ async def client(
     url: str, bearer: str | None, tls: ssl.SSLContext | None
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """Open the client for an agent or a proxy. Its failures to get a response are `DrainFailed`."""
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
-        timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-        headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
-        trust_env=False,
-    ) as http:
+    async with client_session(tls, bearer, CALL_TIMEOUT_S) as http:
         try:
             yield http
         except (aiohttp.ClientError, TimeoutError) as error:

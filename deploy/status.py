@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -52,6 +53,20 @@ MAX_EVENTS = 12
 
 class StatusFailed(RuntimeError):
     """The proxy's list of agents cannot be had; the message says why."""
+
+
+def client_session(
+    tls: ssl.SSLContext | None, bearer: str | None, timeout_s: float = CALL_TIMEOUT_S
+) -> aiohttp.ClientSession:
+    """Open the HTTP client of an operator's command. `bearer`: the key or token it sends, `tls`: whom it
+    trusts; the system's authorities if None.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
+        trust_env=False,
+    )
 
 
 async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
@@ -151,15 +166,9 @@ def render(nodes: NodeList) -> RenderableType:
     return table
 
 
-async def show(url: str, headers: dict[str, str], ca: Path | None, watch: bool, as_json: bool) -> None:
+async def show(url: str, key: str | None, ca: Path | None, watch: bool, as_json: bool) -> None:
     """Print the agents once, or until Ctrl-C. Raises `StatusFailed`, OSError and `BadCertificate`."""
-    tls = True if ca is None else client_context(ca)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=tls),
-        timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-        headers=headers,
-        trust_env=False,
-    ) as http:
+    async with client_session(None if ca is None else client_context(ca), key) as http:
         nodes = await fetch_nodes(http, url)
         if as_json:
             print(json.dumps(msgspec.to_builtins(nodes), indent=2))
@@ -242,8 +251,7 @@ def main(argv: Sequence[str]) -> int:
         if options.on == "ray":
             show_on_ray(options.ray_address, options.ray_namespace, options.json)
             return 0
-        headers = {} if options.key is None else {"Authorization": f"Bearer {options.key}"}
-        asyncio.run(show(options.url, headers, options.ca, options.watch, options.json))
+        asyncio.run(show(options.url, options.key, options.ca, options.watch, options.json))
     except (StatusFailed, RayUnusable, OSError, BadCertificate) as error:
         print(f"kvferry status: {message_of(error)}", file=sys.stderr)
         return 1

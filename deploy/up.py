@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
 import yaml
 from rich.console import Console
 from rich.text import Text
@@ -31,7 +30,7 @@ from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
-from kvferry.deploy.status import CALL_TIMEOUT_S, WATCH_INTERVAL_S, StatusFailed, fetch_nodes, summary
+from kvferry.deploy.status import WATCH_INTERVAL_S, StatusFailed, client_session, fetch_nodes, summary
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
@@ -308,14 +307,8 @@ async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None
 
 async def keep_status_line(cluster: Cluster, console: Console) -> None:
     """Keep a line about the fleet below what is printed, until cancelled."""
-    key = cluster.spec.admin_key
     with console.status("") as line:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=cluster.spec.trust or True),
-            timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            trust_env=False,
-        ) as http:
+        async with client_session(cluster.spec.trust, cluster.spec.admin_key) as http:
             while True:
                 try:
                     words = summary(await fetch_nodes(http, cluster.url))

@@ -156,8 +156,10 @@ class BenchConfig:
         self._check_outputs()
 
     def _check_key(self) -> None:
+        if self.key is None:
+            return
         try:
-            _ = self.key and read_key(self.key)
+            read_key(self.key)
         except (OSError, ValueError) as error:
             raise ValueError(f"key: {message_of(error)}") from error
 

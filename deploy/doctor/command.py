@@ -18,7 +18,7 @@ from kvferry.deploy.doctor.machine import (
     installed_vllm,
     named_models,
 )
-from kvferry.proxy.wire.flags import CommandParser, readable_file, server_url
+from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
 from kvferry.transfer.engine import BACKENDS, parse_backend_options, usable
 from kvferry.transfer.rdma_devices import list_rdma_devices
@@ -37,7 +37,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that serve it (default: 1)")
     parser.add_argument("--proxy", type=server_url, help="base URL of a proxy, whose agents are checked too")
     parser.add_argument(
-        "--key", type=readable_file, help="file that holds the operator's key, if the proxy has one"
+        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
     )
     parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the servers' certificates")
     parser.add_argument(
@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
         is_well = is_well and (is_served or asked.model is None)
         lines.append(line)
     if asked.proxy is not None:
-        key = None if asked.key is None else asked.key.read_text().strip()
-        findings = asyncio.run(check_fleet(asked.proxy, key, tls))
+        findings = asyncio.run(check_fleet(asked.proxy, asked.key, tls))
         is_well = is_well and all(finding.is_well for finding in findings)
         lines += [finding.line for finding in findings]
     for line in lines:

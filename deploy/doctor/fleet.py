@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from kvferry.deploy.status import StatusFailed, fetch_nodes
+from kvferry.deploy.status import CALL_TIMEOUT_S, StatusFailed, client_session, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 
-CALL_TIMEOUT_S = 5.0
 MAX_CALLS = 16
 """Agents that are asked at once."""
 MAX_DATE_AGE_S = 5.0
@@ -32,7 +31,7 @@ class Finding:
 
 async def check_fleet(url: str, key: str | None, tls: ssl.SSLContext | None) -> list[Finding]:
     """Ask a proxy, and connect to each of its agents. `key`: the operator's, if the proxy has one."""
-    async with _session(tls) as http, _session(tls, key) as as_operator:
+    async with client_session(tls, None) as http, client_session(tls, key) as as_operator:
         found = [await check_server(http, f"proxy: {url}", url)]
         if not found[0].is_well:
             return found
@@ -51,15 +50,6 @@ async def check_fleet(url: str, key: str | None, tls: ssl.SSLContext | None) -> 
         for peer in await asyncio.gather(*map(check_peer, nodes)):
             found += peer
         return found
-
-
-def _session(tls: ssl.SSLContext | None, key: str | None = None) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
-        timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
-        headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        trust_env=False,
-    )
 
 
 async def check_server(http: aiohttp.ClientSession, what: str, url: str) -> Finding:

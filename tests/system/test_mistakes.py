@@ -57,6 +57,7 @@ MISTAKES = [
     ("status localhost:10001", 2, "url: 'localhost:10001' is not http://HOST:PORT or https://HOST:PORT"),
     ("status --key {folder}/none", 2, "--key: '{folder}/none': no such file"),
     ("status --key {folder}/pair", 2, "--key: '{folder}/pair' holds no key, which is one line of printable"),
+    ("doctor --key {folder}/pair", 2, "--key: '{folder}/pair' holds no key, which is one line of printable"),
     ("status --key {folder}", 2, "--key: {folder}: Is a directory"),
     ("status --ca {folder}/junk", 1, "{folder}/junk is no certificate: "),
     ("completion", 2, "the following arguments are required: shell"),
