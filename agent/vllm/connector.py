@@ -147,6 +147,12 @@ class KvferryConnector(base.KVConnectorBase_V1):
         self._half.scheduled(scheduler_output.num_scheduled_tokens)
         return StepMetadata(self._half.take_verdicts(len(scheduler_output.num_scheduled_tokens)))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Add to a step's report what has been proven since it was made."""
+        proven = self._half.take_proven()
+        if proven:
+            connector_output.finished_recving = (connector_output.finished_recving or set()) | proven
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._half.request_finished(request, block_ids)
 

@@ -2,9 +2,9 @@
 """The connector's half in vLLM's scheduler: which prompts are lent, which are fetched, and what vLLM learns.
 
 vLLM calls it from its scheduler's loop (`KVConnectorBase_V1`, scheduler side). It says what to load and what
-may be freed in each step's `StepVerdicts`, which travel with the step to rank 0 and come back as its report:
-so vLLM computes on a prompt's KV only after the producer's proof (I1), and writes a failed pull's blocks only
-when nothing else can (I3).
+may be freed in each step's `StepVerdicts`, which travel with the step to rank 0 and come back as its report;
+what has been proven by the time that any report comes back is added to it. So vLLM computes on a prompt's KV
+only after the producer's proof (I1), and writes a failed pull's blocks only when nothing else can (I3).
 """
 
 from __future__ import annotations
@@ -316,6 +316,18 @@ class SchedulerHalf:
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
         self._meter.scheduled(tokens)
+
+    def take_proven(self) -> set[str]:
+        """Requests that vLLM may compute on in the next step, or whose blocks it may free if they have ended.
+
+        They come out two steps sooner than by `take_verdicts`: vLLM schedules a step before it has read
+        the last one's report.
+        """
+        for event in self._plane.take_events():
+            self._handle(event)
+        proven = self._verdicts.received - self._verdicts.failed
+        self._verdicts.received -= proven
+        return proven
 
     def take_verdicts(self, running: int) -> StepVerdicts:
         """What rank 0 is to report with the step that has just been scheduled, of so many requests."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,8 @@ class VllmScheduler:
 
     def __init__(self, half: SchedulerHalf, num_blocks: int, block_size: int, *, fails: bool = False) -> None:
         self._half = half
+        self.while_it_runs: Callable[[], object] = lambda: None
+        """What happens elsewhere between a step's scheduling and its report."""
         self._block_size = block_size
         self._fails = fails
         self.free: list[int] = list(range(num_blocks))
@@ -90,7 +92,10 @@ class VllmScheduler:
         verdicts = self._half.take_verdicts(len(tokens))
         for request_id, count in tokens.items():
             self.requests[request_id].num_computed_tokens += count
+        self.while_it_runs()
         self._act(verdicts)
+        if tokens:  # else the report is empty, and the connector does not see it
+            self._act(StepVerdicts(received=self._half.take_proven()))
         return verdicts
 
     def finish(self, request: VllmRequest, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:

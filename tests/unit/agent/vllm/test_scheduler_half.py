@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -105,6 +105,16 @@ class Engine:
         assert not self.vllm.requests and len(self.vllm.free) == BLOCKS
         assert not self.half._fetches and not self.half._lent and not self.half._tasks
         assert self.half.requests == self.half.leased_blocks == 0
+
+
+def during_one_step(engine: Engine, event: Event) -> Callable[[], None]:
+    events = [event]
+
+    def happen() -> None:
+        engine.plane.events += events
+        events.clear()
+
+    return happen
 
 
 def fetch_params(transfer_id: str, length: int) -> dict[str, Any]:
@@ -263,6 +273,43 @@ def test_after_a_failure_nothing_is_believed(fails: bool, cached: int) -> None:
         engine.vllm.finish(request)
     engine.check_all_free()
     assert engine.half.take_figures() == {"failed_transfers:invalid": 1, "recomputed": 1}
+
+
+def test_what_is_proven_while_a_step_runs_is_computed_on_in_the_next() -> None:
+    engine = Engine()
+    engine.vllm.add(VllmRequest("r", prompt(4)))
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    engine.vllm.while_it_runs = during_one_step(engine, done("t"))
+    assert not engine.vllm.step().received, "its own report was on its way by then"
+    assert not engine.vllm.step().received
+    assert request.status is Status.RUNNING and engine.vllm.computed["d"] == 9
+
+
+def test_what_fails_while_a_step_runs_is_told_by_a_report_of_its_own() -> None:
+    """vLLM reads which loads failed before it shows a report to the connector."""
+    engine = Engine()
+    engine.vllm.add(VllmRequest("r", prompt(4)))
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    engine.vllm.while_it_runs = during_one_step(engine, failed("t"))
+    engine.vllm.step()
+    assert request.status is Status.WAITING_FOR_REMOTE_KVS
+    assert engine.vllm.step().failed == {"d"}
+    engine.vllm.step()
+    assert request.status is Status.RUNNING and engine.vllm.computed["d"] == 0
+
+
+def test_a_request_that_has_ended_gives_its_blocks_back_while_a_step_runs() -> None:
+    engine = Engine()
+    other = engine.vllm.add(VllmRequest("r", prompt(4)))
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    engine.vllm.finish(request, Status.FINISHED_ABORTED)
+    engine.vllm.while_it_runs = during_one_step(engine, done("t"))
+    engine.vllm.step()
+    engine.vllm.finish(other)
+    engine.check_all_free()
 
 
 def test_blocks_that_may_still_be_written_are_not_given_back() -> None:
@@ -452,6 +499,7 @@ class Life:
 
     def run(self) -> None:
         engine = self.engine
+        engine.vllm.while_it_runs = lambda: self.tell_some(chance=0.2)
         for number in range(60):
             self.ask(number)
             self.end_some()
@@ -461,9 +509,10 @@ class Life:
         for request in list(engine.vllm.requests.values()):
             if not request.status.is_finished:
                 engine.vllm.finish(request, Status.FINISHED_ABORTED)
-        while engine.plane.pulls or engine.plane.lent:
+        while engine.plane.pulls or engine.plane.lent or engine.plane.events:
             self.tell_some(chance=1.0)
             engine.vllm.step()
+        engine.vllm.step()  # which tells what the last one was too early for
         engine.check_all_free()
 
     def ask(self, number: int) -> None:
