@@ -161,14 +161,18 @@ bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they c
 	$(PIP_INSTALL) --editable '.[bench]'
 	$(BIN)/python -m tests.bench.transfer
 
-# What vLLM runs on: its Python (kvferry importable there), a model's directory, the two servers' GPUs.
+# What vLLM runs on: its Python (kvferry importable there), a model's directory, the two servers' GPUs; a command of
+# vllm-router, if it is to be compared; the steps; and further words, behind -- for every vLLM server.
 VLLM_PYTHON ?= .venv-vllm/bin/python
 MODEL ?=
 GPUS ?= 0,1
+ROUTER ?=
+STEPS ?= same late load decode timeline
+PD ?=
 bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own: make bench-pd VLLM_PYTHON=… MODEL=/path/to/model
 	@test -n "$(MODEL)" || { echo "make bench-pd: say which model: MODEL=/path/to/model" >&2; exit 2; }
-	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --steps same late load \
-		--json logs/bench-pd.json
+	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --router "$(ROUTER)" \
+		--steps $(STEPS) $(PD)
 
 dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.bench.pd --python PYTHON --model DIR --gpus 0,1`: what a pair of GPUs gives its clients.
 
-Servers of each system are started, asked at each rate, and ended, one system after the other. vLLM is what
-PYTHON has installed; kvferry has to be importable there (docs/engines/vllm.md).
+Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
+`same`, `late`, `decode` and `timeline` take the first of our systems. vLLM is what PYTHON has installed;
+kvferry has to be importable there (docs/engines/vllm.md).
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import aiohttp
+
 from tests.bench.pd.check import late_readers, same_answers
-from tests.bench.pd.fleet import Setup, System, running
-from tests.bench.pd.load import offer, read_handovers, summary
+from tests.bench.pd.decode_steps import decode_steps
+from tests.bench.pd.fleet import Running, Setup, System, kv_moved, running
+from tests.bench.pd.load import Seen, handovers, offer, read_log, summary, write_rows
+from tests.bench.pd.report import facts, write_report
+from tests.bench.pd.timeline import timeline
 from tests.gpu import gpu_names
 
 ROOT = Path(__file__).parents[3]
 WARM_UP = (1.0, 5.0)
 """Requests a second, and seconds."""
+SYSTEMS = ["kvferry-cuda_ipc", "nixl", "together", "kvferry-nixl"]
 
 
 def main() -> int:
@@ -37,40 +44,94 @@ def main() -> int:
         model=options.model,
         gpus=(gpus[0], gpus[1]),
         arguments=tuple(options.arguments),
+        router=tuple(options.router.split()),
         log_dir=options.logs,
     )
-    results: dict[str, Any] = {"gpus": gpu_names(), "servers_on": gpus, "arguments": options.arguments}
+    results: dict[str, Any] = {
+        "environment": facts(options.python),
+        "gpus": gpu_names(),
+        "servers_on": gpus,
+        "arguments": options.arguments,
+    }
     for step in options.steps:
         results[step] = asyncio.run(_STEPS[step](setup, options))
         print(json.dumps({step: results[step]}, indent=1), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_report(options.logs, results)
     return 0
 
 
 async def _load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    vocabulary = json.loads((setup.model / "config.json").read_text())["vocab_size"]
+    """Every system at every rate. What clients saw is written beside the figures as it comes."""
     figures: dict[str, Any] = {}
+    rows: dict[str, list[Seen]] = {}
     for system in options.systems:
-        async with running(system, setup) as fleet:
-            await offer(fleet.url, *WARM_UP, vocabulary, seed=0)
-            for rate in options.rates:
-                since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
-                seen = await offer(fleet.url, rate, options.seconds, vocabulary)
-                handovers = read_handovers(fleet.proxy_log, since) if fleet.proxy_log else []
-                figures[f"{system} at {rate:g}/s"] = summary(seen, handovers)
-                print(f"{system} at {rate:g}/s: {json.dumps(summary(seen, handovers))}", flush=True)
+        async with running(system, setup) as fleet, aiohttp.ClientSession() as http:
+            fronts = {
+                system: fleet.url,
+                **({f"{system}, vllm-router": fleet.router_url} if fleet.router_url else {}),
+            }
+            for name, url in fronts.items():
+                await offer(url, *WARM_UP, _vocabulary(setup), seed=0)
+                for rate in options.rates:
+                    run = f"{name} at {rate:g}/s"
+                    figures[run], rows[run] = await _at(rate, name, url, fleet, http, setup, options.seconds)
+                    print(f"{run}: {json.dumps(figures[run])}", flush=True)
+                    write_rows(options.logs / "requests.csv.gz", rows)
     return figures
+
+
+async def _at(
+    rate: float,
+    name: str,
+    url: str,
+    fleet: Running,
+    http: aiohttp.ClientSession,
+    setup: Setup,
+    seconds: float,
+) -> tuple[dict[str, Any], list[Seen]]:
+    connector = name.partition("-")[0].partition(",")[0]
+    since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
+    pair = connector in ("kvferry", "nixl")
+    before = await kv_moved(http, connector, fleet.servers[1]) if pair else None
+    seen = await offer(url, rate, seconds, _vocabulary(setup))
+    logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
+    figures = summary(seen, handovers(name, seen, logged))
+    if before is not None:
+        figures["kv"] = (await kv_moved(http, connector, fleet.servers[1])).since(before)
+    return figures, seen
 
 
 async def _same(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
     checked = _for_checks(setup, options)
-    return {system: await same_answers(checked, system, options.prompts) for system in _ours(options)}
+    return {system: await same_answers(checked, system, options.prompts) for system in _ours(options)[:1]}
 
 
 async def _late(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
     checked = _for_checks(setup, options)
-    return {system: await late_readers(checked, system, options.trials) for system in _ours(options)}
+    return {system: await late_readers(checked, system, options.trials) for system in _ours(options)[:1]}
+
+
+async def _decode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    return {system: await decode_steps(setup, system, _vocabulary(setup)) for system in _ours(options)[:1]}
+
+
+async def _timeline(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    """At each rate, of the first of our systems, whose servers note more than they do under `load`."""
+    path = options.logs / "timeline.jsonl"
+    path.unlink(missing_ok=True)
+    found: dict[str, Any] = {}
+    system = _ours(options)[0]
+    async with running(system, replace(setup, timeline=path)) as fleet:
+        await offer(fleet.url, *WARM_UP, _vocabulary(setup), seed=0)
+        for rate in options.timeline_rates:
+            seen = await offer(fleet.url, rate, options.seconds, _vocabulary(setup))
+            logged = read_log(fleet.proxy_log, 0) if fleet.proxy_log else []
+            found[f"{system} at {rate:g}/s"] = timeline(path, seen, logged)
+    return found
+
+
+def _vocabulary(setup: Setup) -> int:
+    return int(json.loads((setup.model / "config.json").read_text())["vocab_size"])
 
 
 def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
@@ -83,7 +144,7 @@ def _ours(options: argparse.Namespace) -> list[System]:
     return [system for system in options.systems if system.startswith("kvferry")]
 
 
-_STEPS = {"load": _load, "same": _same, "late": _late}
+_STEPS = {"same": _same, "late": _late, "load": _load, "decode": _decode, "timeline": _timeline}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,15 +154,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check-model", type=Path, default=ROOT / "deploy" / "models" / "ferry-tiny")
     parser.add_argument("--gpus", default="0,1", help="of the two servers; one twice for a trial on one GPU")
     parser.add_argument("--steps", nargs="+", choices=list(_STEPS), default=["load"])
+    parser.add_argument("--systems", nargs="+", choices=get_args(System), default=SYSTEMS)
     parser.add_argument(
-        "--systems", nargs="+", choices=get_args(System), default=["kvferry-cuda_ipc", "nixl", "together"]
+        "--router", default="", help="command of vllm-router, to be put before `nixl` as well"
     )
     parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 4.0, 6.0, 8.0])
+    parser.add_argument(
+        "--timeline-rates", nargs="+", type=float, default=[2.0, 6.0], help="of the step timeline"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of load at each rate")
     parser.add_argument("--prompts", type=int, default=200, help="of the step same")
     parser.add_argument("--trials", type=int, default=100, help="of the step late")
-    parser.add_argument("--logs", type=Path, default=Path("logs/bench-pd"))
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("logs/bench-pd"), help="folder for figures and logs"
+    )
     parser.add_argument("arguments", nargs="*", help="further ones of every vLLM server, behind --")
     return parser
 

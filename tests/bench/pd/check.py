@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.bench.pd.fleet import MODEL, Setup, System, running
+from tests.bench.pd.fleet import MODEL, Setup, System, running, sample
 from tests.servers import descendants, paused
 from tests.system.client import heldout
 
@@ -21,7 +20,7 @@ TOKENS = 16
 LOGPROB_GAP = 0.1
 """Two servers whose batches differ may choose differently between tokens that lie so close."""
 LEASE_S = 2.0
-LATE_BATCH = 2
+LATE_BATCH = 5
 STOP_WITHIN_S = 0.06
 FILLERS = 6
 NUM_BLOCKS = 160
@@ -50,8 +49,8 @@ async def same_answers(setup: Setup, system: System, num_prompts: int) -> dict[s
     async with running(system, setup) as fleet:
         found = await _answers(fleet.url, prompts)
         async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
-            moved = await _sample(http, fleet.servers[-1], TRANSFERS)
-            recomputed = await _sample(http, fleet.servers[-1], RECOMPUTED)
+            moved = await sample(http, fleet.servers[-1], TRANSFERS)
+            recomputed = await sample(http, fleet.servers[-1], RECOMPUTED)
     gaps = [gap for one, other in zip(found, wanted, strict=True) if (gap := _gap(one, other)) is not None]
     return {
         "prompts": num_prompts,
@@ -71,7 +70,7 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
     short = replace(
         setup,
         arguments=(*setup.arguments, "--num-gpu-blocks-override", str(NUM_BLOCKS)),
-        settings={"lease_s": LEASE_S},
+        settings={**setup.settings, "lease_s": LEASE_S},
     )
     counts = {"equal": 0, "ties": 0, "wrong": 0}
     async with running(system, short) as fleet, aiohttp.ClientSession(timeout=TIMEOUT) as http:
@@ -82,8 +81,8 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
             for one, other in zip(found, wanted[first : first + LATE_BATCH], strict=True):
                 gap = _gap(one, other)
                 counts["equal" if gap is None else "ties" if gap <= LOGPROB_GAP else "wrong"] += 1
-        expired = await _sample(http, fleet.servers[0], LEASES_ENDED, 'reason="expired"')
-        recomputed = await _sample(http, fleet.servers[1], RECOMPUTED)
+        expired = await sample(http, fleet.servers[0], LEASES_ENDED, 'reason="expired"')
+        recomputed = await sample(http, fleet.servers[1], RECOMPUTED)
     return {"trials": trials, **counts, "leases expired": expired, "recomputed": recomputed}
 
 
@@ -122,10 +121,3 @@ def _gap(found: Answer, wanted: Answer) -> float | None:
         if token != other:
             return abs(wanted.logprobs[index] - wanted.top[index].get(token, float("-inf")))
     return None if len(found.tokens) == len(wanted.tokens) else float("inf")
-
-
-async def _sample(http: aiohttp.ClientSession, url: str, name: str, label: str = "") -> float:
-    async with http.get(f"{url}/metrics") as response:
-        text = await response.text()
-    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(value) for labels, value in found if label in labels)

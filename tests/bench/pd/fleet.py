@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,9 @@ from tests.servers import free_port, running_server
 MODEL = "m"
 START_S, STOP_S = 420.0, 30.0
 READY_S = 60.0
+ROOT = Path(__file__).parents[3]
+TIMELINE_VARIABLE = "KVFERRY_BENCH_TIMELINE"
+"""Names the file to which `timed_connector` writes."""
 
 System = Literal["kvferry-cuda_ipc", "kvferry-nixl", "kvferry-tcp", "nixl", "together", "plain"]
 """`kvferry-…` are pairs with our connector over that backend, `nixl` is a pair with vLLM's NixlConnector,
@@ -35,7 +39,10 @@ class Setup:
         model: Directory of the model.
         gpus: Those of the two servers (`CUDA_VISIBLE_DEVICES`).
         arguments: Further ones of every vLLM server.
+        prefill_arguments, decode_arguments: Further ones of one of them.
         settings: Further settings of our connector.
+        router: Command of vllm-router, to stand in front of NixlConnector's servers too; empty: none does.
+        timeline: File for the times of each transfer in the decode server's scheduler; None: none is noted.
         log_dir: Where the logs of all processes go.
     """
 
@@ -43,7 +50,11 @@ class Setup:
     model: Path
     gpus: tuple[str, str]
     arguments: tuple[str, ...] = ()
-    settings: dict[str, Any] | None = None
+    prefill_arguments: tuple[str, ...] = ()
+    decode_arguments: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    router: tuple[str, ...] = ()
+    timeline: Path | None = None
     log_dir: Path
 
 
@@ -56,12 +67,14 @@ class Running:
         servers: The vLLM servers' URLs, the prefill's first.
         pids: Theirs.
         proxy_log: It has a line for each request; None where there is no proxy.
+        router_url: The same servers behind vllm-router; empty where there is none.
     """
 
     url: str
     servers: tuple[str, ...]
     pids: tuple[int, ...]
     proxy_log: Path | None
+    router_url: str = ""
 
 
 @asynccontextmanager
@@ -81,21 +94,53 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             words += ["--split-min-tokens", "1000000000"]
         proxy = await start_process("proxy", ("-m", "kvferry.proxy", *words), setup.log_dir)
         stack.push_async_callback(proxy.stop)
-        discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
-        roles = ("kv_both", "kv_both") if system == "together" else ("kv_producer", "kv_consumer")
-        transfers = [
-            _transfer(system, role, setup, _url(port), discovery)
-            for role, port in zip(roles, ports, strict=True)
-        ]
-        pids = []
-        # One after the other: on one GPU the second would count on memory that the first is about to take.
-        for name, port, gpu, transfer in zip(
-            ("prefill", "decode"), ports, setup.gpus, transfers, strict=True
-        ):
-            server = _vllm(f"{system}-{name}", setup, port, gpu, transfer)
-            pids.append(await stack.enter_async_context(server))
+        pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
         await _until_ready(proxy.url)
-        yield Running(proxy.url, tuple(map(_url, ports)), tuple(pids), setup.log_dir / "proxy.log")
+        router_url = ""
+        if system == "nixl" and setup.router:
+            router_url = await stack.enter_async_context(_vllm_router(setup, ports))
+        yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log", router_url)
+
+
+async def _start_servers(
+    stack: AsyncExitStack, system: System, setup: Setup, ports: tuple[int, int], discovery_port: int
+) -> tuple[int, ...]:
+    """Their process ids, once both serve."""
+    roles = ("kv_both", "kv_both") if system == "together" else ("kv_producer", "kv_consumer")
+    arguments = (setup.prefill_arguments, setup.decode_arguments)
+    servers = []
+    for name, role, words, port, gpu in zip(
+        ("prefill", "decode"), roles, arguments, ports, setup.gpus, strict=True
+    ):
+        transfer = _transfer(system, role, setup, _url(port), f"127.0.0.1:{discovery_port}")
+        own = replace(setup, arguments=(*setup.arguments, *words))
+        servers.append(_vllm(f"{system}-{name}", own, port, gpu, transfer))
+    if setup.gpus[0] != setup.gpus[1]:
+        async with asyncio.TaskGroup() as starting:
+            pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
+        return tuple(pid.result() for pid in pids)
+    # One after the other: on one GPU the second would count on memory that the first is about to take.
+    return tuple([await stack.enter_async_context(server) for server in servers])
+
+
+@asynccontextmanager
+async def _vllm_router(setup: Setup, ports: tuple[int, int]) -> AsyncIterator[str]:
+    """vllm-router in front of a prefill and a decode server of NixlConnector; its URL."""
+    port, prometheus_port = free_port(), free_port()
+    words = (
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port)),
+        *("--policy", "round_robin", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+        *("--prefill", _url(ports[0]), "--decode", _url(ports[1]), "--log-level", "error"),
+    )
+    async with running_server(
+        (*setup.router, *words),
+        os.environ,
+        f"{_url(port)}/health",
+        setup.log_dir / "vllm-router.log",
+        start_timeout_s=READY_S,
+        stop_timeout_s=STOP_S,
+    ):
+        yield _url(port)
 
 
 def _transfer(system: System, role: str, setup: Setup, url: str, discovery: str) -> dict[str, Any]:
@@ -107,11 +152,14 @@ def _transfer(system: System, role: str, setup: Setup, url: str, discovery: str)
         "proxy": [discovery],
         "control_port": 0,
         "transfer": "tcp" if system == "together" else system.removeprefix("kvferry-"),
-        **(setup.settings or {}),
+        **setup.settings,
     }
+    name, module = "KvferryConnector", "kvferry.agent.vllm.connector"
+    if setup.timeline is not None:
+        name, module = "TimedConnector", "tests.bench.pd.timed_connector"
     return {
-        "kv_connector": "KvferryConnector",
-        "kv_connector_module_path": "kvferry.agent.vllm.connector",
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
@@ -123,17 +171,8 @@ async def _vllm(
     name: str, setup: Setup, port: int, gpu: str, transfer: dict[str, Any] | None
 ) -> AsyncIterator[int]:
     words = [
-        *(
-            "--model",
-            str(setup.model),
-            "--served-model-name",
-            MODEL,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ),
-        *setup.arguments,
+        *("--model", str(setup.model), "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), *setup.arguments),
     ]
     if transfer is not None:
         words += ["--kv-transfer-config", json.dumps(transfer)]
@@ -147,6 +186,10 @@ async def _vllm(
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }
+    if setup.timeline is not None:
+        paths = (str(ROOT), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment[TIMELINE_VARIABLE] = str(setup.timeline.absolute())
     async with running_server(
         (setup.python, "-m", "vllm.entrypoints.openai.api_server", *words),
         environment,
@@ -165,6 +208,51 @@ async def _until_ready(url: str) -> None:
                 if response.status == 200:
                     return
             await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """What a decode server has fetched since its start; `seconds` is the sum over transfers."""
+
+    transfers: float
+    nbytes: float
+    seconds: float
+
+    def since(self, before: KvMoved) -> dict[str, float]:
+        """As figures: transfers, GB, and GB/s of the time that transfers took."""
+        nbytes, seconds = self.nbytes - before.nbytes, self.seconds - before.seconds
+        return {
+            "transfers": self.transfers - before.transfers,
+            "gb": round(nbytes / 1e9, 3),
+            "gb_s": round(nbytes / seconds / 1e9, 2) if seconds else 0.0,
+        }
+
+
+_KV_COUNTERS = {
+    "kvferry": (
+        "vllm:kvferry_transfers_total",
+        "vllm:kvferry_transfer_bytes_total",
+        "vllm:kvferry_transfer_seconds_total",
+    ),
+    "nixl": (
+        "vllm:nixl_xfer_time_seconds_count",
+        "vllm:nixl_bytes_transferred_sum",
+        "vllm:nixl_xfer_time_seconds_sum",
+    ),
+}
+
+
+async def kv_moved(http: aiohttp.ClientSession, connector: str, url: str) -> KvMoved:
+    """By the counters of a connector, `kvferry` or `nixl`."""
+    return KvMoved(*[await sample(http, url, name) for name in _KV_COUNTERS[connector]])
+
+
+async def sample(http: aiohttp.ClientSession, url: str, name: str, label: str = "") -> float:
+    """The sum of a metric's values on a server's page, of those with a label if one is given."""
+    async with http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(value) for labels, value in found if label in labels)
 
 
 def _url(port: int) -> str:
