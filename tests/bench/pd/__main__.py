@@ -18,9 +18,10 @@ from typing import Any, get_args
 
 import aiohttp
 
+from kvferry.deploy.launcher import LaunchError
 from tests.bench.pd.check import late_readers, same_answers
 from tests.bench.pd.decode_steps import decode_steps
-from tests.bench.pd.fleet import Running, Setup, System, kv_moved, running
+from tests.bench.pd.fleet import Running, Setup, System, kv_moved, running, vllm_router
 from tests.bench.pd.load import Seen, handovers, offer, read_log, summary, write_rows
 from tests.bench.pd.report import facts, write_report
 from tests.bench.pd.timeline import timeline
@@ -61,44 +62,50 @@ def main() -> int:
 
 
 async def _load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    """Every system at every rate. What clients saw is written beside the figures as it comes."""
-    figures: dict[str, Any] = {}
-    rows: dict[str, list[Seen]] = {}
+    """Every system at every rate. What clients saw is written beside the figures as it comes; a system that
+    does not start leaves the others their turn.
+    """
+    found = _Load(setup, options)
     for system in options.systems:
-        async with running(system, setup) as fleet, aiohttp.ClientSession() as http:
-            fronts = {
-                system: fleet.url,
-                **({f"{system}, vllm-router": fleet.router_url} if fleet.router_url else {}),
-            }
-            for name, url in fronts.items():
-                await offer(url, *WARM_UP, _vocabulary(setup), seed=0)
-                for rate in options.rates:
-                    run = f"{name} at {rate:g}/s"
-                    figures[run], rows[run] = await _at(rate, name, url, fleet, http, setup, options.seconds)
-                    print(f"{run}: {json.dumps(figures[run])}", flush=True)
-                    write_rows(options.logs / "requests.csv.gz", rows)
-    return figures
+        try:
+            async with running(system, setup) as fleet:
+                await found.offer(system, fleet, fleet.url)
+                if system == "nixl" and setup.router:
+                    async with vllm_router(setup, fleet.servers) as url:
+                        await found.offer("nixl, vllm-router", fleet, url)
+        except* (AssertionError, TimeoutError, LaunchError) as errors:
+            print(f"{system}: left out: {errors.exceptions}", flush=True)
+    return found.figures
 
 
-async def _at(
-    rate: float,
-    name: str,
-    url: str,
-    fleet: Running,
-    http: aiohttp.ClientSession,
-    setup: Setup,
-    seconds: float,
-) -> tuple[dict[str, Any], list[Seen]]:
-    connector = name.partition("-")[0].partition(",")[0]
-    since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
-    pair = connector in ("kvferry", "nixl")
-    before = await kv_moved(http, connector, fleet.servers[1]) if pair else None
-    seen = await offer(url, rate, seconds, _vocabulary(setup))
-    logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
-    figures = summary(seen, handovers(name, seen, logged))
-    if before is not None:
-        figures["kv"] = (await kv_moved(http, connector, fleet.servers[1])).since(before)
-    return figures, seen
+class _Load:
+    """What came of the step `load`: figures by run, and each client's view in `requests.csv.gz`."""
+
+    def __init__(self, setup: Setup, options: argparse.Namespace) -> None:
+        self._setup = setup
+        self._options = options
+        self._rows: dict[str, list[Seen]] = {}
+        self.figures: dict[str, Any] = {}
+
+    async def offer(self, name: str, fleet: Running, url: str) -> None:
+        """All rates, one after the other, at a URL of a system."""
+        vocabulary = _vocabulary(self._setup)
+        await offer(url, *WARM_UP, vocabulary, seed=0)
+        async with aiohttp.ClientSession() as http:
+            for rate in self._options.rates:
+                run = f"{name} at {rate:g}/s"
+                connector = name.partition("-")[0].partition(",")[0]
+                since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
+                pair = connector in ("kvferry", "nixl")
+                before = await kv_moved(http, connector, fleet.servers[1]) if pair else None
+                seen = await offer(url, rate, self._options.seconds, vocabulary)
+                logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
+                self.figures[run] = figures = summary(seen, handovers(name, seen, logged))
+                if before is not None:
+                    figures["kv"] = (await kv_moved(http, connector, fleet.servers[1])).since(before)
+                print(f"{run}: {json.dumps(figures)}", flush=True)
+                self._rows[run] = seen
+                write_rows(self._options.logs / "requests.csv.gz", self._rows)
 
 
 async def _same(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:

@@ -71,7 +71,7 @@ async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str
                 stream.cancel()
             await asyncio.wait(streams)
     nbytes = after.nbytes - before.nbytes
-    # Contexts grow meanwhile, and steps with them: the windows before and after are as far apart on either side.
+    # Contexts grow meanwhile, and steps with them: one window lies before and one after.
     mean = (alone[0]["mean"] + alone[1]["mean"]) / 2
     return {
         "alone_ms": alone,

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ class Setup:
         arguments: Further ones of every vLLM server.
         prefill_arguments, decode_arguments: Further ones of one of them.
         settings: Further settings of our connector.
-        router: Command of vllm-router, to stand in front of NixlConnector's servers too; empty: none does.
+        router: Command of vllm-router; empty: there is none.
         timeline: File for the times of each transfer in the decode server's scheduler; None: none is noted.
         log_dir: Where the logs of all processes go.
     """
@@ -67,19 +67,17 @@ class Running:
         servers: The vLLM servers' URLs, the prefill's first.
         pids: Theirs.
         proxy_log: It has a line for each request; None where there is no proxy.
-        router_url: The same servers behind vllm-router; empty where there is none.
     """
 
     url: str
     servers: tuple[str, ...]
     pids: tuple[int, ...]
     proxy_log: Path | None
-    router_url: str = ""
 
 
 @asynccontextmanager
 async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
-    """Start a system. Raises `AssertionError` with the end of a log if it does not start."""
+    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group of it."""
     async with AsyncExitStack() as stack:
         if system == "plain":
             port = free_port()
@@ -96,10 +94,7 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
         stack.push_async_callback(proxy.stop)
         pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
         await _until_ready(proxy.url)
-        router_url = ""
-        if system == "nixl" and setup.router:
-            router_url = await stack.enter_async_context(_vllm_router(setup, ports))
-        yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log", router_url)
+        yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
 
 
 async def _start_servers(
@@ -124,13 +119,16 @@ async def _start_servers(
 
 
 @asynccontextmanager
-async def _vllm_router(setup: Setup, ports: tuple[int, int]) -> AsyncIterator[str]:
-    """vllm-router in front of a prefill and a decode server of NixlConnector; its URL."""
+async def vllm_router(setup: Setup, servers: Sequence[str]) -> AsyncIterator[str]:
+    """vllm-router in front of a prefill and a decode server of NixlConnector; its URL.
+
+    Raises as `running` does.
+    """
     port, prometheus_port = free_port(), free_port()
     words = (
         *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port)),
         *("--policy", "round_robin", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
-        *("--prefill", _url(ports[0]), "--decode", _url(ports[1]), "--log-level", "error"),
+        *("--prefill", servers[0], "--decode", servers[1], "--log-level", "error"),
     )
     async with running_server(
         (*setup.router, *words),
