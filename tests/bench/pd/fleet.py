@@ -77,7 +77,7 @@ class Running:
 
 @asynccontextmanager
 async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
-    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group of it."""
+    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group."""
     async with AsyncExitStack() as stack:
         if system == "plain":
             port = free_port()
