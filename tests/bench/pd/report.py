@@ -112,10 +112,10 @@ def _draw(load: dict[str, Any], path: Path) -> None:
         lines.setdefault(system, []).append((float(rate.removesuffix("/s")), run))
     figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for axes, (title, value) in zip(panels.flat, _PANELS.items(), strict=True):
-        for system, runs in lines.items():
+        for number, (system, runs) in enumerate(lines.items()):
             points = [(rate, found) for rate, run in runs if (found := value(run)) is not None]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=system)
+                axes.plot(*zip(*points, strict=True), marker="o", label=system, color=f"C{number}")
         axes.set_title(title)
         axes.set_xlabel("requests a second")
         axes.set_ylim(bottom=0)
