@@ -16,7 +16,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-versions chaos soak model-check fuzz-api \
+.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
@@ -112,6 +112,12 @@ test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; 
 	$(PIP_INSTALL) --editable '.[rdma]'
 	@$(COMPILE) $(VENV)/lib/python*/site-packages agent deploy proxy tests transfer || true
 	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
+
+# Rotel's package holds the collector's binary, and is not imported.
+COLLECTOR := rotel==0.0.1a15
+test-traces: $(STAMP) ## traces of a request, a retry and a migration, through a real OpenTelemetry collector; gets Rotel first (10 MB)
+	$(BIN)/pip install -qq --upgrade --no-deps --target build/collector $(COLLECTOR)
+	$(BIN)/python -m pytest -m 'full or not full' -rs tests/system/test_traces.py
 
 test-versions: $(STAMP) ## the proxy's and agents' unit tests with the lowest and the highest versions that pyproject.toml allows
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.versions $(PARTS)

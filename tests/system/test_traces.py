@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One trace over the proxy, both agents and the transfer, as a collector gets it; and the logs beside it.
 
-The collector is a stand-in: it decodes OTLP over HTTP.
+A stand-in for a backend decodes what is asserted on. The processes export to it, or to a real collector that
+exports to it (`make test-traces`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +24,7 @@ import pytest
 from kvferry.deploy.launcher import Cluster, Process
 from tests.standins.trace_collector import CollectedSpan, TraceCollector, trace_collector
 from tests.system.client import heldout, session
+from tests.system.collector import ROTEL, rotel
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total
 
@@ -35,10 +40,39 @@ SLACK_S = 0.002
 """A wall clock may be set between what two processes read of it."""
 
 
-@pytest.fixture
-async def collector() -> AsyncIterator[TraceCollector]:
-    async with trace_collector() as collector:
-        yield collector
+@dataclass(slots=True)
+class Exports:
+    """`url` is what processes are given."""
+
+    url: str
+    _backend: TraceCollector
+    _between: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def collected(self) -> TraceCollector:
+        """What arrived, once the processes have ended. A collector between them is ended as well."""
+        await self._between.aclose()
+        return self._backend
+
+
+@pytest.fixture(
+    params=[
+        "direct",
+        pytest.param(
+            "rotel",
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(not ROTEL.exists(), reason="no Rotel: run `make test-traces`"),
+            ],
+        ),
+    ]
+)
+async def exports(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Exports]:
+    async with trace_collector() as backend, AsyncExitStack() as between:
+        if request.param == "direct":
+            yield Exports(backend.url, backend)
+        else:
+            url = await between.enter_async_context(rotel(backend.url, tmp_path))
+            yield Exports(url, backend, between)
 
 
 def traceparent(number: int) -> tuple[str, dict[str, str]]:
@@ -90,10 +124,10 @@ def assert_pulled(collector: TraceCollector, agent: CollectedSpan, ranks: int) -
 
 
 async def test_one_request_is_one_trace_and_its_logs_name_it(
-    start_cluster: StartCluster, collector: TraceCollector
+    start_cluster: StartCluster, exports: Exports
 ) -> None:
     """Exported when the processes end: by then each has its last spans out."""
-    args = ("--otlp-endpoint", collector.url, "--log-format", "json")
+    args = ("--otlp-endpoint", exports.url, "--log-format", "json")
     trace_id, headers = traceparent(1)
     async with (
         start_cluster(
@@ -103,6 +137,7 @@ async def test_one_request_is_one_trace_and_its_logs_name_it(
     ):
         events = await stream(http, cluster.url, headers)
         logs = {process.name: process.log for process in cluster.processes}
+    collector = await exports.collected()
     (answer_id,) = {event["id"] for event in events}
     assert answer_id.startswith("cmpl-request-1-")
     server = request_span(collector, trace_id)
@@ -152,10 +187,10 @@ def assert_second_try(collector: TraceCollector, trace_id: str, lost_leg: str, w
 
 @pytest.mark.full
 async def test_a_retry_and_a_migration_link_to_what_was_lost(
-    start_cluster: StartCluster, collector: TraceCollector
+    start_cluster: StartCluster, exports: Exports
 ) -> None:
-    args = ("--otlp-endpoint", collector.url, "--max-model-len", "1536", "--lease-s", "2")
-    proxy_args = ("--otlp-endpoint", collector.url, *ONE_AFTER_THE_OTHER)
+    args = ("--otlp-endpoint", exports.url, "--max-model-len", "1536", "--lease-s", "2")
+    proxy_args = ("--otlp-endpoint", exports.url, *ONE_AFTER_THE_OTHER)
     async with (
         start_cluster(prefill=2, decode=2, args=args, proxy_args=proxy_args) as cluster,
         session() as http,
@@ -172,6 +207,7 @@ async def test_a_retry_and_a_migration_link_to_what_was_lost(
             trace_id, headers = traceparent(number)
             await stream(http, cluster.url, headers)
             retried.append(trace_id)
+    collector = await exports.collected()
     assert_second_try(collector, migrated, "decode leg", "migration")
     (trace_id,) = [
         each for each in retried if request_span(collector, each).attributes["kvferry.attempts"] == 2
