@@ -115,7 +115,7 @@ test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; 
 
 # Rotel's package holds the collector's binary, and is not imported.
 COLLECTOR := rotel==0.0.1a15
-test-traces: $(STAMP) ## traces of a request, a retry and a migration, through a real OpenTelemetry collector; gets Rotel first (10 MB)
+test-traces: $(STAMP) ## traces of a request, a retry, a migration and a failed pull, through a real OpenTelemetry collector; gets Rotel first (10 MB)
 	$(BIN)/pip install -qq --upgrade --no-deps --target build/collector $(COLLECTOR)
 	$(BIN)/python -m pytest -m 'full or not full' -rs tests/system/test_traces.py
 

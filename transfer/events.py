@@ -86,14 +86,15 @@ class PullFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     Unless `quiescent`, the destination blocks may still be written to and stay quarantined until
     `PullQuiescent`. `reason` is one of `PULL_FAILURE_REASONS`: lease_ and why the lease is gone, or another
-    word. `detail` is for the log. The prefill's `first_tokens` are valid even so, if they came before the
-    failure.
+    word. `detail` is for the log. `backend` is empty if it failed before it had one. The prefill's
+    `first_tokens` are valid even so, if they came before the failure.
     """
 
     transfer_id: str
     reason: str
     quiescent: bool
     detail: str = ""
+    backend: str = ""
     first_tokens: SampledTokens | None = None
 
 

@@ -21,6 +21,7 @@ from kvferry.agent.messages.requests import (
     Drained,
     DropTransfer,
     EngineReady,
+    FailedPull,
     FromEngine,
     Output,
     Outputs,
@@ -55,6 +56,8 @@ class EngineStream:
         self._bound = submit.sampling.n * submit.sampling.max_tokens + 1
         self._outputs: deque[Output] = deque()
         self._error: ApiError | None = None
+        self.failed_pull: FailedPull | None = None
+        """Of a request that the engine failed."""
         self._arrived = asyncio.Event()
         self._ended = False
 
@@ -225,6 +228,7 @@ class EngineClient:
                         stream.deliver(output)
             case RequestFailed():
                 if (stream := self._streams.get(message.request_id)) is not None:
+                    stream.failed_pull = message.failed_pull
                     stream.fail(ApiError(message.status, message.code, message.message), ended=True)
             case Stats():
                 self.stats = message

@@ -245,6 +245,7 @@ class Frontend:
             try:
                 output = await stream.next(_LAST_OUTPUT_TIMEOUT_S if generation.finished else None)
             except ApiError as error:
+                generation.failed_pull = stream.failed_pull
                 if not generation.finished:
                     raise
                 log.warning("a request has all its tokens, but not the engine's last message: %s", error)
@@ -267,7 +268,8 @@ class Frontend:
                 stream.stop_choice(delta.index)
         if generation.request.remote is None or generation.request.streamed:
             generation.cached_tokens = max(generation.cached_tokens, output.cached_tokens)
-        generation.timing = output.timing or generation.timing
+        if output.timing is not None:
+            generation.timing, generation.failed_pull = output.timing, output.timing.failed_pull
         entry.count(deltas)
         return deltas
 

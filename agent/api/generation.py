@@ -20,6 +20,7 @@ from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.errors import bad_request
 from kvferry.agent.ids import AnswerId, AnswerKind
 from kvferry.agent.messages.requests import (
+    FailedPull,
     FinishReason,
     PrefixSource,
     PromptLogprob,
@@ -249,6 +250,7 @@ class Generation:
         self.choices = [GeneratedChoice(index, request, tokenizer) for index in range(request.sampling.n)]
         self.cached_tokens = request.remote_cached_tokens
         self.timing: Timing | None = None
+        self.failed_pull: FailedPull | None = None
         self.prompt_logprobs: tuple[PromptLogprob, ...] | None = None
         """Of the prompt's second token and all after it; None where they are not known, or not wanted."""
         self._tokenizer = tokenizer

@@ -111,7 +111,9 @@ class RequestLogEntry:
             facts["prompt_done_at"], facts["first_step_at"] = timing.prompt_done_at, timing.first_step_at
         log.info("%s", Facts(facts))
         if self._span is not None:
-            end_trace(self._span, time.monotonic(), status, code, timing, self._described())
+            failed_pull = self._generation.failed_pull if self._generation else None
+            about = self._described()
+            end_trace(self._span, time.monotonic(), status, code, timing, about, failed_pull=failed_pull)
 
     def _described(self) -> dict[str, str | int]:
         """What the request's span says of it."""

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.agent.messages.requests import Timing
+from kvferry.agent.messages.requests import FailedPull, Timing
 
 if TYPE_CHECKING:
     from kvferry.proxy.wire.spans import Attributes, Span
 
 
 def end_trace(
-    span: Span, at: float, status: int, code: str | None, timing: Timing | None, about: Attributes
+    span: Span,
+    at: float,
+    status: int,
+    code: str | None,
+    timing: Timing | None,
+    about: Attributes,
+    *,
+    failed_pull: FailedPull | None = None,
 ) -> None:
-    """End the request's span, with those of its phases if the engine has reported them."""
+    """End the request's span, with those of its phases if the engine has reported them.
+
+    A failed pull is reported of a request that fails, too.
+    """
+    if failed_pull is not None:
+        _add_failed_pull(span, failed_pull)
     if timing is not None:
         _add_phases(span, timing, at)
         about = {**about, "kvferry.recomputed": timing.recomputed}
@@ -40,9 +52,12 @@ def _add_phases(span: Span, timing: Timing, ended_at: float) -> None:
     if "prefix_pull" in phases:
         computed_from += timing.prefix_pull_s
         moved = {"kvferry.bytes": timing.prefix_pull_bytes, "kvferry.tokens": timing.prefix_tokens}
-        _add(span, "prefix_pull", admitted_at, computed_from, moved)
+        _add(span, "prefix_pull", admitted_at, computed_from, moved, failure=timing.prefix_failure)
     if "prefill" in phases:
-        _add(span, "prefill", computed_from, computed_from + timing.prefill_s)
+        computed_at = computed_from + timing.prefill_s
+        if timing.failed_pull is not None:
+            computed_from = timing.failed_pull.ended_at
+        _add(span, "prefill", computed_from, computed_at)
     if "pull" in phases and timing.pull_began_at is not None:
         _add(span, "pull_wait", timing.pull_began_at - timing.pull_wait_s, timing.pull_began_at)
         _add_pull(span, timing, timing.pull_began_at)
@@ -70,5 +85,22 @@ def _add_pull(span: Span, timing: Timing, began_at: float) -> None:
     pull.end(began_at + timing.pull_s)
 
 
-def _add(span: Span, name: str, began_at: float, ended_at: float, about: Attributes | None = None) -> None:
-    span.child(name, began_at, about).end(ended_at)
+def _add_failed_pull(span: Span, pull: FailedPull) -> None:
+    """A pull whose bytes, if any came, were thrown away."""
+    about = {"kvferry.backend": pull.backend}
+    _add(span, "pull", pull.began_at, pull.ended_at, about, failure=pull.reason)
+
+
+def _add(
+    span: Span,
+    name: str,
+    began_at: float,
+    ended_at: float,
+    about: Attributes | None = None,
+    *,
+    failure: str | None = None,
+) -> None:
+    child = span.child(name, began_at, about)
+    if failure is not None:
+        child.fail(failure)
+    child.end(ended_at)

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.agent.capacity import CapacityMeter
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
@@ -230,7 +232,7 @@ class Scheduler:
         if outcome is None:
             return
         sequence, request = outcome.sequence, outcome.sequence.request
-        request.note_prefix_pull(now)
+        request.note_prefix_pull(now, outcome.failure)
         if outcome.failure is not None:
             self._requeue(sequence)
             return
@@ -253,7 +255,9 @@ class Scheduler:
             self._kv_cache.remember(sequence)
             self.counters.prompt_tokens["pulled"] += outcome.num_tokens
             self._prompt_done(sequence, now)
-        elif self._limits.recompute_on_pull_failure:
+            return
+        request.note_failed_pull(outcome.failure, outcome.backend, outcome.began_at, now)
+        if self._limits.recompute_on_pull_failure:
             self.counters.recomputes += 1
             self.work.recompute()
             request.recomputed = True
@@ -563,7 +567,8 @@ class Scheduler:
 
     def _fail(self, request: Request, status: int, code: str, message: str) -> None:
         self._drop_request(request)
-        self._outbox.append(failed(request.submit, status, code, message))
+        failure = failed(request.submit, status, code, message)
+        self._outbox.append(msgspec.structs.replace(failure, failed_pull=request.timing.failed_pull))
 
     def _close(self, request: Request, tokens: list[Token]) -> None:
         """Send a request's last message."""

@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.agent.engine.blocks import BlockHash, hash_blocks
 from kvferry.agent.messages.requests import (
+    FailedPull,
     FinishReason,
     Output,
     PrefixSource,
@@ -282,10 +283,15 @@ class Request:
         trunk.tokens = [*self.submit.prompt_ids, *outputs]
         self.sequences = {trunk.index: trunk}
 
-    def note_prefix_pull(self, now: float) -> None:
+    def note_prefix_pull(self, now: float, failure: str | None) -> None:
         """Its prefix is here, or does not come; it was asked for on admission."""
         spent = _between(self.clock.admitted, now)
-        self.timing = msgspec.structs.replace(self.timing, prefix_pull_s=spent)
+        self.timing = msgspec.structs.replace(self.timing, prefix_pull_s=spent, prefix_failure=failure)
+
+    def note_failed_pull(self, reason: str, backend: str, began_at: float, now: float) -> None:
+        """The pull of its prompt's KV came to nothing."""
+        failed = FailedPull(reason=reason, backend=backend, began_at=began_at, ended_at=now)
+        self.timing = msgspec.structs.replace(self.timing, failed_pull=failed)
 
     def describe(self) -> SamplingSetup:
         """Return what the ranks must know before the request's first row; it must be sent."""

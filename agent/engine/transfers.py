@@ -39,6 +39,7 @@ class _PulledPrompt:
     """The sequence that waits for the KV; None once it is abandoned."""
     producer: str
     """Its incarnation."""
+    began_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class PullOutcome:
     """How the pull ended that a sequence waits for. Without `failure` its KV is complete and proven."""
 
     sequence: Sequence
+    began_at: float
+    backend: str
     failure: str | None = None
     num_tokens: int = 0
     """Of the prompt, pulled: all that was not cached."""
@@ -157,7 +160,7 @@ class TransferLedger:
             fill_s = request.deadline - now - timeout_s
         self._held.remove(kv.transfer_id)
         self._pulls[kv.transfer_id] = _PulledPrompt(
-            blocks[:num_shared], blocks[num_shared:], sequence, kv.source.engine_id
+            blocks[:num_shared], blocks[num_shared:], sequence, kv.source.engine_id, now
         )
         sequence.blocks = []
         ids_hash = hash_prompt(request.submit.prompt_ids)
@@ -187,7 +190,7 @@ class TransferLedger:
         request = sequence.request
         if request.awaits_first_tokens and not self._adopt(request, event.first_tokens):
             self._allocator.release(reversed([*pull.shared, *pull.destination]))
-            return PullOutcome(sequence, "it came without the first tokens")
+            return PullOutcome(sequence, pull.began_at, event.backend, "no_first_tokens")
         sequence.blocks = [*pull.shared, *pull.destination]
         sequence.num_computed = request.prompt_len
         request.timing = msgspec.structs.replace(
@@ -203,7 +206,7 @@ class TransferLedger:
             backend=event.backend,
         )
         cached = len(pull.shared) * self._limits.block_size
-        return PullOutcome(sequence, num_tokens=request.prompt_len - cached)
+        return PullOutcome(sequence, pull.began_at, event.backend, num_tokens=request.prompt_len - cached)
 
     def pull_failed(self, event: PullFailed) -> PullOutcome | None:
         """Free the blocks, through quarantine if a write may still come; None if no sequence waits."""
@@ -222,7 +225,7 @@ class TransferLedger:
             return None
         if pull.sequence.request.awaits_first_tokens:
             self._adopt(pull.sequence.request, event.first_tokens)
-        return PullOutcome(pull.sequence, event.reason)
+        return PullOutcome(pull.sequence, pull.began_at, event.backend, event.reason)
 
     def pull_quiescent(self, transfer_id: str) -> None:
         """Free quarantined blocks: no write can come any more."""

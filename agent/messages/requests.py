@@ -170,14 +170,28 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
 
 
+class FailedPull(msgspec.Struct, frozen=True, kw_only=True):
+    """A pull of the prompt's KV that came to nothing, from when to when by the monotonic clock.
+
+    `reason` is one of `PULL_FAILURE_REASONS`, or `no_first_tokens` of a streamed pull that came without them.
+    `backend` is empty if it failed before it had one.
+    """
+
+    reason: str
+    backend: str
+    began_at: float
+    ended_at: float
+
+
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request's time went, in seconds, and what its KV transfer moved.
 
     `prefix_pull_s` was spent on getting `prefix_tokens` of the prompt's beginning from another agent's prefix
-    cache, before it was computed. `pull_tail_s` is the part of `pull_s` after the prefill had ended;
-    `pull_early_blocks` were here before that, and `rank_reads` is what each rank has read. `arrived_at`,
-    `pull_began_at` (its first read), `prompt_done_at` (when its KV was computed or pulled) and
-    `first_step_at` are readings of the monotonic clock, which all processes of a host share.
+    cache, before it was computed; `prefix_failure` is why that came to nothing. `pull_tail_s` is the part of
+    `pull_s` after the prefill had ended; `pull_early_blocks` were here before that, and `rank_reads` is what
+    each rank has read. `arrived_at`, `pull_began_at` (its first read), `prompt_done_at` (when its KV was
+    computed or pulled) and `first_step_at` are readings of the monotonic clock, which all processes of a host
+    share.
     """
 
     queue_s: float = 0.0
@@ -193,6 +207,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     pull_early_blocks: int = 0
     prefix_pull_bytes: int = 0
     prefix_tokens: int = 0
+    prefix_failure: str | None = None
     rank_reads: tuple[RankRead, ...] = ()
     arrived_at: float | None = None
     pull_began_at: float | None = None
@@ -200,6 +215,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     first_step_at: float | None = None
     backend: str | None = None
     recomputed: bool = False
+    failed_pull: FailedPull | None = None
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as metrics, logs and the `Server-Timing` header name them.
@@ -263,6 +279,7 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     status: int
     code: str
     message: str
+    failed_pull: FailedPull | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -40,8 +40,8 @@ DEFECTS = (
     Defect(
         sentence="What is left of a failed pull of a prefix counts as computed.",
         file="agent/engine/scheduler.py",
-        old="        request.note_prefix_pull(now)\n        if outcome.failure is not None:\n",
-        new="        if False:\n",
+        old="        if outcome.failure is not None:\n            self._requeue(sequence)\n",
+        new="        if False:\n            self._requeue(sequence)\n",
         tests=(PREFIXES,),
     ),
     Defect(

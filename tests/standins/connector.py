@@ -209,7 +209,11 @@ class StandInConnector:
     ) -> None:
         del self.pulls[transfer_id]
         failed = PullFailed(
-            transfer_id=transfer_id, reason="read_failed", quiescent=quiescent, first_tokens=first_tokens
+            transfer_id=transfer_id,
+            reason="read_failed",
+            quiescent=quiescent,
+            first_tokens=first_tokens,
+            backend="tcp",
         )
         self.events.append(failed)
         if not quiescent:

@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import Cluster, Process
+from tests.standins import faults
 from tests.standins.trace_collector import CollectedSpan, TraceCollector, trace_collector
 from tests.system.client import heldout, session
 from tests.system.collector import ROTEL, rotel
@@ -34,6 +35,7 @@ BODY = {"model": "ferry-tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": 
 PROMPT = max((prompt.prompt for prompt in heldout()), key=len)[:400]
 PREFILL = ("POST /v1/completions", "kvferry-agent", ["queue", "prefill"])
 DECODE = ("POST /v1/completions", "kvferry-agent", ["queue", "pull_wait", "pull", "decode_queue", "decode"])
+RECOMPUTED = ["queue", "pull", "prefill", "decode_queue", "decode"]
 ONE_AFTER_THE_OTHER = ("--stream-pull-min-tokens", "0")
 """Of a long prompt the decode leg is sent first otherwise."""
 SLACK_S = 0.002
@@ -157,6 +159,30 @@ async def test_one_request_is_one_trace_and_its_logs_name_it(
         assert all(datetime.fromisoformat(line["time"]).utcoffset() == timedelta() for line in lines)
         (line,) = [line for line in lines if line["message"] == "request"]
         assert (line["request_id"], line["trace_id"], line["level"]) == ("request-1", trace_id, "INFO"), name
+
+
+@pytest.mark.full
+async def test_a_failed_pull_has_a_span_that_says_why(start_cluster: StartCluster, exports: Exports) -> None:
+    """Every read is cut, and the decode agent computes the prompt itself."""
+    args = ("--otlp-endpoint", exports.url)
+    tcp, trace_id, headers = ("--transfer", "tcp"), *traceparent(3)
+    async with (
+        start_cluster(
+            module=faults.AGENT,
+            args=(*args, *tcp),
+            prefill_args=("--tcp-fault", "drop"),
+            proxy_args=(*args, *ONE_AFTER_THE_OTHER),
+        ) as cluster,
+        session() as http,
+    ):
+        await stream(http, cluster.url, headers)
+    collector = await exports.collected()
+    (pull,) = [span for span in collector.of_trace(trace_id) if span.failed]
+    assert (pull.name, pull.attributes) == ("pull", {"kvferry.backend": "tcp", "error.type": "read_failed"})
+    *_, decode_leg = collector.children(request_span(collector, trace_id))
+    recomputed = ("POST /v1/completions", "kvferry-agent", RECOMPUTED)
+    agent = assert_agent(collector, decode_leg, recomputed)
+    assert pull in collector.children(agent) and agent.attributes["kvferry.recomputed"]
 
 
 async def serving_stream(cluster: Cluster) -> Process:

@@ -362,6 +362,7 @@ class Pull:
             reason=reason,
             quiescent=not self._reading,
             detail=detail,
+            backend=self._backend,
             first_tokens=self._first_tokens,
         )
         return [

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.agent.api.request_trace import end_trace
-from kvferry.agent.messages.requests import Timing
+from kvferry.agent.messages.requests import FailedPull, Timing
 from kvferry.proxy.wire.spans import Tracing
 from kvferry.transfer.events import RankRead
 from tests.standins.trace_collector import CollectedSpan, TraceCollector, trace_collector
@@ -21,13 +21,17 @@ PULLED = {"queue_s": 0.5, "arrived_at": 1.0, "prompt_done_at": 4.0, "first_step_
 
 @asynccontextmanager
 async def exported(
-    timing: Timing | None, status: int = 200, code: str | None = None
+    timing: Timing | None,
+    status: int = 200,
+    code: str | None = None,
+    failed_pull: FailedPull | None = None,
 ) -> AsyncIterator[TraceCollector]:
     """What a collector has of a request that came at 1 s and ended at 9 s of the monotonic clock."""
     async with trace_collector() as collector:
         tracing = Tracing(collector.url, {"service.name": "agent"})
         span = tracing.serve("POST /v1/completions", 1.0, {}, {})
-        end_trace(span, 9.0, status, code, timing, {"kvferry.leg": "decode"})
+        about = {"kvferry.leg": "decode"}
+        end_trace(span, 9.0, status, code, timing, about, failed_pull=failed_pull)
         await tracing.close(10.0, asyncio.Event())
         yield collector
 
@@ -96,3 +100,58 @@ async def test_a_request_without_times_is_one_span(status: int, code: str | None
     async with exported(None, status, code) as collector:
         (span,) = collector.spans
     assert (span.failed, span.attributes.get("error.type")) == (failed, code)
+
+
+FAILED = FailedPull(reason="lease_expired", backend="tcp", began_at=1.5, ended_at=2.5)
+
+
+def assert_failed_pull(collector: TraceCollector) -> None:
+    """The one failed span is the pull's, and says why."""
+    (pull,) = [span for span in collector.children(request(collector)) if span.failed]
+    assert pull.name == "pull"
+    assert pull.attributes == {"kvferry.backend": "tcp", "error.type": "lease_expired"}
+
+
+async def test_a_failed_pull_is_shown_before_the_prefill_in_its_place() -> None:
+    timing = Timing(
+        queue_s=0.5,
+        prefill_s=2.5,
+        arrived_at=1.0,
+        prompt_done_at=4.0,
+        first_step_at=4.5,
+        recomputed=True,
+        failed_pull=FAILED,
+    )
+    async with exported(timing, failed_pull=FAILED) as collector:
+        server = request(collector)
+        assert lasted(collector, server) == {
+            "queue": (1.0, 1.5),
+            "pull": (1.5, 2.5),
+            "prefill": (2.5, 4.0),
+            "decode_queue": (4.0, 4.5),
+            "decode": (4.5, 9.0),
+        }
+        assert_failed_pull(collector)
+    assert not server.failed and server.attributes["kvferry.recomputed"]
+
+
+async def test_a_request_that_fails_with_its_pull_shows_the_pull() -> None:
+    async with exported(None, 502, "pull_failed", failed_pull=FAILED) as collector:
+        server = request(collector)
+        assert lasted(collector, server) == {"pull": (1.5, 2.5)}
+        assert_failed_pull(collector)
+    assert server.attributes["error.type"] == "pull_failed"
+
+
+async def test_a_failed_pull_of_a_prefix_is_marked() -> None:
+    timing = Timing(
+        queue_s=0.5,
+        prefix_pull_s=0.25,
+        prefix_failure="refused",
+        prefill_s=2.0,
+        arrived_at=1.0,
+        prompt_done_at=3.75,
+    )
+    async with exported(timing) as collector:
+        (pull,) = [span for span in collector.spans if span.failed]
+    assert (pull.name, pull.attributes["error.type"]) == ("prefix_pull", "refused")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvferry.agent.messages.requests import Output, RequestFailed, ResumedChoice
+from kvferry.agent.messages.requests import FailedPull, Output, RequestFailed, ResumedChoice
 from kvferry.agent.messages.steps import Chunk, SampleOutput, Step, StepOutputs
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
@@ -533,13 +533,21 @@ def test_a_wholly_cached_prompt_is_not_pulled_and_the_producer_is_told() -> None
     engine.assert_all_free()
 
 
+def fail_pull(engine: LocalEngine, *, quiescent: bool) -> FailedPull:
+    """Fail the pull half a second after its begin. Returns what is to be told of it."""
+    began = engine.now
+    engine.now += 0.5
+    engine.connector.fail_pull("t", quiescent=quiescent)
+    engine.step()
+    return FailedPull(reason="read_failed", backend="tcp", began_at=began, ended_at=began + 0.5)
+
+
 @pytest.mark.parametrize("quiescent", [True, False])
 def test_a_failed_pull_is_computed_here_into_fresh_blocks(quiescent: bool) -> None:
     engine, prompt = make_engine(), numbers(0, 10)
     start_pull(engine, prompt)
     pulled = set(engine.connector.pulls["t"].block_ids)
-    engine.connector.fail_pull("t", quiescent=quiescent)
-    engine.step()
+    failed_pull = fail_pull(engine, quiescent=quiescent)
     assert engine.last_step is not None
     assert quiescent or not pulled & set(engine.last_step.chunks[0].blocks)
     engine.run()
@@ -551,6 +559,7 @@ def test_a_failed_pull_is_computed_here_into_fresh_blocks(quiescent: bool) -> No
     assert isinstance(answer, Output)
     assert answer.timing is not None
     assert answer.timing.recomputed
+    assert answer.timing.failed_pull == failed_pull
     assert engine.scheduler.counters.recomputes == 1
     assert engine.allocator.counts().quarantined == (0 if quiescent else 3)
     if not quiescent:
@@ -562,11 +571,11 @@ def test_a_failed_pull_is_computed_here_into_fresh_blocks(quiescent: bool) -> No
 def test_a_failed_pull_fails_the_request_where_that_is_asked_for() -> None:
     engine, prompt = make_engine(recompute_on_pull_failure=False), numbers(0, 10)
     start_pull(engine, prompt)
-    engine.connector.fail_pull("t", quiescent=True)
-    engine.step()
+    failed_pull = fail_pull(engine, quiescent=True)
     answer = engine.last("d")
     assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (502, "pull_failed")
+    assert answer.failed_pull == failed_pull
     assert engine.scheduler.counters.recomputes == 0
     engine.assert_all_free()
 

@@ -257,7 +257,7 @@ def test_one_failed_read_fails_the_pull_and_cancels_the_others() -> None:
     assert CancelRead(transfer_id="t", seq=1) in effects
     assert SendRelease(read_ok=False) in effects
     assert failure(effects) == PullFailed(
-        transfer_id="t", reason="read_failed", quiescent=False, detail="peer_lost"
+        transfer_id="t", reason="read_failed", quiescent=False, detail="peer_lost", backend="tcp"
     )
     assert not pull.over
     assert events(pull.read_ended(1, GOOD)) == [PullQuiescent(transfer_id="t")]
