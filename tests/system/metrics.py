@@ -30,9 +30,16 @@ async def scrape(url: str) -> Samples:
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:
-    """Sum of the samples of that name whose labels include `labels`."""
+    """Sum of the samples of that name whose labels include `labels`. Raises `KeyError` where none has it."""
+    if not is_shown(samples, name):
+        raise KeyError(f"no sample of this page is named {name}")
     wanted = set(labels.items())
     return sum(value for (key, have), value in samples.items() if key == name and wanted <= set(have))
+
+
+def is_shown(samples: Samples, name: str) -> bool:
+    """Whether the page has samples of that name: gauges of what is not known yet are absent."""
+    return any(key == name for key, _ in samples)
 
 
 async def settled(url: str, name: str, count: int, *, timeout_s: float = STATS_S, **labels: str) -> Samples:
@@ -45,7 +52,9 @@ async def settled(url: str, name: str, count: int, *, timeout_s: float = STATS_S
 
 async def blocks(url: str) -> dict[str, int]:
     """KV blocks of one agent by state."""
-    samples = await scrape(url)
+    async with asyncio.timeout(STATS_S):  # after its start an engine has a second to tell of itself
+        while not is_shown(samples := await scrape(url), "kvferry_agent_kv_blocks"):
+            await asyncio.sleep(0.1)
     states = ("free", "used", "leased", "quarantined")
     return {state: int(total(samples, "kvferry_agent_kv_blocks", state=state)) for state in states}
 

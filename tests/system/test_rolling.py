@@ -24,7 +24,7 @@ from kvferry.deploy.launcher import Process, start_process
 from tests.patience import patient
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, heldout, session
 from tests.system.conftest import COMMON_ARGS, MODEL
-from tests.system.metrics import Samples, scrape, total
+from tests.system.metrics import Samples, is_shown, scrape, total
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
@@ -259,8 +259,14 @@ async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
     return {
         "failed": len(load.failed) + load.lost,
         "wrong": load.wrong,
-        "recomputed": load.recomputed + sum(total(page, name) for page in pages for name in RECOMPUTES),
-        "expired": sum(total(page, name, cause="expired") for page in pages for name in LEASES_ENDED),
+        "recomputed": load.recomputed
+        + sum(total(page, name) for page in pages for name in RECOMPUTES if is_shown(page, name)),
+        "expired": sum(
+            total(page, name, cause="expired")
+            for page in pages
+            for name in LEASES_ENDED
+            if is_shown(page, name)
+        ),
     }
 
 

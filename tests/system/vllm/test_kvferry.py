@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.system.client import heldout, session
-from tests.system.metrics import scrape, total
+from tests.system.metrics import is_shown, scrape, total
 from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
 
 PROMPTS = 50
@@ -151,7 +151,9 @@ async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: 
         await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
         await stack.settled()
         async with asyncio.timeout(30):
-            while not total(page := await scrape(stack.proxy_url), WANTED, role="decode"):
+            while not is_shown(page := await scrape(stack.proxy_url), WANTED) or not total(
+                page, WANTED, role="decode"
+            ):
                 await asyncio.sleep(0.1)
             while total(page := await scrape(stack.proxy_url), "kvferry_proxy_prefill_backlog_seconds"):
                 await asyncio.sleep(0.1)
