@@ -44,6 +44,7 @@ from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnat
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
 from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
+from kvferry.transfer.control.endpoints import check_can_bind
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,10 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
     HTTP listens: `{"listening": {"url", "incarnation"}}`.
 
     Raises:
-        OSError: the HTTP address cannot be bound, or the cluster key cannot be read.
+        OSError: HTTP or the control channel cannot be bound, or the cluster key cannot be read.
         BadClusterKey, BadCertificate: the file is none.
     """
+    check_can_bind(config.host, config.control_port)  # the engine binds it, after the model is loaded
     tokenizer = Tokenizer(Path(config.model))
     form = _response_form(Path(config.model), tokenizer)
     defaults = read_sampling_defaults(Path(config.model), config.generation_config)

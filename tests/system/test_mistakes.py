@@ -217,6 +217,9 @@ async def test_what_an_agent_does_not_find_ends_it_without_a_traceback(
     assert agent.returncode == status
     assert said.format(taken=taken) in complaints[0]
     assert not any("Traceback" in line for line in complaints)
+    assert "engine process" not in log.decode() or "--device" in options, (
+        "ports are tried before the model is loaded"
+    )
 
 
 async def test_a_proxy_that_cannot_be_reached_is_in_the_agents_log() -> None:

@@ -54,6 +54,25 @@ class Caller:
     version: int
 
 
+def check_can_bind(host: str, port: int) -> None:
+    """Raise `CannotBind` if `ControlServer.start` would now. Any port, 0, can always be had."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as socket:
+            _bind(socket, host, port)
+    finally:
+        context.term()
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
+    socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(tcp_endpoint(host, port or "*"))
+    except zmq.ZMQError as error:
+        reason = os.strerror(error.errno or 0)
+        raise CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}") from error
+
+
 class ControlServer:
     """Serves any number of consumers. Bad frames are counted and dropped, never fatal."""
 
@@ -80,11 +99,7 @@ class ControlServer:
         if self._key is not None:
             self._key.secure_server(socket)
             self._authenticator = CurveAuthenticator(context, self._key)
-        try:
-            socket.bind(tcp_endpoint(host, port or "*"))
-        except zmq.ZMQError as error:
-            reason = os.strerror(error.errno or 0)
-            raise CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}") from error
+        _bind(socket, host, port)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._channel.start()
         return int(endpoint.rpartition(":")[2])
