@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
         case ["agent", *rest] if names_vllm(rest):
             return _run(VLLM_ENGINE, rest)
         case [name, *_] if name in NEED_AGENT and missing_of("agent"):
-            print(f"kvferry {name} needs the extra agent: pip install 'kvferry[agent]'", file=sys.stderr)
+            how = "in a clone of kvferry, pip install '.[agent]'"
+            print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
             return 2
         case [name, *rest] if name in COMMANDS:
             return _run(COMMANDS[name][0], rest)

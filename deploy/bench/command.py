@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure. Returns 0, or 1 if a server cannot be measured or answers none of the requests of a level."""
     config = parse_config(argv)
     if config.plot is not None and find_spec("matplotlib") is None:
-        exit_with(PROG, "--plot needs the extra bench: pip install 'kvferry[bench]'")
+        exit_with(PROG, "--plot needs the extra bench: in a clone of kvferry, pip install '.[bench]'")
     raise_file_limit()
     try:
         result = _measure(config)

@@ -46,7 +46,7 @@ def connected(address: str | None, namespace: str) -> Iterator[None]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise RayUnusable("this needs the extra ray: pip install 'kvferry[ray]'") from None
+        raise RayUnusable("this needs the extra ray: in a clone of kvferry, pip install '.[ray]'") from None
     try:
         ray.init(
             address=address or "auto",

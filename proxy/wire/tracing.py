@@ -20,7 +20,7 @@ FLUSH_TIMEOUT_S = 3.0
 """For the last export, when a process ends."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-_LACKING = "needs the extra otel: pip install 'kvferry[otel]'"
+_LACKING = "needs the extra otel: in a clone of kvferry, pip install '.[otel]'"
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import pytest
 from kvferry.deploy.cli import COMMANDS, NEED_AGENT
 from tests.unit.test_packages import PROJECT, ROOT, declared, normalized
 
-LACKING = "kvferry {} needs the extra agent: pip install 'kvferry[agent]'\n"
+LACKING = "kvferry {} needs the extra agent: in a clone of kvferry, pip install '.[agent]'\n"
 PORTS = ("--port", "0", "--discovery-port", "0")
 
 

@@ -40,7 +40,7 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
 
 def test_an_environment_that_asks_for_traces_without_the_sdk_gets_a_warning() -> None:
     done = run(NOT_INSTALLED, OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4318")
-    assert "WARNING" in done.stderr and "pip install 'kvferry[otel]'" in done.stderr
+    assert "WARNING" in done.stderr and "pip install '.[otel]'" in done.stderr
 
 
 @pytest.mark.parametrize(
