@@ -100,8 +100,9 @@ def node_row(node: NodeView) -> tuple[str, ...]:
     most = "" if load.max_running is None else f" of {load.max_running}"
     used = load.kv_blocks_total - load.kv_blocks_free
     share = f"{100 * used / load.kv_blocks_total:.0f} %" if load.kv_blocks_total else ""
+    name = node.name or node.address.partition("//")[2]
     return (
-        node.name, node.address, node.role, state, node.dialect, node.model,
+        name, node.address, node.role, state, node.dialect, node.model,
         f"{load.running}{most}", str(load.waiting), share, f"{node.last_ping_s:.1f} s",
     )  # fmt: skip
 

@@ -94,6 +94,8 @@ def test_a_row_says_why_an_agent_is_not_used() -> None:
     assert node_row(NODE) == (
         "decode-0", "http://10.0.0.1:8000", "decode", state, "native", "m", "3 of 8", "1", "25 %", "0.2 s",
     )  # fmt: skip
+    nameless = node_row(msgspec.structs.replace(NODE, name=""))
+    assert nameless == ("10.0.0.1:8000", *node_row(NODE)[1:]), "told apart where columns are cut"
     assert other_lines(NODES) == [
         "http://10.0.0.2:8000 (prefill) is down: no answer",
         "and 7 more pairings that cannot be",
