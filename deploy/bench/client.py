@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,8 @@ from kvferry.proxy.wire.tls import client_context
 
 MAX_PAGE_BYTES = 1 << 20
 MAX_REASON_CHARS = 200
+BODY_END_S = 0.2
+"""For the end of a stream's body after `[DONE]`."""
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -91,7 +94,7 @@ class BenchClient:
         return usage.prompt_tokens
 
     async def send(self, request: PlannedRequest, start: float) -> Observation:
-        """Send one request and read its answer to the end. A failure is in the observation; none is raised.
+        """Send one request and read its answer, up to `[DONE]`. A failure is in the observation, not raised.
 
         `start` is when the round started, by `perf_counter`.
         """
@@ -109,7 +112,7 @@ class BenchClient:
             seen.failure = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
         except (BadResponse, BenchFailed, *NOT_JSON) as error:
             seen.failure = f"the answer cannot be read: {error}"[:MAX_REASON_CHARS]
-        seen.end_s = round(time.perf_counter() - sent, 6)
+        seen.end_s = seen.end_s or round(time.perf_counter() - sent, 6)
         return seen
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
@@ -158,13 +161,20 @@ async def connected_client(target: Target, config: BenchConfig) -> AsyncIterator
 async def _read_stream(response: aiohttp.ClientResponse, seen: Observation, sent: float) -> None:
     """Note the events of a streamed answer. Raises `BadResponse` and what `NOT_JSON` names."""
     scanner = sse.Scanner()
-    async for part in response.content.iter_any():
+    while not scanner.done and (part := await response.content.readany()):
         now = round(time.perf_counter() - sent, 6)
         for event in sse.split(scanner.feed(part)):
             data = sse.data(event)
             if data is not None and data != b"[DONE]":
                 _note(msgspec.json.decode(data, type=_Chunk), seen, now)
-    if not seen.failure and not scanner.done:
+    if scanner.done:
+        seen.end_s = round(time.perf_counter() - sent, 6)
+        # The connection can serve the next request if its body ends now.
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(BODY_END_S):
+                while await response.content.readany():
+                    pass
+    elif not seen.failure:
         seen.failure = "the stream ended without [DONE]"
     if not seen.failure and not seen.events_s:
         seen.failure = "the answer has no text"

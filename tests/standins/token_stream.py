@@ -26,6 +26,7 @@ class Misbehaviour(StrEnum):
     HANGS = "hangs"
     NO_JSON = "no JSON"
     CLOSES = "closes"
+    KEEPS_OPEN = "keeps open"
 
 
 class TokenStream:
@@ -84,6 +85,8 @@ class TokenStream:
         await _event(response, {"choices": [], "usage": usage})
         if prompt != Misbehaviour.NO_DONE:
             await response.write(b"data: [DONE]\n\n")
+        if prompt == Misbehaviour.KEEPS_OPEN:
+            await asyncio.Event().wait()
         return response
 
 

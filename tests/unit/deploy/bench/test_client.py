@@ -73,6 +73,12 @@ async def test_a_failure_is_in_the_observation(
     assert seen.end_s > 0
 
 
+async def test_an_answer_ends_with_done_whatever_its_body_does(server: TokenStream) -> None:
+    seen = await send(server, Misbehaviour.KEEPS_OPEN, BenchConfig(timeout_s=5.0))
+    assert (seen.failure, len(seen.events_s)) == ("", 3)
+    assert seen.events_s[-1] <= seen.end_s
+
+
 async def test_a_server_that_is_not_there() -> None:
     with pytest.raises(BenchFailed, match=r"http://127\.0\.0\.1:9/v1/models cannot be reached"):
         async with connected_client(Target("one", "http://127.0.0.1:9"), BenchConfig()):
