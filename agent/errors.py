@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 2000
+"""Of a message, which may repeat what a client has sent, and of `param`."""
 _TYPES = {409: "conflict_error", 429: "rate_limit_error"}
 
 
@@ -20,11 +22,12 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        message = message[:MAX_MESSAGE_CHARS]
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
-        self.param = param
+        self.param = param and param[:MAX_MESSAGE_CHARS]
 
     def body(self) -> dict[str, Any]:
         """Return the body, as OpenAI's clients expect it."""

@@ -12,6 +12,8 @@ from kvferry.proxy.wire.messages import Incarnation
 RETRY_AFTER_S = 1
 MAX_AGENT_MESSAGE_CHARS = 2000
 """Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
+MAX_MESSAGE_CHARS = 4000
+"""Of a message, which may repeat what a client or an agent has sent, and of `param`."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -25,9 +27,10 @@ class ProxyError(Exception):
     code: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        message = message[:MAX_MESSAGE_CHARS]
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param and param[:MAX_MESSAGE_CHARS]
 
     @property
     def headers(self) -> dict[str, str]:

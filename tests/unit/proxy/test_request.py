@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.errors import InvalidRequest
+from kvferry.proxy.errors import MAX_MESSAGE_CHARS, InvalidRequest
 from kvferry.proxy.request import ClientRequest, check_context, parse_request, split_prompts
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
@@ -97,6 +97,11 @@ def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str
     error = json.loads(caught.value.body())["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+
+
+def test_what_an_error_repeats_is_bounded() -> None:
+    error = InvalidRequest("a" * 1_000_000, param="b" * 1_000_000)
+    assert len(error.body()) < 3 * MAX_MESSAGE_CHARS and len(str(error)) == MAX_MESSAGE_CHARS
 
 
 @pytest.mark.parametrize("missing", ["model", "prompt"])

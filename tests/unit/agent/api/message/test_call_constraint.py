@@ -18,7 +18,7 @@ from kvferry.agent.api.message.message_parser import MessageFormat
 from kvferry.agent.api.message.response_form import ResponseForm, known_form
 from kvferry.agent.api.message.tools import MAX_SCHEMA_DEPTH, ToolUse
 from kvferry.agent.api.openai_schema import ChatBody, decode_body
-from kvferry.agent.errors import ApiError
+from kvferry.agent.errors import MAX_MESSAGE_CHARS, ApiError
 from kvferry.agent.grammar import GrammarCompiler
 from tests.standins import chat_templates
 
@@ -210,6 +210,16 @@ def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], param: s
     with pytest.raises(ApiError) as caught:
         decode_body(json.dumps(body).encode(), ChatBody)
     assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
+
+
+@pytest.mark.parametrize(
+    "choice", ["a" * 1_000_000, {"type": "function", "function": {"name": "a" * 1_000_000}}]
+)
+def test_a_long_tool_choice_is_not_repeated_whole(choice: object) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [function("f")]}
+    with pytest.raises(ApiError) as caught:
+        decode_body(json.dumps(body | {"tool_choice": choice}).encode(), ChatBody)
+    assert len(json.dumps(caught.value.body())) < 2 * MAX_MESSAGE_CHARS
 
 
 def test_tools_that_may_not_be_called_are_left_out() -> None:
