@@ -43,6 +43,8 @@ PREFILL_LATENCY = 1.5
 """How many times its own work a prompt takes, for it waits for others at its agent: in a fleet that is large
 enough, not too many."""
 MAX_MODELS = 64
+GONE_S = 60.0
+"""A model whose agents have not pinged for so long makes room for another."""
 MAX_AGENTS = 4096
 
 
@@ -304,7 +306,8 @@ class ScalingSignals:
     def __init__(self, clock: Callable[[], float], decode_limit: int | None = None) -> None:
         self._clock = clock
         self._decode_limit = decode_limit
-        self._models: dict[str, _Model] = {}
+        self._models: OrderedDict[str, _Model] = OrderedDict()
+        """Whose agents have not pinged for longest is first."""
         self._last: OrderedDict[Incarnation, Capacity] = OrderedDict()
         """What each agent has reported; who has not pinged for longest is first."""
 
@@ -313,21 +316,29 @@ class ScalingSignals:
         if isinstance(update, Bye):
             self._last.pop(update.incarnation, None)
             return
-        if not update.model:
-            return
-        model = self._models.get(update.model)
-        if model is None:
-            if len(self._models) >= MAX_MODELS:
-                return
-            now = self._clock()
-            model = self._models[update.model] = _Model(DecayingRate(now), DecayingRate(now))
-        if update.capacity is None:
+        now = self._clock()
+        model = self._pinged(update.model, now) if update.model else None
+        if model is None or update.capacity is None:
             return
         before = self._last.pop(update.incarnation, None)
         self._last[update.incarnation] = update.capacity
         if len(self._last) > MAX_AGENTS:
             self._last.popitem(last=False)
-        model.costs.add(update.role, update.capacity, before, self._clock())
+        model.costs.add(update.role, update.capacity, before, now)
+
+    def _pinged(self, name: str, now: float) -> _Model | None:
+        """Return what is known of a model whose agent pings; None where there is no room for another."""
+        model = self._models.get(name)
+        if model is None:
+            if len(self._models) >= MAX_MODELS:
+                longest_silent, known = next(iter(self._models.items()))
+                if now - known.pinged_at < GONE_S:
+                    return None
+                del self._models[longest_silent]
+            model = self._models[name] = _Model(DecayingRate(now), DecayingRate(now), now)
+        model.pinged_at = now
+        self._models.move_to_end(name)
+        return model
 
     def arrived(self, model: str, prompts: int, sequences: int) -> None:
         """Count a request of a client, before it is known who serves it. Another model's is ignored.
@@ -372,4 +383,5 @@ class ScalingSignals:
 class _Model:
     prompts: DecayingRate
     sequences: DecayingRate
+    pinged_at: float
     costs: Costs = field(default_factory=Costs)

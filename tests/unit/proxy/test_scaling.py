@@ -18,6 +18,7 @@ from kvferry.proxy.fleet.router import NoPair
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.views import ScalingCollector
 from kvferry.proxy.scaling import (
+    GONE_S,
     LEAST_AGE_S,
     MAX_MODELS,
     AgentLoad,
@@ -305,6 +306,22 @@ def test_memory_is_bounded() -> None:
     agents = [agent("prefill", number, model=f"m{number}") for number in range(MAX_MODELS + 10)]
     assert len(signals.of_models(agents, lambda _: (0, 0))) == MAX_MODELS
     signals.note(Bye(incarnation=Incarnation("0" * 15 + "1")))
+
+
+def test_a_model_whose_agents_are_gone_makes_room_for_another() -> None:
+    clock = Clock()
+    signals = ScalingSignals(clock)
+    for number in range(MAX_MODELS):
+        ping(signals, BUSY, port=number + 1, model=f"m{number}")
+    clock.now += GONE_S
+    ping(signals, BUSY, port=1, model="m0")
+    ping(signals, BUSY, port=100, model="another")
+    ping(signals, BUSY, port=101, model="a third")
+    agents = [
+        agent("prefill", port, model=name)
+        for port, name in enumerate(("m0", "m1", "m2", "m3", "another", "a third"))
+    ]
+    assert signals.of_models(agents, lambda _: (0, 0)).keys() == {"m0", "m3", "another", "a third"}
 
 
 async def test_the_page_shows_what_arrives_waits_and_is_sent() -> None:
