@@ -33,6 +33,7 @@ from kvferry.deploy.ray import down
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import PassedOn, UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
+from kvferry.proxy.api.auth import admin_key
 from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.wire.flags import parse_flags
 
@@ -243,6 +244,8 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
     ):
         words = [str(tmp_path / file) if word == file else word for word in words]
         (tmp_path / file).touch()
+    (tmp_path / "admin.key").write_text("0" * 48)
+    words = [str(tmp_path / word) if word == "admin.key" else word for word in words]
     words = ["ferry-tiny" if word == "MODEL" else word for word in words]
     if name == "proxy":
         proxy_config(words)
@@ -305,13 +308,15 @@ def test_documented_targets_and_modules_exist() -> None:
             assert found is not None, (page, module)
 
 
-def test_the_certificates_of_the_security_page_are_made(tmp_path: Path) -> None:
+def test_the_certificates_and_keys_of_the_security_page_are_made(tmp_path: Path) -> None:
     [script] = [text for text in re.findall(r"```\n(.*?)```", SECURITY, flags=re.DOTALL) if "openssl" in text]
     done = subprocess.run(
         ["bash", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
     verified = subprocess.run(
-        ["openssl", "verify", "-CAfile", "agents-ca.crt", "agent.crt"], cwd=tmp_path, timeout=30
+        ["openssl", "verify", "-CAfile", "agents-ca.crt", "proxy.crt", "agent.crt"], cwd=tmp_path, timeout=30
     )
     assert verified.returncode == 0
+    client, admin = [line.partition(" ")[0] for line in (tmp_path / "keys.txt").read_text().splitlines()]
+    assert admin_key(tmp_path / "keys.txt") == admin != client
