@@ -8,22 +8,34 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
+from kvferry.proxy.cli import SETTLE_S
+from kvferry.proxy.wire.messages import NODE_EXPIRY_S
 from tests.standins.agents import StandInAgent
 
 BODY = {"model": "stand-in", "prompt": "p", "max_tokens": 3}
 
 
+MODULE = ("-m", "kvferry.proxy")
+# As the module, but that agents have a minute to announce themselves: here they may be slow to start.
+PATIENT = (
+    "-c",
+    "import sys; from kvferry.proxy import cli; cli.SETTLE_S = 60.0; sys.exit(cli.run(sys.argv[1:]))",
+)
+
+
 @asynccontextmanager
-async def process(*args: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+async def process(
+    *args: str, program: Sequence[str] = MODULE
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *args,
+        sys.executable, *program, "--port", "0", "--discovery-port", "0", *args,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stdout is not None
@@ -74,16 +86,27 @@ async def test_a_stop_in_mid_stream_ends_the_stream_and_drops_the_kv() -> None:
 @pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
 async def test_requests_of_the_first_seconds_wait_for_the_agents(args: tuple[str, ...]) -> None:
     """A proxy that is replaced at its address gets requests before any agent has announced itself to it."""
-    async with process(*args) as (_, listening), aiohttp.ClientSession() as http:
+    async with process(*args, program=PATIENT) as (_, listening), aiohttp.ClientSession() as http:
         asking = asyncio.ensure_future(http.post(f"{listening['url']}/v1/completions", json=BODY))
         await asyncio.sleep(0.3)
+        assert not asking.done()
         where = (f"127.0.0.1:{listening['discovery_port']}",)
-        async with StandInAgent("both", where):
-            async with await asyncio.wait_for(asking, 20) as response:
-                assert response.status == 200
+        async with StandInAgent("both", where), await asyncio.wait_for(asking, 20) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
+async def test_after_the_first_seconds_they_wait_no_longer(args: tuple[str, ...]) -> None:
+    assert SETTLE_S == NODE_EXPIRY_S  # of the module as it is: an agent that lives is heard by then
+    async with process(*args) as (_, listening), aiohttp.ClientSession() as http:
+        where = (f"127.0.0.1:{listening['discovery_port']}",)
+        async with StandInAgent("both", where) as agent:
+            await agent.until(lambda: agent.acks)
             wrong = {**BODY, "model": "unheard-of"}
             async with http.post(f"{listening['url']}/v1/completions", json=wrong) as response:
                 assert response.status == 404
+            async with http.post(f"{listening['url']}/v1/completions", json=BODY) as response:
+                assert response.status == 200
 
 
 @pytest.mark.parametrize("args", [(), ("--workers", "2")], ids=["one", "workers"])
