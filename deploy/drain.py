@@ -67,12 +67,21 @@ async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
 
 
 def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:
-    """Return the node that a word names: by its incarnation, its URL, or that URL's host and port."""
+    """Return the node that a word means: by its incarnation, its URL, that URL's host and port, or its name.
+
+    Raises `DrainFailed` if there is none, or if several have the name.
+    """
     for node in nodes:
         if agent.rstrip("/") in (node.incarnation, node.address.rstrip("/"), urlsplit(node.address).netloc):
             return node
-    known = ", ".join(node.address for node in nodes) or "none"
-    raise DrainFailed(f"the proxy knows no agent {agent}; it knows {known}")
+    named = [node for node in nodes if agent and node.name == agent]
+    if len(named) > 1:
+        where = ", ".join(sorted(node.address for node in named))
+        raise DrainFailed(f"several agents are called {agent}; give the address of one: {where}")
+    if not named:
+        known = ", ".join(" at ".join(filter(None, (node.name, node.address))) for node in nodes) or "none"
+        raise DrainFailed(f"the proxy knows no agent {agent}; it knows {known}")
+    return named[0]
 
 
 async def _listens(http: aiohttp.ClientSession, url: str) -> bool:
@@ -96,7 +105,7 @@ def build_parser() -> CommandParser:
         "url", type=server_url, help="base URL of the agent, for example http://10.0.0.1:8000; or of a proxy"
     )
     parser.add_argument(
-        "agent", nargs="?", help="with the URL of a proxy: which agent, by address or incarnation"
+        "agent", nargs="?", help="with the URL of a proxy: which agent, by name, address or incarnation"
     )
     parser.add_argument(
         "--cluster-key", type=readable_file, help="the cluster's key file, if the agent has one"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry drain PROXY AGENT`: which agent a word means. `tests/system/test_rolling.py` drains real ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvferry.deploy.drain import DrainFailed, drain
+from kvferry.proxy.api.openapi import NodeList, NodeView
+from tests.unit.deploy.test_status import NODE
+
+TIMEOUT_S = 20.0
+
+
+def agent(incarnation: str, port: int, name: str) -> NodeView:
+    return msgspec.structs.replace(
+        NODE, incarnation=incarnation, address=f"http://10.0.0.1:{port}", name=name
+    )
+
+
+@asynccontextmanager
+async def proxy_with(*nodes: NodeView) -> AsyncIterator[tuple[str, list[str]]]:
+    """A stand-in for a proxy: its URL, and the incarnations that it was asked to end. It forgets these."""
+    asked: list[str] = []
+
+    async def list_nodes(_: web.Request) -> web.Response:
+        left = [node for node in nodes if node.incarnation not in asked]
+        page = NodeList(nodes=left, refused_pairings=[], num_refused_pairings=0, refused_agents=[], down=[])
+        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
+
+    async def end(request: web.Request) -> web.Response:
+        asked.append(request.match_info["incarnation"])
+        return web.Response(status=202)
+
+    app = web.Application()
+    app.router.add_get("/nodes", list_nodes)
+    app.router.add_post("/nodes/{incarnation}/end", end)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}", asked
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("word", ["decode-1", "10.0.0.1:8001", "http://10.0.0.1:8001/", "second"])
+async def test_a_name_an_address_and_an_incarnation_mean_an_agent(word: str) -> None:
+    nodes = (agent("first", 8000, "decode-0"), agent("second", 8001, "decode-1"), agent("third", 8002, ""))
+    async with proxy_with(*nodes) as (url, asked):
+        await drain(url, word, None, None, TIMEOUT_S)
+    assert asked == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("decode", "several agents are called decode; .* http://10.0.0.1:8000, http://10.0.0.1:8001$"),
+        ("decode-7", "no agent decode-7; it knows decode at http://10.0.0.1:8000, .*, http://10.0.0.1:8002$"),
+        ("", "knows no agent "),
+    ],
+)
+async def test_no_agent_is_asked_where_the_word_does_not_mean_one(word: str, said: str) -> None:
+    nodes = (agent("first", 8000, "decode"), agent("second", 8001, "decode"), agent("third", 8002, ""))
+    async with proxy_with(*nodes) as (url, asked):
+        with pytest.raises(DrainFailed, match=said):
+            await drain(url, word, None, None, TIMEOUT_S)
+    assert not asked
+
+
+async def test_an_address_goes_before_a_name() -> None:
+    """Whoever names an agent chooses the name."""
+    nodes = (agent("first", 8000, "10.0.0.1:8001"), agent("second", 8001, "other"))
+    async with proxy_with(*nodes) as (url, asked):
+        await drain(url, "10.0.0.1:8001", None, None, TIMEOUT_S)
+    assert asked == ["second"]
