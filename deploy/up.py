@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,13 +301,14 @@ async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None
         await cluster.wait_ready(progress=show)
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
         async with asyncio.TaskGroup() as tasks:
-            if console.is_terminal:
-                tasks.create_task(keep_status_line(cluster, console))
+            tasks.create_task(keep_status_line(console, cluster))
             await cluster.keep_running(show)
 
 
-async def keep_status_line(cluster: Cluster, console: Console) -> None:
-    """Keep a line about the fleet below what is printed, until cancelled."""
+async def keep_status_line(console: Console, cluster: Cluster) -> None:
+    """Keep a line about the fleet below what is printed, until cancelled; on a terminal only."""
+    if not console.is_terminal:
+        return
     with console.status("") as line:
         async with client_session(cluster.spec.trust, cluster.spec.admin_key) as http:
             while True:
@@ -347,7 +349,8 @@ def _main(prog: str, argv: list[str]) -> int:
     bundle = bundle_of(config.tp, config.device, config.ray_resources)
     try:
         with connected(config.ray_address, config.ray_namespace):
-            serving = serve_on_ray(spec, config.ray_namespace, bundle, show)
+            line = partial(keep_status_line, console)
+            serving = serve_on_ray(spec, config.ray_namespace, bundle, show, line)
             return asyncio.run(run(serving, prog, spec.log_dir))
     except RayUnusable as error:
         print(f"{prog}: {error}", file=sys.stderr)

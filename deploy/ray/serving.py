@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from ipaddress import ip_address
+from typing import Any
 
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.deploy.launcher import Cluster, ClusterSpec, LaunchError
@@ -16,9 +17,15 @@ from kvferry.proxy.wire.addresses import WILDCARDS, host_port
 
 
 async def serve_on_ray(
-    spec: ClusterSpec, namespace: str, bundle: Mapping[str, float], show: Callable[[str], None]
+    spec: ClusterSpec,
+    namespace: str,
+    bundle: Mapping[str, float],
+    show: Callable[[str], None],
+    keep_status_line: Callable[[Cluster], Coroutine[Any, Any, None]],
 ) -> None:
     """Serve until cancelled, or until `kvferry down` has ended all agents; then end what was started.
+
+    `show` is called with what happens; `keep_status_line` runs beside, once all agents are ready.
 
     Raises `LaunchError` if it does not start. We are connected to Ray.
     """
@@ -46,9 +53,11 @@ async def serve_on_ray(
                 "Ctrl-C, or kvferry down, ends it"
             )
             async with asyncio.TaskGroup() as tasks:
-                proxy_kept = tasks.create_task(cluster.keep_running(show))
+                beside = [cluster.keep_running(show), keep_status_line(cluster)]
+                kept = [tasks.create_task(each) for each in beside]
                 await fleet.watch(spec.log_dir, show)
-                proxy_kept.cancel()
+                for task in kept:
+                    task.cancel()
             show("all agents were ended: the proxy ends too")
         finally:
             await fleet.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -70,12 +71,13 @@ async def kvferry(*words: str) -> tuple[int | None, str]:
 
 
 @asynccontextmanager
-async def up(*words: str) -> AsyncIterator[Up]:
+async def up(*words: str, **environment: str) -> AsyncIterator[Up]:
     """A running `kvferry up --on ray`; at the end it gets Ctrl-C, unless it has ended."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvferry.deploy", "up", *UP, *words),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
+        env={**os.environ, **environment},
     )
     try:
         yield Up(process)
@@ -179,8 +181,9 @@ async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
 
 
 async def test_an_agent_is_restarted_and_ctrl_c_leaves_nothing(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    """On a terminal, which rich takes this for, there is a line about the fleet below what is printed."""
     words = ("--prefill", "0", "--decode", "0", "--both", "1", "--ray-namespace", "other")
-    async with up(*words, "--log-dir", str(tmp_path)) as cluster:
+    async with up(*words, "--log-dir", str(tmp_path), TTY_COMPATIBLE="1", TERM="xterm") as cluster:
         pid = int((await cluster.until(r"both-0 is running on \S+: process (\d+)", START_TIMEOUT_S))[1])
         await cluster.until("serving", START_TIMEOUT_S)
         status, printed = await kvferry("up", *UP, "--ray-namespace", "other")
@@ -189,6 +192,8 @@ async def test_an_agent_is_restarted_and_ctrl_c_leaves_nothing(ray_nodes: RayNod
         await cluster.until(r"both-0 on \S+ is paused: ended with -9", patient(30))
         again = int((await cluster.until(r"both-0 is running on \S+: process (\d+)", BACK_TIMEOUT_S))[1])
         assert again != pid
+        # The line has no end: it stands before what was printed next.
+        assert "1 of 1 agents ready, 0 running, 0 waiting" in "".join(cluster.lines)
         assert (await kvferry("status", "--on", "ray", "--ray-namespace", "other"))[1].count("both-0") == 1
     assert agent_processes() == []
     assert "no agents run" in (await kvferry("down", "--ray-namespace", "other"))[1]
