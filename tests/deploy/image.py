@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,8 @@ from pathlib import Path
 from tests.deploy.containers import Containers
 
 ROOT = Path(__file__).parents[2]
-CONTAINERFILE = ROOT / "deploy" / "images" / "cpu" / "Containerfile"
+CONTAINERFILE = Path("deploy/images/cpu/Containerfile")
+SOURCES = ("agent", "deploy", "proxy", "transfer")
 BASE = "localhost/debian:12"
 IMAGE = "localhost/kvferry:test"
 SUITE = "bookworm"
@@ -28,20 +30,34 @@ WHEELS_TIMEOUT_S = 1800.0
 BUILD_TIMEOUT_S = 1800.0
 
 
-def build(containers: Containers, folder: Path) -> str:
-    """Build the image and return its name. The base and the wheels that `folder` has are used again."""
+def build(containers: Containers, folder: Path, *, repository: Path = ROOT, name: str = IMAGE) -> str:
+    """Build the image of a repository and return its name.
+
+    The base, the wheels and the layers that `folder` has are used again.
+    """
     if not _exists(containers, BASE):
         archive = _base(folder / "base.tar")
         containers.podman("import", archive, BASE, timeout_s=BASE_TIMEOUT_S)
         archive.unlink()
     wheels = _wheels(folder / "wheels")
     containers.buildah(
-        "bud", "--isolation", "chroot", "--layers", "--pull-never", "--file", CONTAINERFILE, "--tag", IMAGE,
+        "bud", "--isolation", "chroot", "--layers", "--pull-never", "--tag", name,
+        "--file", repository / CONTAINERFILE,
         "--volume", f"{wheels}:/wheels:ro", "--build-arg", f"BASE={BASE}",
-        "--build-arg", "PIP_OPTIONS=--no-index --find-links /wheels", ROOT,
+        "--build-arg", "PIP_OPTIONS=--no-index --find-links /wheels", repository,
         timeout_s=BUILD_TIMEOUT_S,
     )  # fmt: skip
-    return IMAGE
+    return name
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """Copy what images are built from, with its times, and return where it is."""
+    copied = folder / "repository"
+    for each in SOURCES:
+        shutil.copytree(ROOT / each, copied / each, ignore=shutil.ignore_patterns("__pycache__"))
+    for each in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
+        shutil.copy2(ROOT / each, copied / each)
+    return copied
 
 
 def _exists(containers: Containers, name: str) -> bool:

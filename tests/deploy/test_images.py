@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LAYOUT = {"cpu": "kvferry", "cuda": "kvferry-cuda", "rocm": "kvferry-rocm"}
 """What the page and the chart's values call the images."""
 # Debian's own versions are not pinned: its archive keeps the latest alone. `cd` is within one layer.
 IGNORED = ("DL3008", "DL3003")
+SOURCES = ("agent", "deploy", "proxy", "transfer")
 PINNED = re.compile(r"ARG BASE=[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
 
 
@@ -62,10 +64,9 @@ def test_what_all_images_share(name: str) -> None:
     """One base by version and digest; nobody's user; doctor; and what a container runs."""
     first, *_ = instructions(name)
     assert PINNED.fullmatch(first), first
-    assert {each for each in instructions(name) if each.startswith("FROM ")} == {
-        "FROM ${BASE} AS build",
-        "FROM ${BASE}",
-    }
+    starts = [each for each in instructions(name) if each.startswith("FROM ")]
+    assert starts[:2] == ["FROM ${BASE} AS dependencies", "FROM dependencies AS package"]
+    assert starts[2:] == ["FROM dependencies" if name == "rocm" else "FROM ${BASE}"]
     assert last_stage(name)[-5:] == [
         "USER 10001:10001",
         "WORKDIR /tmp",
@@ -76,15 +77,48 @@ def test_what_all_images_share(name: str) -> None:
     environment = " ".join(each for each in last_stage(name) if each.startswith("ENV "))
     assert "HOME=/tmp" in environment and "PYTHONDONTWRITEBYTECODE=1" in environment
     copied = {each for each in instructions(name) if each.startswith("COPY ")}
-    assert copied >= {f"COPY {each} /src/{each}" for each in ("agent", "deploy", "proxy", "transfer")}
+    assert copied >= {f"COPY {each} /src/{each}" for each in SOURCES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_change_of_the_sources_installs_no_dependency_again(name: str) -> None:
+    """The stage of dependencies sees none of them; what follows it installs the package alone."""
+    found = instructions(name)
+    second = found.index("FROM dependencies AS package")
+    before, after = found[:second], found[second:]
+    assert any(" install --no-cache-dir" in each and " --requirement " in each for each in before)
+    seen = {word for each in before if each.startswith("COPY ") for word in each.split()[1:-1]}
+    assert seen <= {"constraints.txt", "pyproject.toml", "deploy/images/cuda/requirements.txt"}
+    [installed] = [each for each in after if " install --no-cache-dir" in each]
+    assert " --no-deps --root=/package " in installed
+    # What is made of the sources is the last that is added to the image.
+    added = [each for each in last_stage(name) if each.startswith(("RUN ", "COPY "))]
+    assert added[-2].startswith("COPY --from=package /package/") and added[-1] == "RUN kvferry doctor"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_declares_the_arguments_that_it_uses(name: str) -> None:
+    """buildah gives a stage none of those of the stage that it begins with."""
+    declared: set[str] = set()
+    for each in instructions(name)[1:]:
+        if each.startswith("FROM "):
+            declared = set()
+        elif each.startswith("ARG "):
+            declared.add(each.removeprefix("ARG ").partition("=")[0])
+        else:
+            assert set(re.findall(r"\$\{([A-Z_]+)", each)) <= declared, each
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_those_on_debian_have_one_base_and_leave_no_pip(name: str) -> None:
     assert instructions(name)[:4] == instructions("cpu")[:4]
-    assert any("pip uninstall --quiet --yes pip" in each for each in instructions(name))
-    assert "COPY --from=build /opt/kvferry /opt/kvferry" in last_stage(name)
-    assert not any("pip install" in each for each in last_stage(name))
+    assert "python3 -m venv --without-pip /opt/kvferry" in instructions(name)[2]
+    copied = [each for each in last_stage(name) if each.startswith("COPY ")]
+    assert copied == [
+        "COPY --from=dependencies /opt/kvferry /opt/kvferry",
+        "COPY --from=package /package/opt/kvferry /opt/kvferry",
+    ]
+    assert not any("pip" in each for each in last_stage(name))
 
 
 def test_the_packages_beside_vllm_are_pinned_within_our_ranges() -> None:
@@ -104,8 +138,23 @@ def test_the_packages_beside_vllm_are_pinned_within_our_ranges() -> None:
     assert installed == [",".join(EXTRAS)]
 
 
-def test_the_image_for_cpus_takes_ci_s_versions() -> None:
-    assert any("--constraint /src/constraints.txt '/src[agent]'" in each for each in instructions("cpu"))
+def test_the_images_without_vllm_take_ci_s_versions() -> None:
+    """Of what an agent needs, by pyproject.toml, which a line of Python in both reads."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted_by_an_agent = [*project["dependencies"], *project["optional-dependencies"]["agent"]]
+    codes = set()
+    for name in ("cpu", "rocm"):
+        [installing] = [each for each in instructions(name) if " --requirement " in each]
+        [code] = re.findall(r"python3 -c '(import tomllib; [^']*)' > \S+/requirements.txt", installing)
+        codes.add(code)
+    [code] = codes
+    code = code.replace("/src/pyproject.toml", str(ROOT / "pyproject.toml"))
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert printed.stdout.splitlines() == wanted_by_an_agent
+    assert any(" --constraint /src/constraints.txt " in each for each in instructions("cpu"))
+    assert any("grep -v '^torch==' /src/constraints.txt" in each for each in instructions("rocm"))
 
 
 @pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem)

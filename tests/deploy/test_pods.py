@@ -17,8 +17,9 @@ import aiohttp
 import pytest
 
 from tests.deploy.chart import CHART, HELM, render
+from tests.deploy.conftest import FOLDER
 from tests.deploy.containers import Containers
-from tests.deploy.image import IMAGE
+from tests.deploy.image import IMAGE, build, copy_of_the_repository
 from tests.deploy.pods import NETWORK, Pod, Pods
 from tests.patience import patient
 from tests.system.client import complete, session
@@ -61,9 +62,8 @@ def pods(containers: Containers, tmp_path: Path) -> Iterator[Pods]:
 
 
 def test_the_image_is_small_and_holds_no_build_tools(containers: Containers, image: str) -> None:
-    [about] = json.loads(containers.podman("image", "inspect", image))
-    assert about["Size"] < LARGEST_BYTES
-    assert about["User"] == "10001:10001"
+    assert about(containers, image)["Size"] < LARGEST_BYTES
+    assert about(containers, image)["User"] == "10001:10001"
     code = f"import shutil; print([each for each in {BUILD_TOOLS} if shutil.which(each)])"
     assert inside(containers, "python", "-c", code) == "[]\n"
 
@@ -71,6 +71,24 @@ def test_the_image_is_small_and_holds_no_build_tools(containers: Containers, ima
 def test_doctor_finds_a_transfer_on_a_read_only_root(containers: Containers, image: str) -> None:
     said = inside(containers, "kvferry", "doctor")
     assert "tcp" in said
+
+
+def test_another_source_leaves_the_layer_of_the_dependencies(
+    containers: Containers, image: str, tmp_path: Path
+) -> None:
+    """It is most of the image: to build, push and pull one anew takes seconds."""
+    repository = copy_of_the_repository(tmp_path)
+    with (repository / "proxy" / "clock.py").open("a") as source:
+        source.write("# another one\n")
+    other = build(containers, FOLDER, repository=repository, name="localhost/kvferry:other")
+    try:
+        layers, new = (about(containers, each)["RootFS"]["Layers"] for each in (image, other))
+        assert (
+            new[:-2] == layers[:-2] and len(new) == len(layers) > 2
+        )  # but the package, and what doctor left
+        assert new[-2] != layers[-2]
+    finally:
+        containers.podman("rmi", other)
 
 
 async def test_a_request_streams_through_the_chart_s_pods_by_the_name_of_the_service(
@@ -98,6 +116,13 @@ async def test_a_request_streams_through_the_chart_s_pods_by_the_name_of_the_ser
     assert "".join(choice["text"] for each in events for choice in json.loads(each)["choices"]) == ANSWER
     for pod in [*proxies, *agents]:
         assert pods.stop(pod) == [0], pods.logs(pod)  # drained, and not killed
+
+
+def about(containers: Containers, image: str) -> dict[str, Any]:
+    """What podman says of an image."""
+    [found] = json.loads(containers.podman("image", "inspect", image))
+    assert isinstance(found, dict)
+    return found
 
 
 def inside(containers: Containers, command: str, *words: str, network: str = "none") -> str:
