@@ -78,7 +78,9 @@ class Reader:
         if computing:
             options.computing.set()
         self.engine: TransferEngine = open_engine(backend, options)
-        self.engine.register(self._regions)
+        self._secret = new_secret()
+        self.engine.admit(self._secret)
+        self._described = [region.describe() for region in self.engine.register(self._regions)]
         self._settle()
 
     @property
@@ -91,13 +93,26 @@ class Reader:
             region.zero_()
         self._settle()
 
+    def restore(self, pool: np.ndarray) -> None:
+        """Set every byte of the pool, in place."""
+        for region, part in zip(self._regions, np.split(pool, len(self._regions)), strict=True):
+            region.copy_(torch.from_numpy(part))
+        self._settle()
+
     def connect(
         self, peer: ServingPeer, token: bytes | None = None, timeout_s: float = patient(10.0)
     ) -> Peer:
         """Connect and wait for it. Raises what the backend raises."""
-        connection = self.engine.connect(
+        return self._connect(
             peer.engine, peer.regions, mint(peer.secret) if token is None else token, timeout_s
         )
+
+    def connect_to_itself(self, timeout_s: float = patient(10.0)) -> Peer:
+        """Connect the engine to itself, so that it reads its own pool."""
+        return self._connect(self.engine.describe(), self._described, mint(self._secret), timeout_s)
+
+    def _connect(self, engine: bytes, regions: list[bytes], token: bytes, timeout_s: float) -> Peer:
+        connection = self.engine.connect(engine, regions, token, timeout_s)
         self.wait(connection.poll)
         return connection
 

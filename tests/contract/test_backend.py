@@ -91,6 +91,22 @@ def test_pools_may_lie_in_several_allocations(
                     reader.read(peer, [(wrong[0], wrong[1], wrong[2])])
 
 
+def test_an_engine_reads_its_own_pool(reader: Reader, served_bytes: np.ndarray) -> None:
+    """As a server does that lends a prompt's KV and is then asked for the rest of the answer itself."""
+    for _ in range(2):  # the second time after it has been disconnected
+        reader.restore(served_bytes)
+        peer = reader.connect_to_itself()
+        half = POOL_BYTES // 2
+        spans = [(block * 4096, half + block * 8192, 4096) for block in range(512)]
+        assert reader.finish(reader.read(peer, spans)) is Status.DONE
+        wanted = served_bytes.copy()
+        for local, remote, nbytes in spans:
+            wanted[local : local + nbytes] = served_bytes[remote : remote + nbytes]
+        assert np.array_equal(reader.pool, wanted)
+        peer.close()
+        reader.engine.progress()
+
+
 def test_many_reads_over_one_connection_do_not_mix(
     reader: Reader, start_peer: StartPeer, served_bytes: np.ndarray
 ) -> None:

@@ -204,13 +204,19 @@ class NixlEngine:
             pool = [msgspec.msgpack.decode(each, type=NixlRegionAddress) for each in regions]
             if len({(each.kind, each.device) for each in pool}) != 1:
                 raise PeerUnreachable("nixl: the peer's pool is not in memory of one kind")
-            name = self._api.agent.add_remote_agent(address.metadata)
+            name = self._name_of(address)
             lists = DescriptorLists(self._api.agent, name, self._pool, pool)
         except self._api.connect_errors as error:
             raise PeerUnreachable(f"nixl: {error or type(error).__name__}") from error
         client = NixlPeer(self, name, lists, address, timeout_s)
         self._peers.append(client)
         return client
+
+    def _name_of(self, address: NixlAddress) -> str:
+        """Return by which name NIXL knows an engine from now on. Ours it knows, and refuses to load."""
+        if address.canary == self._canary.tobytes():
+            return self._api.name
+        return cast(str, self._api.agent.add_remote_agent(address.metadata))
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> NixlTransfer:
         client = cast(NixlPeer, peer)
@@ -290,7 +296,7 @@ class NixlEngine:
         for peer in gone:
             self._api.release(peer.lists)
             self._api.agent.deregister_memory(peer.registration)
-        in_use = {peer.name for peer in self._peers}
+        in_use = {self._api.name, *(peer.name for peer in self._peers)}
         for name in {peer.name for peer in gone} - in_use:
             self._api.remove(name)
 
@@ -299,6 +305,7 @@ class _Api:
     """NIXL's agent object and the exceptions that it raises."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.failed = False  # NIXL has reported a failed transfer, so an endpoint may be broken
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         # To notice freed memory, UCX would patch libc's mmap and the like while other threads may be in them:
