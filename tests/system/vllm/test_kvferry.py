@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
+from tests.servers import free_port
 from tests.system.client import heldout, session
 from tests.system.metrics import is_shown, scrape, total
 from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
@@ -81,16 +82,22 @@ class Stack:
 
 
 @asynccontextmanager
-async def started(log_dir: Path, *, spare: bool = False, **settings: Any) -> AsyncIterator[Stack]:
-    """A proxy, and two servers that announce themselves to it, or three."""
+async def started(
+    log_dir: Path, *, tp: tuple[int, int] = (1, 1), spare: bool = False, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A proxy, and two servers of so many ranks that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
         words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
         start = {"log_dir": log_dir, "proxy": discovery}
-        prefill = await stack.enter_async_context(vllm_server("prefill", "kv_producer", **start, **settings))
-        decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", **start, **settings))
+        prefill, decode = [
+            await stack.enter_async_context(vllm_server(name, role, tp=ranks, **start, **settings))
+            for name, role, ranks in zip(
+                ("prefill", "decode"), ("kv_producer", "kv_consumer"), tp, strict=True
+            )
+        ]
         another = None
         if spare:
             another = await stack.enter_async_context(
@@ -124,6 +131,27 @@ async def test_a_pair_answers_as_one_server_does_with_one_transfer_for_each_prom
         assert await stack.decode.sample(stack.http, FAILED) == 0
 
 
+@pytest.mark.parametrize("transfer", ["tcp", "nixl"])
+async def test_a_server_fetches_from_itself(transfer: str, tmp_path: Path) -> None:
+    """The whole way within one server: with another salt, a prompt is not found in its prefix cache."""
+    bodies = [body(prompt.prompt, chat=False) | {"temperature": 0} for prompt in heldout(PROMPTS)]
+    nobody = f"127.0.0.1:{free_port()}"
+    async with (
+        vllm_server("both", "kv_both", tmp_path, proxy=nobody, transfer=transfer) as server,
+        session() as http,
+    ):
+        wanted = await answers(http, server.url, [salted(each) for each in bodies])
+        for asked, answer in zip(bodies, wanted, strict=True):
+            lend = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": secrets.token_hex(8)}
+            leg = salted(asked) | {"max_tokens": 1, "kv_transfer_params": lend}
+            async with http.post(f"{server.url}/v1/completions", json=leg) as response:
+                lent = (await response.json())["kv_transfer_params"]
+            [found] = await answers(http, server.url, [salted(asked) | {"kv_transfer_params": lent}])
+            found.assert_equal(answer)
+        assert await server.sample(http, TRANSFERS) == PROMPTS
+        assert await server.sample(http, RECOMPUTED) == 0
+
+
 async def test_no_answer_is_drawn_from_recycled_blocks(tmp_path: Path) -> None:
     """The decode server is stopped when its ranks have been told what to read. Its leases end, other prompts
     overwrite the blocks, and it reads them when it goes on.
@@ -140,6 +168,21 @@ async def test_no_answer_is_drawn_from_recycled_blocks(tmp_path: Path) -> None:
         assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') == LATE
         assert await stack.decode.sample(stack.http, RECOMPUTED) == LATE
         assert await stack.decode.sample(stack.http, FAILED, 'reason="invalid"') > 0
+
+
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (2, 2)])
+async def test_servers_of_several_ranks_answer_as_one_server_does(
+    tp: tuple[int, int], tmp_path: Path
+) -> None:
+    """Each rank of the decode server reads its heads from the ranks that have them."""
+    bodies = [body(prompt.prompt, chat=False) | {"temperature": 0} for prompt in heldout(PROMPTS)]
+    async with started(tmp_path, tp=tp) as stack:
+        wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in bodies])
+        assert len({str(answer.texts) for answer in wanted}) > PROMPTS // 2
+        found = await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
+        assert_all_equal(found, wanted)
+        assert await stack.moved() == (PROMPTS, 0)
+        assert await stack.prefill.sample(stack.http, ENDED, 'reason="released"') == PROMPTS
 
 
 async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: Path) -> None:
