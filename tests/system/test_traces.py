@@ -35,6 +35,7 @@ BODY = {"model": "ferry-tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": 
 PROMPT = max((prompt.prompt for prompt in heldout()), key=len)[:400]
 PREFILL = ("POST /v1/completions", "kvferry-agent", ["queue", "prefill"])
 DECODE = ("POST /v1/completions", "kvferry-agent", ["queue", "pull_wait", "pull", "decode_queue", "decode"])
+CLIENT_SPAN_ID = "2" * 16
 RECOMPUTED = ["queue", "pull", "prefill", "decode_queue", "decode"]
 ONE_AFTER_THE_OTHER = ("--stream-pull-min-tokens", "0")
 """Of a long prompt the decode leg is sent first otherwise."""
@@ -50,8 +51,18 @@ class Exports:
     _backend: TraceCollector
     _between: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def collected(self) -> TraceCollector:
-        """What arrived, once the processes have ended. A collector between them is ended as well."""
+    async def collected(self, *trace_ids: str) -> TraceCollector:
+        """What arrived, once the processes have ended. A collector between them is ended as well.
+
+        That happens once the clients' requests of these traces are here: ending, it gives what it still has
+        little time.
+        """
+        await self._backend.until(
+            lambda: (
+                set(trace_ids)
+                <= {span.trace_id for span in self._backend.spans if span.parent_id == CLIENT_SPAN_ID}
+            )
+        )
         await self._between.aclose()
         return self._backend
 
@@ -80,7 +91,10 @@ async def exports(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 def traceparent(number: int) -> tuple[str, dict[str, str]]:
     """A trace id, and the headers of a request that continues that trace."""
     trace_id = f"{number:032x}"
-    return trace_id, {"traceparent": f"00-{trace_id}-{'2' * 16}-01", "X-Request-Id": f"request-{number}"}
+    return trace_id, {
+        "traceparent": f"00-{trace_id}-{CLIENT_SPAN_ID}-01",
+        "X-Request-Id": f"request-{number}",
+    }
 
 
 async def stream(http: aiohttp.ClientSession, url: str, headers: dict[str, str], **fields: Any) -> list[Any]:
@@ -96,7 +110,7 @@ async def stream(http: aiohttp.ClientSession, url: str, headers: dict[str, str],
 
 def request_span(collector: TraceCollector, trace_id: str) -> CollectedSpan:
     """The proxy's span of the client's request."""
-    (span,) = [span for span in collector.of_trace(trace_id) if span.parent_id == "2" * 16]
+    (span,) = [span for span in collector.of_trace(trace_id) if span.parent_id == CLIENT_SPAN_ID]
     return span
 
 
@@ -139,7 +153,7 @@ async def test_one_request_is_one_trace_and_its_logs_name_it(
     ):
         events = await stream(http, cluster.url, headers)
         logs = {process.name: process.log for process in cluster.processes}
-    collector = await exports.collected()
+    collector = await exports.collected(trace_id)
     (answer_id,) = {event["id"] for event in events}
     assert answer_id.startswith("cmpl-request-1-")
     server = request_span(collector, trace_id)
@@ -176,7 +190,7 @@ async def test_a_failed_pull_has_a_span_that_says_why(start_cluster: StartCluste
         session() as http,
     ):
         await stream(http, cluster.url, headers)
-    collector = await exports.collected()
+    collector = await exports.collected(trace_id)
     (pull,) = [span for span in collector.of_trace(trace_id) if span.failed]
     assert (pull.name, pull.attributes) == ("pull", {"kvferry.backend": "tcp", "error.type": "read_failed"})
     *_, decode_leg = collector.children(request_span(collector, trace_id))
@@ -233,7 +247,7 @@ async def test_a_retry_and_a_migration_link_to_what_was_lost(
             trace_id, headers = traceparent(number)
             await stream(http, cluster.url, headers)
             retried.append(trace_id)
-    collector = await exports.collected()
+    collector = await exports.collected(migrated, *retried)
     assert_second_try(collector, migrated, "decode leg", "migration")
     (trace_id,) = [
         each for each in retried if request_span(collector, each).attributes["kvferry.attempts"] == 2
