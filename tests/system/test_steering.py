@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
+from tests.deploy.pages import steps
 from tests.system.client import Answer, Prompt, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total, wait_idle
@@ -118,3 +123,33 @@ async def requests(cluster: Cluster) -> dict[str, float]:
         name: total(await scrape(agent.url), "kvferry_agent_requests_total")
         for name, agent in cluster.agents.items()
     }
+
+
+async def test_the_commands_of_the_page_about_rolling_do_what_it_says(cluster: Cluster) -> None:
+    """As they stand, but for the addresses. The last of this file: an agent ends."""
+    async with session() as http:
+        agent = cluster.agents["decode-1"].url
+        there = {"10.0.0.9:10001": urlsplit(cluster.url).netloc, "10.0.0.1:8000": urlsplit(agent).netloc}
+        there["INCARNATION"] = (await nodes(http, cluster))[agent]["incarnation"]
+        listing, drain, undrain = steps("rolling.md", "Out of rotation, and back")
+        assert agent in {node["address"] for node in json.loads(await typed(listing, there))["nodes"]}
+        await typed(drain, there)
+        assert (await nodes(http, cluster))[agent]["drained"]
+        await typed(undrain, there)
+        assert not (await nodes(http, cluster))[agent]["drained"]
+        [end] = steps("rolling.md", "Agents")
+        assert "has drained and ended" in await typed(end, there)
+        assert cluster.agents["decode-1"].process.returncode == 0
+        assert agent not in await nodes(http, cluster)
+
+
+async def typed(command: str, there: dict[str, str]) -> str:
+    """What a command of a page prints, with what is there in place of what the page names."""
+    for named, found in there.items():
+        command = command.replace(named, found)
+    program, *words = shlex.split(command)
+    argv = [sys.executable, "-m", "kvferry.deploy"] if program == "kvferry" else [program]
+    process = await asyncio.create_subprocess_exec(*argv, *words, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, command
+    return printed.decode()
