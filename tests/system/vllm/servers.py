@@ -15,11 +15,18 @@ from typing import Any
 import aiohttp
 
 from tests.servers import children, descendants, free_port, paused, running_server
+from tests.system.client import heldout
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("VLLM_ENV", ".venv-vllm") / "bin" / "python"
 MODEL_DIR = ROOT / "deploy" / "models" / "ferry-tiny"
 MODEL = "ferry-tiny"
+LATE_TOKENS = (65, 320)
+"""Lengths of prompts that are read late: at most 10 blocks each."""
+FILLERS = 7
+FILLER_BLOCKS = 30
+"""Of prompts that come together before the late read, and so overwrite all of `LATE_POOL` blocks."""
+LATE_POOL = FILLERS * FILLER_BLOCKS + 1
 MAX_TOKENS = 1024
 """Of a prompt and its answer."""
 START_TIMEOUT_S = 600.0
@@ -127,6 +134,20 @@ async def vllm_server(
         stop_timeout_s=STOP_TIMEOUT_S,
     ) as pid:
         yield VllmServer(url, pid)
+
+
+def late_prompts(count: int) -> list[str]:
+    """Return held-out prompts that are read late."""
+    least, most = LATE_TOKENS
+    prompts = [prompt.prompt for prompt in heldout() if least <= prompt.prompt_tokens <= most]
+    assert len(prompts) >= count
+    return prompts[:count]
+
+
+def fillers() -> list[dict[str, Any]]:
+    """Return requests that overwrite a pool of `LATE_POOL` blocks."""
+    asked = {"model": MODEL, "max_tokens": 1, "temperature": 0}
+    return [{**asked, "prompt": f"{number} " * (FILLER_BLOCKS * 16)} for number in range(FILLERS)]
 
 
 def engine_words(max_running: int) -> tuple[str, ...]:

@@ -18,15 +18,23 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
-from tests.system.client import heldout, session
-from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
+from tests.system.client import session
+from tests.system.vllm.servers import (
+    FILLERS,
+    LATE_POOL,
+    MODEL,
+    PYTHON,
+    VllmServer,
+    fillers,
+    late_prompts,
+    vllm_server,
+)
 
 TRIALS = 100
-BATCH = 10
+BATCH = 20
 """Prompts whose KV waits at the same time."""
-NUM_BLOCKS = 80
-FILLERS = 6
-"""Prompts of nearly 1,000 tokens, 30 blocks, that come before the late read."""
+WRONG_ALONE = 10
+"""At least so many of the control's: which blocks the other prompts get is vLLM's choice."""
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 pytestmark = [
@@ -42,11 +50,13 @@ Ask = Callable[[dict[str, Any]], Awaitable[str]]
 @pytest.mark.parametrize("lease_s", [3, 6, 30])
 async def test_no_answer_is_drawn_from_recycled_blocks(lease_s: int, tmp_path: Path) -> None:
     bodies = [
-        {"model": MODEL, "prompt": prompt.prompt, "temperature": 0, "max_tokens": 16}
-        for prompt in heldout(TRIALS)
+        {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 16}
+        for prompt in late_prompts(TRIALS)
     ]
     async with (
-        vllm_server("prefill", "kv_producer", tmp_path, lease_s=lease_s, num_blocks=NUM_BLOCKS) as prefill,
+        vllm_server(
+            "prefill", "kv_producer", tmp_path, lease_s=lease_s, num_blocks=LATE_POOL, max_running=FILLERS
+        ) as prefill,
         vllm_server("decode", "kv_consumer", tmp_path, lease_s=lease_s) as decode,
         session() as http,
     ):
@@ -62,19 +72,20 @@ async def test_no_answer_is_drawn_from_recycled_blocks(lease_s: int, tmp_path: P
             for first in range(0, count, BATCH):
                 answers = await late_batch(http, pair, lease_s, ask, bodies[first : first + BATCH])
                 for answer, right in zip(answers, wanted[first:], strict=False):
-                    outcomes["right" if answer == right else answer if answer[:3] == "503" else "wrong"] += 1
+                    wrong = answer if answer.startswith("503 ") else "wrong"
+                    outcomes["right" if answer == right else wrong] += 1
             assert await prefill.sample(http, EXPIRED) - before >= count, "every lease has expired"
             return outcomes
 
-        control = await late(by_hand(http, pair), 2 * BATCH)
-        print(f"lease {lease_s} s, vLLM alone: {dict(control)}")
-        assert control["wrong"] > BATCH
+        control = await late(by_hand(http, pair), TRIALS)
+        print(f"lease {lease_s} s, vLLM alone: {dict(control)}", flush=True)
+        assert control["wrong"] >= WRONG_ALONE
         flags = {"unset": (), "too long": (str(10 * lease_s),), "right": (str(lease_s),)}
         for name, value in flags.items():
             words = [word for each in value for word in ("--nixl-lease-s", each)]
             async with proxy(pair, tmp_path, name.replace(" ", "-"), *words) as url:
                 outcomes = await late(through(http, url), TRIALS)
-            print(f"lease {lease_s} s, --nixl-lease-s {name}: {dict(outcomes)}")
+            print(f"lease {lease_s} s, --nixl-lease-s {name}: {dict(outcomes)}", flush=True)
             assert outcomes.total() == TRIALS and not outcomes["wrong"]
 
 
@@ -93,10 +104,7 @@ async def late_batch(
         async with asyncio.timeout(3 * lease_s + 60):
             while await prefill.sample(http, EXPIRED) < before + len(bodies):
                 await asyncio.sleep(0.1)
-        for number in range(FILLERS):
-            filler = {"model": MODEL, "prompt": f"{number} " * 480, "max_tokens": 1, "temperature": 0}
-            async with http.post(f"{prefill.url}/v1/completions", json=filler) as response:
-                assert response.status == 200, await response.text()
+        await asyncio.gather(*map(through(http, prefill.url), fillers()))
     return await asyncio.gather(*asking)
 
 
