@@ -184,6 +184,9 @@ bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own:
 	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --router "$(ROUTER)" \
 		--steps $(STEPS) $(PD)
 
+bench-vllm: $(STAMP) ## what the connector costs a vLLM server on CPUs, beside one without; needs .venv-vllm
+	$(BIN)/python -m tests.bench.vllm_cost
+
 dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
 
