@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
+	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list the targets

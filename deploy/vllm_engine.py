@@ -240,8 +240,8 @@ async def _check_environment(python: str) -> None:
     if missing:
         raise CannotStart(
             f"{python} lacks {', '.join(missing)}: install vLLM there, then "
-            "`pip install --no-deps .` in a clone of kvferry and `pip install msgpack`, or name another with "
-            "--engine-python"
+            "`pip install --no-deps .` in a clone of kvferry and `pip install 'msgpack>=1.2.3,<2'`, or name "
+            "another with --engine-python"
         )
     if version is not None:
         try:

@@ -149,9 +149,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Add to a step's report what has been proven since it was made."""
-        proven = self._half.take_proven()
-        if proven:
-            connector_output.finished_recving = (connector_output.finished_recving or set()) | proven
+        connector_output.finished_recving = self._half.add_proven(connector_output.finished_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._half.request_finished(request, block_ids)

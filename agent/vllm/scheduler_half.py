@@ -317,25 +317,24 @@ class SchedulerHalf:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
         self._meter.scheduled(tokens)
 
-    def take_proven(self) -> set[str]:
-        """Requests that vLLM may compute on in the next step, or whose blocks it may free if they have ended.
+    def add_proven(self, received: set[str] | None) -> set[str] | None:
+        """What a step's report says has been received, and what has been proven since it was made: vLLM may
+        compute on it in the next step, or free its blocks if the request has ended.
 
-        They come out two steps sooner than by `take_verdicts`: vLLM schedules a step before it has read
-        the last one's report.
+        By `take_verdicts` that would be a step later, or two if vLLM schedules a step before it has read the
+        last one's report.
         """
-        for event in self._plane.take_events():
-            self._handle(event)
+        self._handle_events()
         proven = self._verdicts.received - self._verdicts.failed
         self._verdicts.received -= proven
-        return proven
+        return (received or set()) | proven or None
 
     def take_verdicts(self, running: int) -> StepVerdicts:
         """What rank 0 is to report with the step that has just been scheduled, of so many requests."""
         self.steps += 1
         fetching = (FetchState.PULLING, FetchState.REPORTED)
         self.running = running + sum(fetch.state in fetching for fetch in self._fetches.values())
-        for event in self._plane.take_events():
-            self._handle(event)
+        self._handle_events()
         self.work = self._counts.work(self._leases_expired)
         verdicts, self._verdicts = self._verdicts, StepVerdicts()
         return verdicts
@@ -407,6 +406,10 @@ class SchedulerHalf:
             del self._fetches[fetch.task.transfer_id]
 
     # Events of the plane.
+
+    def _handle_events(self) -> None:
+        for event in self._plane.take_events():
+            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
@@ -93,9 +93,10 @@ class VllmScheduler:
         for request_id, count in tokens.items():
             self.requests[request_id].num_computed_tokens += count
         self.while_it_runs()
-        self._act(verdicts)
-        if tokens:  # else the report is empty, and the connector does not see it
-            self._act(StepVerdicts(received=self._half.take_proven()))
+        report = replace(verdicts, received=set(verdicts.received))
+        if tokens or verdicts != StepVerdicts():  # else the report is empty: the connector does not see it
+            report.received = self._half.add_proven(report.received or None) or set()
+        self._act(report)
         return verdicts
 
     def finish(self, request: VllmRequest, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:

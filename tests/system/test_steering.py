@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.deploy.pages import steps
+from tests.patience import patient
 from tests.system.client import Answer, Prompt, complete_all, heldout, session
 from tests.system.conftest import StartCluster
 from tests.system.metrics import scrape, total, wait_idle
@@ -139,7 +140,7 @@ async def test_the_commands_of_the_page_about_rolling_do_what_it_says(cluster: C
         assert not (await nodes(http, cluster))[agent]["drained"]
         [end] = steps("rolling.md", "Agents")
         assert "has drained and ended" in await typed(end, there)
-        assert cluster.agents["decode-1"].process.returncode == 0
+        assert await asyncio.wait_for(cluster.agents["decode-1"].process.wait(), patient(10.0)) == 0
         assert agent not in await nodes(http, cluster)
 
 
@@ -150,6 +151,11 @@ async def typed(command: str, there: dict[str, str]) -> str:
     program, *words = shlex.split(command)
     argv = [sys.executable, "-m", "kvferry.deploy"] if program == "kvferry" else [program]
     process = await asyncio.create_subprocess_exec(*argv, *words, stdout=asyncio.subprocess.PIPE)
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    try:
+        printed, _ = await asyncio.wait_for(process.communicate(), patient(60.0))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert process.returncode == 0, command
     return printed.decode()

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
@@ -55,22 +56,31 @@ class Caller:
 
 
 def check_can_bind(host: str, port: int) -> None:
-    """Raise `CannotBind` if `ControlServer.start` would now. Any port, 0, can always be had."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    """Raise `CannotBind` if `ControlServer.start` would now. Any port, 0, can always be had.
+
+    Nothing listens meanwhile: a peer that connects again must not meet a socket without our keys.
+    """
     try:
-        with context.socket(zmq.ROUTER) as socket:
-            _bind(socket, host, port)
-    finally:
-        context.term()
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _cannot_bind(host, port, error.strerror or str(error)) from error
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
-    socket.setsockopt(zmq.IPV6, 1)
+def _bind(router: zmq.Socket[bytes], host: str, port: int) -> None:
+    router.setsockopt(zmq.IPV6, 1)
     try:
-        socket.bind(tcp_endpoint(host, port or "*"))
+        router.bind(tcp_endpoint(host, port or "*"))
     except zmq.ZMQError as error:
-        reason = os.strerror(error.errno or 0)
-        raise CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}") from error
+        raise _cannot_bind(host, port, os.strerror(error.errno or 0)) from error
+
+
+def _cannot_bind(host: str, port: int, reason: str) -> CannotBind:
+    return CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}")
 
 
 class ControlServer:

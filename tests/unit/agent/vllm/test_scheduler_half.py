@@ -286,6 +286,18 @@ def test_what_is_proven_while_a_step_runs_is_computed_on_in_the_next() -> None:
     assert request.status is Status.RUNNING and engine.vllm.computed["d"] == 9
 
 
+def test_what_a_report_says_itself_is_kept_beside_what_is_proven_meanwhile() -> None:
+    engine = Engine()
+    engine.vllm.add(VllmRequest("r", prompt(4)))
+    first, second = engine.fetch("d", "t"), engine.fetch("e", "u")
+    engine.vllm.step()
+    engine.plane.events.append(done("t"))
+    engine.vllm.while_it_runs = during_one_step(engine, done("u"))
+    assert engine.vllm.step().received == {"d"}
+    engine.vllm.step()
+    assert first.status is second.status is Status.RUNNING
+
+
 def test_what_fails_while_a_step_runs_is_told_by_a_report_of_its_own() -> None:
     """vLLM reads which loads failed before it shows a report to the connector."""
     engine = Engine()
