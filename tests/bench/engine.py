@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in engine that costs next to nothing, so that a router beside it on the same cores can be measured.
 
-It speaks plain OpenAI completions, the native dialect and those of vLLM's NixlConnector and SGLang, answers
-at once, and sends one event of a stream every `--interval-s`. It draws nothing and keeps nothing:
-`tests/standins/agents.py` and `engines.py` are the ones that behave.
+It speaks plain OpenAI completions, the native dialect and those of vLLM's NixlConnector, of ours inside vLLM
+and of SGLang, answers at once, and sends one event of a stream every `--interval-s`. It draws nothing and
+keeps nothing: `tests/standins/agents.py` and `engines.py` are the ones that behave.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def page(text: str) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw)
 
 
-def event(finish_reason: str | None) -> bytes:
+def event(finish_reason: str | None, **more: Any) -> bytes:
     """One event of a stream."""
-    choice = {"index": 0, "text": " 12345", "logprobs": None, "finish_reason": finish_reason}
+    choice = {"index": 0, "text": " 12345", "logprobs": None, "finish_reason": finish_reason, **more}
     return b"data: " + json.dumps({**ENVELOPE, "choices": [choice]}).encode() + b"\n\n"
 
 
@@ -68,6 +68,10 @@ PLAIN = chunk(event(None)), chunk(event("length")) + DONE
 LINED = (
     chunk(LINE + event(None)),
     chunk(b": t 0 12345 length\n" + event("length")) + chunk(b": t end\n\n") + DONE,
+)
+WITH_IDS = (
+    chunk(event(None, token_ids=[12345])),
+    chunk(event("length", token_ids=[12345])) + DONE,
 )
 ONE_TOKEN = STREAM_HEAD + PLAIN[1]
 ANSWER = whole(answer("length"))
@@ -116,12 +120,12 @@ class EngineConnection(asyncio.Protocol):
         body = json.loads(raw)
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
-            is_native = "client_max_tokens" in params
-            self._transport.write(whole(self._prefilled(params) if is_native else self._prefilled_by_vllm()))
+            self._transport.write(whole(self._prefilled(params)))
         elif "bootstrap_room" in body and self._role == "prefill":
             self._transport.write(ONE_TOKEN if body.get("stream") else ANSWER)
         elif body.get("stream"):
-            self._event, self._end = LINED if body.get("kvferry_token_lines") else PLAIN
+            has_lines, has_ids = body.get("kvferry_token_lines"), body.get("return_token_ids")
+            self._event, self._end = LINED if has_lines else WITH_IDS if has_ids else PLAIN
             self._left = body["max_tokens"] - len(params.get("first_tokens", ()))
             self._transport.write(STREAM_HEAD)
             self._tick()
@@ -129,6 +133,11 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(ANSWER)
 
     def _prefilled(self, params: dict[str, Any]) -> dict[str, Any]:
+        if "client_max_tokens" in params:
+            return self._prefilled_natively(params)
+        return self._prefilled_by_us(params) if "transfer_id" in params else self._prefilled_by_nixl()
+
+    def _prefilled_natively(self, params: dict[str, Any]) -> dict[str, Any]:
         if params["client_max_tokens"] == 1:
             return answer("length")
         where = {"remote_engine_id": self._incarnation, "remote_host": "127.0.0.1", "remote_port": 9}
@@ -142,7 +151,18 @@ class EngineConnection(asyncio.Protocol):
         }
         return answer("length") | {"kv_transfer_params": told}
 
-    def _prefilled_by_vllm(self) -> dict[str, Any]:
+    def _prefilled_by_us(self, params: dict[str, Any]) -> dict[str, Any]:
+        told = {
+            "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": params["transfer_id"],
+            "remote_engine_id": self._incarnation, "remote_host": "127.0.0.1", "remote_port": 9,
+            "remote_num_tokens": 5, "remote_tp_size": 1, "remote_dp_rank": 0, "continuable": True,
+        }  # fmt: skip
+        ids = {"prompt_token_ids": [1, 2, 3, 4, 5], "token_ids": [12345]}
+        whole_answer = answer("length") | {"kv_transfer_params": told}
+        [choice] = whole_answer["choices"]
+        return whole_answer | {"choices": [choice | {"text": " 12345"} | ids]}
+
+    def _prefilled_by_nixl(self) -> dict[str, Any]:
         told = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[2, 3]],
             "remote_engine_id": self._incarnation, "remote_request_id": f"cmpl-{self._incarnation}",
@@ -161,7 +181,7 @@ class EngineConnection(asyncio.Protocol):
 
 
 async def ping(
-    context: zmq.asyncio.Context, proxy: str, role: wire.Role, address: str, incarnation: str
+    context: zmq.asyncio.Context, proxy: str, dialect: str, role: wire.Role, address: str, incarnation: str
 ) -> None:
     """Announce the engine, every second, until cancelled."""
     with context.socket(zmq.DEALER) as dealer:
@@ -177,7 +197,7 @@ async def ping(
                 index=index,
                 address=address,
                 control="tcp://127.0.0.1:9",
-                dialect="native",
+                dialect=dialect,
                 model=MODEL,
                 max_model_len=1_000_000,
                 tp_size=1,
@@ -197,7 +217,7 @@ async def ping(
             await asyncio.sleep(wire.PING_INTERVAL_S)
 
 
-async def main(role: wire.Role, proxy: str | None, interval_s: float, count: int) -> None:
+async def main(role: wire.Role, proxy: str | None, dialect: str, interval_s: float, count: int) -> None:
     """Serve until killed."""
     engines: dict[str, str] = {}
     for _ in range(count):
@@ -211,7 +231,7 @@ async def main(role: wire.Role, proxy: str | None, interval_s: float, count: int
     with zmq.asyncio.Context() as context:
         async with asyncio.TaskGroup() as tasks:
             for url, incarnation in engines.items() if proxy is not None else ():
-                tasks.create_task(ping(context, proxy, role, url, incarnation))
+                tasks.create_task(ping(context, proxy, dialect, role, url, incarnation))
             await asyncio.Event().wait()
 
 
@@ -219,7 +239,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A stand-in engine for benchmarks.")
     parser.add_argument("--role", choices=["prefill", "decode", "both"], default="both")
     parser.add_argument("--proxy", help="host:port to announce itself to")
+    parser.add_argument("--dialect", default="native", help="the dialect that it announces")
     parser.add_argument("--interval-s", type=float, default=0.02)
     parser.add_argument("--count", type=int, default=1, help="so many engines, in this one process")
     options = parser.parse_args()
-    uvloop.run(main(options.role, options.proxy, options.interval_s, options.count))
+    uvloop.run(main(options.role, options.proxy, options.dialect, options.interval_s, options.count))

@@ -55,12 +55,15 @@ PAIR_FLAGS = {
 BOOTSTRAP_PORT = "8998"
 """Of the prefill server, as SGLang's protocol names it to the decode server; nobody listens there."""
 KINDS = ("streams", "lengths", "requests")
+ANNOUNCED = ("native", "vllm-kvferry")
+"""Dialects whose servers announce themselves; the others' are named to the proxy."""
 SINGLE = (DIRECT, PLAIN, *RIVALS, "kvferry, one agent")
 PAIRS = (
     *(name + PAIR for name in RIVALS),
-    *(f"kvferry {dialect}{PAIR}" for dialect in ("native", "vllm-nixl", "sglang")),
+    *(f"kvferry {dialect}{PAIR}" for dialect in ("native", "vllm-nixl", "vllm-kvferry", "sglang")),
 )
-BODY = {"model": "stand-in", "prompt": "a prompt of some words", "seed": 1}
+BODY = {"model": "stand-in", "prompt": "a prompt of some words", "seed": 1, "temperature": 0}
+"""Greedy: so that streams of `vllm-kvferry` begin early, and their tokens are noted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,8 @@ async def router(name: str, count: int = 1) -> AsyncIterator[Child]:
             yield await stack.enter_async_context(child("tests.bench.plain_relay", *(await engines())[0]))
         elif name.startswith("kvferry"):
             named = ()
-            if (dialect := name.removesuffix(PAIR).partition(" ")[2]) in ("vllm-nixl", "sglang"):
+            dialect = name.removesuffix(PAIR).partition(" ")[2] if name.endswith(PAIR) else "native"
+            if dialect not in ANNOUNCED:
                 prefills, decodes = await engines()
                 prefills = [_at_bootstrap(dialect, prefill) for prefill in prefills]
                 named = ("--dialect", dialect, "--prefill", *prefills, "--decode", *decodes)
@@ -188,7 +192,8 @@ async def router(name: str, count: int = 1) -> AsyncIterator[Child]:
                 child("proxy", "--port", "0", "--discovery-port", "0", "--log-level", "warning", *named)
             )
             if not named:
-                await engines("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}")
+                where = f"127.0.0.1:{proxy.listening['discovery_port']}"
+                await engines("--proxy", where, "--dialect", dialect)
             await _until_served(proxy.listening["url"])
             await _until_known(proxy.listening["url"], count * len(roles))
             yield proxy
