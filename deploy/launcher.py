@@ -191,14 +191,14 @@ class Process:
         """Return why it ended, in one line."""
         return reason_in(self.log_tail(MAX_REASON_LINES).splitlines())
 
-    async def wait_listening(self) -> None:
+    async def wait_listening(self, timeout_s: float = LISTENING_TIMEOUT_S) -> None:
         """Wait for the line on stdout with the addresses that it listens at.
 
         Raises `LaunchError` when it ends or prints nothing in time; then, and when cancelled, it is stopped.
         """
         assert self.process.stdout is not None
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), LISTENING_TIMEOUT_S)
+            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
             self.listening = json.loads(line)["listening"]
         except (TimeoutError, ValueError, KeyError) as error:
             await self.stop()
@@ -226,7 +226,9 @@ class Process:
         await asyncio.wait_for(self.process.stdout.read(), PIPE_CLOSE_S)
 
 
-async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Process:
+async def start_process(
+    name: str, argv: Sequence[str], log_dir: Path, timeout_s: float = LISTENING_TIMEOUT_S
+) -> Process:
     """Start `python argv…` and wait for the line on stdout with the addresses that it listens at.
 
     Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or prints nothing in time.
@@ -247,7 +249,7 @@ async def start_process(name: str, argv: Sequence[str], log_dir: Path) -> Proces
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
     process = Process(name, child, log)
-    await process.wait_listening()
+    await process.wait_listening(timeout_s)
     return process
 
 

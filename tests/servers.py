@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -66,7 +66,7 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 @contextmanager
 def paused(processes: Iterable[int]) -> Iterator[None]:
-    """Stop processes by SIGSTOP, and let them go on at the end."""
+    """Stop processes by SIGSTOP, and let those that have not been killed meanwhile go on at the end."""
     pids = list(processes)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -74,7 +74,8 @@ def paused(processes: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.drain import drain
-from kvferry.deploy.launcher import Process, start_process
+from kvferry.deploy.launcher import LISTENING_TIMEOUT_S, STOP_GRACE_S, Process, start_process
 from tests.patience import patient
 from tests.system.client import Answer, RequestFailed, StreamCut, complete, heldout, session
 from tests.system.conftest import COMMON_ARGS, MODEL
@@ -32,6 +32,8 @@ BEFORE_RANGES = "ef820561c58d09de4ca90de1204e39c09118c387"
 DEADLINE_S = patient(90.0)
 PROXIES = ("proxy-0", "proxy-1")
 ROLES = ("prefill", "decode")
+Body = Callable[[], dict[str, Any]]
+"""Makes one request's body."""
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, StreamCut)
 """How a client learns that its proxy has died."""
 
@@ -54,6 +56,11 @@ def bodies() -> list[dict[str, Any]]:
 
 class Fleet:
     """Two proxies, and agents that announce themselves to both. An async context: leaving it ends all."""
+
+    proxy_module = "kvferry.proxy"
+    start_timeout_s = LISTENING_TIMEOUT_S
+    stop_grace_s = STOP_GRACE_S
+    deadline_s = DEADLINE_S
 
     def __init__(
         self,
@@ -105,26 +112,31 @@ class Fleet:
 
     async def start_proxy(self, name: str) -> None:
         port, discovery_port = self._ports[name]
-        words = ("-m", "kvferry.proxy", "--port", str(port), "--discovery-port", str(discovery_port))
+        words = ("-m", self.proxy_module, "--port", str(port), "--discovery-port", str(discovery_port))
         await self._start(name, *words, *self._proxy_args)
         where = self.processes[name].listening
         self._ports[name] = where["port"], where["discovery_port"]
 
     async def start_agent(self, role: str) -> None:
         where = [word for _, port in self._ports.values() for word in ("--proxy", f"127.0.0.1:{port}")]
-        await self._start(
-            f"{role}-{next(self._numbers)}", "-m", "kvferry.agent", "--role", role, "--model", MODEL,
+        await self._start(f"{role}-{next(self._numbers)}", *self.agent_words(role, where))
+
+    def agent_words(self, role: str, where: list[str]) -> tuple[str, ...]:
+        """Return the words after `python` that start an agent. `where`: the proxies that it announces to."""
+        return (
+            "-m", "kvferry.agent", "--role", role, "--model", MODEL,
             "--port", "0", "--control-port", "0", *where, *COMMON_ARGS, *self._agent_args,
         )  # fmt: skip
 
     async def _start(self, name: str, *argv: str) -> None:
-        self.processes[name] = process = await start_process(name, argv, self._log_dir)
-        self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
+        process = await start_process(name, argv, self._log_dir, self.start_timeout_s)
+        self.processes[name] = process
+        self._stack.push_async_callback(process.stop, self.stop_grace_s, signal.SIGINT)
 
     async def wait_ready(self) -> None:
         """Wait until each proxy sees the agents that run ready."""
         wanted = {self.processes[name].url for name in self.agents()}
-        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(self.deadline_s), aiohttp.ClientSession() as http:
             for url in self.urls:
                 ready: set[str] = set()
                 while not wanted <= ready:
@@ -137,7 +149,7 @@ class Fleet:
         """End a process, keep an agent's last metrics, and return its status."""
         process = self.processes.pop(name)
         ended = asyncio.ensure_future(process.process.wait())
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(self.deadline_s):
             page = None if name in PROXIES else await scrape(process.url)
             ending = asyncio.ensure_future(how(process))
             while not ended.done():
@@ -174,6 +186,9 @@ class Load:
     urls: list[str]
     concurrency: int
     at_least: int
+    deadline_s: float
+    """Of each request."""
+    asked: Sequence[Body]
     expected: list[Answer]
     over: asyncio.Event = field(default_factory=asyncio.Event)
     answered: int = 0
@@ -198,12 +213,11 @@ class Load:
                 clients.create_task(self._client(http, numbers))
 
     async def _client(self, http: aiohttp.ClientSession, numbers: itertools.count[int]) -> None:
-        asked = bodies()
         while not self.over.is_set() or self.answered + len(self.failed) + self.lost < self.at_least:
             number = next(numbers)
-            index = number % len(asked)
+            index = number % len(self.asked)
             try:
-                answer = await self._ask(http, number, asked[index])
+                answer = await self._ask(http, number, self.asked[index])
             except LOST as error:
                 if self._at[number] in self.killed:
                     self.lost += 1
@@ -218,13 +232,13 @@ class Load:
             finally:
                 self._at.pop(number, None)
 
-    async def _ask(self, http: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> Answer:
+    async def _ask(self, http: aiohttp.ClientSession, number: int, body: Body) -> Answer:
         """Ask one proxy after the other, until one does not refuse the connection."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(self.deadline_s):
             for attempt in itertools.count(number):
                 self._at[number] = url = self.urls[attempt % len(self.urls)]
                 try:
-                    return await complete(http, url, body)
+                    return await complete(http, url, body())
                 except aiohttp.ClientConnectorError as error:
                     if not isinstance(error.os_error, ConnectionRefusedError):
                         raise
@@ -233,11 +247,14 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(fleet: Fleet, concurrency: int, at_least: int) -> AsyncIterator[Load]:
+async def loaded(
+    fleet: Fleet, concurrency: int, at_least: int, asked: Sequence[Body] | None = None
+) -> AsyncIterator[Load]:
     """Keep the fleet under load while the context is open, and until there were enough requests."""
+    asked = asked or [body.copy for body in bodies()]
     async with session() as http:
-        expected = await asyncio.gather(*(complete(http, fleet.urls[0], body) for body in bodies()))
-    load = Load(fleet.urls, concurrency, at_least, list(expected))
+        expected = await asyncio.gather(*(complete(http, fleet.urls[0], body()) for body in asked))
+    load = Load(fleet.urls, concurrency, at_least, fleet.deadline_s, asked, list(expected))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(load.run())
         try:
@@ -255,16 +272,16 @@ async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
     pages = [*fleet.pages, *[await scrape(fleet.processes[name].url) for name in fleet.agents()]]
     for page in pages:
         names = {name for name, _ in page}
-        assert names & RECOMPUTES and names & LEASES_ENDED
+        assert names & RECOMPUTES and names & LEASES_ENDED.keys()
     return {
         "failed": len(load.failed) + load.lost,
         "wrong": load.wrong,
         "recomputed": load.recomputed
         + sum(total(page, name) for page in pages for name in RECOMPUTES if is_shown(page, name)),
         "expired": sum(
-            total(page, name, cause="expired")
+            total(page, name, **{label: "expired"})
             for page in pages
-            for name in LEASES_ENDED
+            for name, label in LEASES_ENDED.items()
             if is_shown(page, name)
         ),
     }
@@ -277,9 +294,15 @@ def tried_again(page: Samples) -> float:
     return sum(total(page, name) for name in names)
 
 
-RECOMPUTES = {"kvferry_agent_recomputes_total", "kvferry_recomputes_total"}
-LEASES_ENDED = {"kvferry_transfer_leases_ended_total", "kvferry_leases_ended_total"}
-"""The second name is that of the older agents."""
+RECOMPUTES = {
+    "kvferry_agent_recomputes_total", "kvferry_recomputes_total", "vllm:kvferry_recomputed_total",
+}  # fmt: skip
+LEASES_ENDED = {
+    "kvferry_transfer_leases_ended_total": "cause",
+    "kvferry_leases_ended_total": "cause",
+    "vllm:kvferry_leases_ended_total": "reason",
+}
+"""And the label that says how. The second name of each is that of the older agents, the third is vLLM's."""
 NONE = {"failed": 0, "wrong": 0, "recomputed": 0, "expired": 0}
 LONG = pytest.mark.full
 LEASE = ("--lease-s", "20")
