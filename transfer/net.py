@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every TCP connection between agents needs: keepalive limits, and host names looked up off the loop."""
+"""What every TCP connection between agents needs: keepalive limits, ports that can be bound, and host names
+looked up off the loop.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,27 @@ KEEPALIVE_LIMIT_MS = (KEEPALIVE_PROBES + 1) * KEEPALIVE_INTERVAL_S * 1000
 
 class CannotBind(OSError):
     """An address on which this process is to listen is taken, or not this host's; the message names it."""
+
+
+def cannot_bind(what: str, host: str, port: int, reason: str) -> CannotBind:
+    """The error for `what` at an address."""
+    return CannotBind(f"cannot bind {what} to {host}:{port}: {reason}")
+
+
+def check_can_bind(what: str, host: str, port: int) -> None:
+    """Raise `CannotBind` if `what` could not listen at an address now. Any port, 0, can always be had.
+
+    Nothing listens meanwhile: a peer that connects again must not meet a socket without our keys.
+    """
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise cannot_bind(what, host, port, error.strerror or str(error)) from error
 
 
 async def resolve(host: str) -> str:

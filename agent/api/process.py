@@ -44,8 +44,9 @@ from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnat
 from kvferry.proxy.wire.stop_request import StopRequest
 from kvferry.proxy.wire.tls import server_context
 from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
-from kvferry.transfer.control.endpoints import check_can_bind
+from kvferry.transfer.control.endpoints import CONTROL_CHANNEL
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
+from kvferry.transfer.net import check_can_bind
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ async def run_agent(config: AgentConfig, *, engine_module: str) -> int:
         OSError: HTTP or the control channel cannot be bound, or the cluster key cannot be read.
         BadClusterKey, BadCertificate: the file is none.
     """
-    check_can_bind(config.host, config.control_port)  # the engine binds it, after the model is loaded
+    # The engine binds it, after the model is loaded.
+    check_can_bind(CONTROL_CHANNEL, config.host, config.control_port)
     tokenizer = Tokenizer(Path(config.model))
     form = _response_form(Path(config.model), tokenizer)
     defaults = read_sampling_defaults(Path(config.model), config.generation_config)

@@ -400,17 +400,27 @@ async def test_all_are_killed_and_nothing_is_wrong_or_hangs(log_dir: Path, trans
     """Who is cut off learns it: by a typed error, or since the connection to the killed proxy breaks."""
     async with Fleet(log_dir / f"killed-{transfer}", (*LEASE, "--transfer", transfer)) as fleet:
         async with loaded(fleet, 32, 1000) as load:
-            for name in [*fleet.agents(), *PROXIES]:
+            await kill_all(fleet, load)
+        check_killed(load)
 
-                async def kill(process: Process, name: str = name) -> None:
-                    if name in PROXIES:
-                        load.killed.add(process.url)
-                    process.process.kill()
 
-                assert await fleet.replace(name, kill) == -signal.SIGKILL
-                load.killed.clear()
-        print(f"{load.answered} answered, {len(load.failed)} failed, {load.lost} lost with a proxy")
-        assert not load.wrong
-        untyped = [each for each in load.failed if not isinstance(each, RequestFailed)]
-        assert not untyped, untyped[:3]
-        assert all(each.error["code"] for each in load.failed if isinstance(each, RequestFailed))
+async def kill_all(fleet: Fleet, load: Load) -> None:
+    """Replace every agent and every proxy by SIGKILL, one after the other."""
+    for name in [*fleet.agents(), *PROXIES]:
+
+        async def kill(process: Process, name: str = name) -> None:
+            if name in PROXIES:
+                load.killed.add(process.url)
+            process.process.kill()
+
+        assert await fleet.replace(name, kill) == -signal.SIGKILL
+        load.killed.clear()
+
+
+def check_killed(load: Load) -> None:
+    """Nothing is wrong, and what failed says why."""
+    print(f"{load.answered} answered, {len(load.failed)} failed, {load.lost} lost with a proxy")
+    assert not load.wrong
+    untyped = [each for each in load.failed if not isinstance(each, RequestFailed)]
+    assert not untyped, untyped[:3]
+    assert all(each.error["code"] for each in load.failed if isinstance(each, RequestFailed))

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
@@ -31,7 +30,7 @@ from kvferry.transfer.control.messages import (
     decode_response,
     encode,
 )
-from kvferry.transfer.net import CannotBind
+from kvferry.transfer.net import cannot_bind
 
 _QUEUE = 4096
 """Frames queued per connection and direction, and requests that may be pending."""
@@ -40,6 +39,9 @@ _LINGER_MS = 200
 """Limit for sending the last requests after a client was closed."""
 
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+CONTROL_CHANNEL = "the control channel"
+"""As errors call it."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,34 +55,6 @@ class Caller:
     identity: bytes
     seq: int
     version: int
-
-
-def check_can_bind(host: str, port: int) -> None:
-    """Raise `CannotBind` if `ControlServer.start` would now. Any port, 0, can always be had.
-
-    Nothing listens meanwhile: a peer that connects again must not meet a socket without our keys.
-    """
-    try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise _cannot_bind(host, port, error.strerror or str(error)) from error
-
-
-def _bind(router: zmq.Socket[bytes], host: str, port: int) -> None:
-    router.setsockopt(zmq.IPV6, 1)
-    try:
-        router.bind(tcp_endpoint(host, port or "*"))
-    except zmq.ZMQError as error:
-        raise _cannot_bind(host, port, os.strerror(error.errno or 0)) from error
-
-
-def _cannot_bind(host: str, port: int, reason: str) -> CannotBind:
-    return CannotBind(f"cannot bind the control channel to {host}:{port}: {reason}")
 
 
 class ControlServer:
@@ -109,7 +83,10 @@ class ControlServer:
         if self._key is not None:
             self._key.secure_server(socket)
             self._authenticator = CurveAuthenticator(context, self._key)
-        _bind(socket, host, port)
+        try:
+            socket.bind(tcp_endpoint(host, port or "*"))
+        except zmq.ZMQError as error:
+            raise cannot_bind(CONTROL_CHANNEL, host, port, os.strerror(error.errno or 0)) from error
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._channel.start()
         return int(endpoint.rpartition(":")[2])

@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import aiohttp
-
 from kvferry.deploy.launcher import LaunchError
 from tests.bench.pd.check import late_readers, same_answers
 from tests.bench.pd.decode_steps import decode_steps
@@ -91,21 +89,20 @@ class _Load:
         """All rates, one after the other, at a URL of a system."""
         vocabulary = _vocabulary(self._setup)
         await offer(url, *WARM_UP, vocabulary, seed=0)
-        async with aiohttp.ClientSession() as http:
-            for rate in self._options.rates:
-                run = f"{name} at {rate:g}/s"
-                connector = name.partition("-")[0].partition(",")[0]
-                since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
-                pair = connector in ("kvferry", "nixl")
-                before = await kv_moved(http, connector, fleet.servers[1]) if pair else None
-                seen = await offer(url, rate, self._options.seconds, vocabulary)
-                logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
-                self.figures[run] = figures = summary(seen, handovers(name, seen, logged))
-                if before is not None:
-                    figures["kv"] = (await kv_moved(http, connector, fleet.servers[1])).since(before)
-                print(f"{run}: {json.dumps(figures)}", flush=True)
-                self._rows[run] = seen
-                write_rows(self._options.logs / "requests.csv.gz", self._rows)
+        for rate in self._options.rates:
+            run = f"{name} at {rate:g}/s"
+            connector = name.partition("-")[0].partition(",")[0]
+            since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
+            pair = connector in ("kvferry", "nixl")
+            before = await kv_moved(connector, fleet.servers[1]) if pair else None
+            seen = await offer(url, rate, self._options.seconds, vocabulary)
+            logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
+            self.figures[run] = figures = summary(seen, handovers(name, seen, logged))
+            if before is not None:
+                figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
+            print(f"{run}: {json.dumps(figures)}", flush=True)
+            self._rows[run] = seen
+            write_rows(self._options.logs / "requests.csv.gz", self._rows)
 
 
 async def _same(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from tests.bench.pd.fleet import MODEL, Setup, System, running, sample
+from tests.bench.pd.fleet import MODEL, Setup, System, running
 from tests.servers import descendants, paused
 from tests.system.client import heldout
+from tests.system.metrics import scrape, total
 
 TOKENS = 16
 LOGPROB_GAP = 0.1
@@ -48,17 +49,15 @@ async def same_answers(setup: Setup, system: System, num_prompts: int) -> dict[s
         wanted = await _answers(fleet.url, prompts)
     async with running(system, setup) as fleet:
         found = await _answers(fleet.url, prompts)
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
-            moved = await sample(http, fleet.servers[-1], TRANSFERS)
-            recomputed = await sample(http, fleet.servers[-1], RECOMPUTED)
+        page = await scrape(fleet.servers[-1])
     gaps = [gap for one, other in zip(found, wanted, strict=True) if (gap := _gap(one, other)) is not None]
     return {
         "prompts": num_prompts,
         "equal": num_prompts - len(gaps),
         "ties": sum(gap <= LOGPROB_GAP for gap in gaps),
         "wrong": sum(gap > LOGPROB_GAP for gap in gaps),
-        "transfers": moved,
-        "recomputed": recomputed,
+        "transfers": total(page, TRANSFERS),
+        "recomputed": total(page, RECOMPUTED),
     }
 
 
@@ -73,7 +72,7 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
         settings={**setup.settings, "lease_s": LEASE_S},
     )
     counts = {"equal": 0, "ties": 0, "wrong": 0}
-    async with running(system, short) as fleet, aiohttp.ClientSession(timeout=TIMEOUT) as http:
+    async with running(system, short) as fleet:
         wanted = await _answers(fleet.url, prompts)
         for first in range(0, trials, LATE_BATCH):
             batch = prompts[first : first + LATE_BATCH]
@@ -81,8 +80,8 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
             for one, other in zip(found, wanted[first : first + LATE_BATCH], strict=True):
                 gap = _gap(one, other)
                 counts["equal" if gap is None else "ties" if gap <= LOGPROB_GAP else "wrong"] += 1
-        expired = await sample(http, fleet.servers[0], LEASES_ENDED, 'reason="expired"')
-        recomputed = await sample(http, fleet.servers[1], RECOMPUTED)
+        expired = total(await scrape(fleet.servers[0]), LEASES_ENDED, reason="expired")
+        recomputed = total(await scrape(fleet.servers[1]), RECOMPUTED)
     return {"trials": trials, **counts, "leases expired": expired, "recomputed": recomputed}
 
 

@@ -57,14 +57,14 @@ async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str
                 while not all(times):
                     await asyncio.sleep(0.1)
             alone = [await _window(times)]
-            before = await kv_moved(http, "kvferry", fleet.servers[1])
+            before = await kv_moved("kvferry", fleet.servers[1])
             pulling = asyncio.create_task(_pulls(http, fleet.url, prompt, None))
             try:
                 beside = await _window(times)
             finally:
                 pulling.cancel()
                 await asyncio.wait([pulling])
-            after = await kv_moved(http, "kvferry", fleet.servers[1])
+            after = await kv_moved("kvferry", fleet.servers[1])
             alone.append(await _window(times))
         finally:
             for stream in streams:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import aiohttp
 
 from kvferry.deploy.launcher import start_process
 from tests.servers import free_port, running_server
+from tests.system.metrics import is_shown, scrape, total
 
 MODEL = "m"
 START_S, STOP_S = 420.0, 30.0
@@ -240,17 +240,11 @@ _KV_COUNTERS = {
 }
 
 
-async def kv_moved(http: aiohttp.ClientSession, connector: str, url: str) -> KvMoved:
-    """By the counters of a connector, `kvferry` or `nixl`."""
-    return KvMoved(*[await sample(http, url, name) for name in _KV_COUNTERS[connector]])
-
-
-async def sample(http: aiohttp.ClientSession, url: str, name: str, label: str = "") -> float:
-    """The sum of a metric's values on a server's page, of those with a label if one is given."""
-    async with http.get(f"{url}/metrics") as response:
-        text = await response.text()
-    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(float(value) for labels, value in found if label in labels)
+async def kv_moved(connector: str, url: str) -> KvMoved:
+    """By the counters of a connector, `kvferry` or `nixl`, which may not be there from the start."""
+    page = await scrape(url)
+    names = _KV_COUNTERS[connector]
+    return KvMoved(*[total(page, name) if is_shown(page, name) else 0.0 for name in names])
 
 
 def _url(port: int) -> str:

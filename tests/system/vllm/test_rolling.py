@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,19 @@ import pytest
 
 from kvferry.deploy.drain import drain
 from kvferry.deploy.launcher import Process
-from tests.system.client import RequestFailed, heldout
+from tests.system.client import heldout
 from tests.system.metrics import scrape, total
-from tests.system.test_rolling import NONE, PROXIES, Body, loaded, sigterm, tried_again, trouble
+from tests.system.test_rolling import (
+    NONE,
+    PROXIES,
+    Body,
+    check_killed,
+    kill_all,
+    loaded,
+    sigterm,
+    tried_again,
+    trouble,
+)
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MODEL, PYTHON
 
@@ -87,17 +96,5 @@ async def test_all_are_killed_and_nothing_is_wrong_or_hangs(tmp_path: Path) -> N
     """Who is cut off learns it: by a typed error, or since the connection to the killed proxy breaks."""
     async with VllmFleet(tmp_path, LEASE, MAX_RUNNING) as fleet:
         async with loaded(fleet, CONCURRENCY, REQUESTS, asked()) as load:
-            for name in [*fleet.agents(), *PROXIES]:
-
-                async def kill(process: Process, name: str = name) -> None:
-                    if name in PROXIES:
-                        load.killed.add(process.url)
-                    process.process.kill()
-
-                assert await fleet.replace(name, kill) == -signal.SIGKILL
-                load.killed.clear()
-        print(f"{load.answered} answered, {len(load.failed)} failed, {load.lost} lost with a proxy")
-        assert not load.wrong
-        untyped = [each for each in load.failed if not isinstance(each, RequestFailed)]
-        assert not untyped, untyped[:3]
-        assert all(each.error["code"] for each in load.failed if isinstance(each, RequestFailed))
+            await kill_all(fleet, load)
+        check_killed(load)
