@@ -20,8 +20,8 @@ from tools import reference
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OPERATIONS = DOCS / "operations.md"
-CODE = {"ApiError": 1, "bad_request": 2, "unavailable": 0}
-"""Where the error code stands among the arguments."""
+CODE = {"ApiError": 1, "bad_request": 2, "unavailable": 0, "failed": 2, "_fail": 2}
+"""Where the error code stands among the arguments; the last two are the engine's."""
 
 
 def proxy_codes() -> set[str]:
@@ -38,7 +38,7 @@ def agent_codes() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
-            at = CODE.get(getattr(node.func, "id", ""))
+            at = CODE.get(getattr(node.func, "id", getattr(node.func, "attr", "")))
             if at is None:
                 continue
             named = [word.value for word in node.keywords if word.arg == "code"]
