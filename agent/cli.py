@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import msgspec
@@ -27,7 +26,7 @@ from kvferry.agent.architectures import (
     refusal_line,
     unsupported_reason,
 )
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.cluster_key import BadClusterKey
@@ -40,7 +39,6 @@ from kvferry.transfer.engine import parse_backend_options
 
 log = logging.getLogger(__name__)
 
-BUNDLED_MODELS = Path(str(files("kvferry.models")))
 _PROG = "kvferry agent"
 _DESCRIPTION = (
     "Run a model, serve it over HTTP, and announce it to proxies. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,14 @@ START_TIMEOUT_S = 600.0
 """Longest time that an agent takes to start; nearly all of it goes into loading the model."""
 
 MAX_NAME_CHARS = 64
+BUNDLED_MODELS = Path(str(files("kvferry.models")))
 _DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for an agent's name that pages could not show."""
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise ValueError(f"name must be at most {MAX_NAME_CHARS} printable characters, got {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +34,9 @@ class AgentConfig:
     Args:
         model: Checkpoint directory (Hugging Face layout), or the name of a bundled model, or of one in the
             Hugging Face cache on this machine.
+        engine: What computes: kvferry's own engine; vllm, a vLLM server, which has other options (--engine
+            vllm --help); or auto, which takes vllm where it is installed and finds a GPU, and says why. It
+            must be given on the command line.
         role: Which legs of a request this agent serves.
         served_model_name: Name that clients ask for; the directory's name when not given.
         name: Name of this agent on operators' pages, of at most 64 characters; its address when not given.
@@ -72,6 +83,7 @@ class AgentConfig:
     """
 
     model: str
+    engine: Literal["kvferry", "vllm", "auto"] = "kvferry"
     role: Role = "both"
     served_model_name: str | None = None
     name: str = ""
@@ -119,8 +131,9 @@ class AgentConfig:
         for name in ("lease_s", "pull_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
-        if len(self.name) > MAX_NAME_CHARS or not self.name.isprintable():
-            raise ValueError(f"name must be at most {MAX_NAME_CHARS} printable characters, got {self.name!r}")
+        if self.engine != "kvferry":
+            raise ValueError(f"engine: {self.engine} must be given on the command line of kvferry agent")
+        check_name(self.name)
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
         for name in ("port", "control_port"):

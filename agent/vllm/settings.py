@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.agent.config import check_name
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.proxy.wire.addresses import WILDCARDS
 from kvferry.proxy.wire.messages import Role
@@ -34,6 +35,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         control_port: Port of the control channel; 0 lets the OS choose.
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
             address of a name, which is looked up again and again.
+        name: Name of this server on operators' pages; its address when not given.
         transfer: Transfer backend; both servers of a pair need the same.
         transfer_options: Options of backends, BACKEND.NAME=VALUE separated by commas.
         lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
@@ -49,6 +51,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bind_host: str = ""
     control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
     proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
+    name: str = ""
     transfer: Literal["tcp", "nixl", "cuda_ipc"] = "tcp"
     transfer_options: str = ""
     lease_s: _Seconds = 10.0
@@ -58,6 +61,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     drain_socket: str = ""
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         for proxy in self.proxy:
             check_proxy(proxy)
         if self.proxy and not self.advertise_url:

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvferry.agent.architectures import architecture_of, is_tested, read_config, unsupported_reason
-from kvferry.agent.cli import BUNDLED_MODELS, with_model_directory
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.cli import with_model_directory
+from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.vllm.settings import NotServed, check_version
 from kvferry.deploy.launcher import listen_error
 from kvferry.proxy.config import ProxyConfig

@@ -201,6 +201,7 @@ class AgentActor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **order.agent.environment},
             limit=MAX_LINE_BYTES,
             # Signals for Ray's worker must not reach the agent.
             start_new_session=True,
@@ -209,7 +210,7 @@ class AgentActor:
         process = Process(order.agent.name, child, self._log)
         relaying = asyncio.ensure_future(self._log.relay(child.stderr))
         try:
-            await process.wait_listening()
+            await process.wait_listening(order.agent.listening_timeout_s)
             yield process
         finally:
             await process.stop(signum=signal.SIGINT)

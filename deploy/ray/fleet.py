@@ -273,7 +273,7 @@ class RayFleet:
         await asyncio.gather(*(agent.end() for agent in self.agents))
 
 
-def bundle_of(tp: int, device: str, resources: Sequence[str]) -> dict[str, float]:
+def bundle_of(tp: int, device: str | None, resources: Sequence[str]) -> dict[str, float]:
     """Return what an agent takes of its node: a CPU and, with device cuda, a GPU per rank.
 
     `resources`: more, or another number of CPUs, as NAME=AMOUNT. Raises ValueError.

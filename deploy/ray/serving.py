@@ -36,7 +36,7 @@ async def serve_on_ray(
         )
     host = _proxy_host(spec.host)
     fleet = RayFleet()
-    async with Cluster(replace(spec, agents=())) as cluster:
+    async with Cluster(replace(spec, agents=()), show) as cluster:
         proxy = host_port(host, cluster.proxy.listening["discovery_port"])
         try:
             nodes: list[str] | list[None] = nodes_that_could_take(bundle) or [None]
@@ -45,7 +45,8 @@ async def serve_on_ray(
                 node = nodes[int(agent.name.rpartition("-")[2]) % len(nodes)]
                 order = AgentOrder(agent=agent, model=spec.model, proxy=proxy)
                 fleet.place(namespace, order, bundle, node)
-            await _wait_ready(cluster, fleet, show)
+            longest_s = max(agent.listening_timeout_s for agent in spec.agents)
+            await _wait_ready(cluster, fleet, max(START_TIMEOUT_S, longest_s))
             for placed in fleet.agents:
                 show(placed.describe())
             show(
@@ -53,7 +54,7 @@ async def serve_on_ray(
                 "Ctrl-C, or kvferry down, ends it"
             )
             async with asyncio.TaskGroup() as tasks:
-                beside = [cluster.keep_running(show), keep_status_line(cluster)]
+                beside = [cluster.keep_running(), keep_status_line(cluster)]
                 kept = [tasks.create_task(each) for each in beside]
                 await fleet.watch(spec.log_dir, show)
                 for task in kept:
@@ -63,14 +64,14 @@ async def serve_on_ray(
             await fleet.end()
 
 
-async def _wait_ready(cluster: Cluster, fleet: RayFleet, show: Callable[[str], None]) -> None:
+async def _wait_ready(cluster: Cluster, fleet: RayFleet, timeout_s: float) -> None:
     async def urls() -> Mapping[str, str]:
         await fleet.refresh(cluster.spec.log_dir)
         fleet.check_started()
         return {agent.name: agent.url for agent in fleet.agents}
 
     try:
-        await cluster.wait_listed(urls, START_TIMEOUT_S, show)
+        await cluster.wait_listed(urls, timeout_s)
     except LaunchError as error:
         waiting = [agent.describe() for agent in fleet.agents if agent.report is None]
         raise LaunchError("; ".join([str(error), *waiting])) from error

@@ -176,6 +176,23 @@ def flag_parser(settings: type[DataclassInstance], *, prog: str, description: st
     return parser
 
 
+def take_option(words: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+    """Return the value that a command line gives an option, the last if there are several, or None; and the
+    words without it. What follows `--` is for another program.
+    """
+    end = list(words).index("--") if "--" in words else len(words)
+    value, rest, at = None, [], 0
+    while at < end:
+        name, equals, given = words[at].partition("=")
+        if name == option and (equals or at + 1 < end):
+            value = given if equals else words[at + 1]
+            at += 1 if equals else 2
+        else:
+            rest.append(words[at])
+            at += 1
+    return value, [*rest, *words[end:]]
+
+
 def flag_values(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
     """Return each flag of a settings class, with the words that its value may be: none if any text."""
     types = get_type_hints(settings)

@@ -28,7 +28,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.agent.cli import BUNDLED_MODELS
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
 from tests.gpu import count_gpus, gpu_names
 

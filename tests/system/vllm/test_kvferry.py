@@ -35,7 +35,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 """vLLM refuses several choices without sampling."""
 LEASE_S = 2
 NUM_BLOCKS = 80
-LATE = 20
+LATE = 100
 BATCH = 2
 FILLERS = 6
 """Prompts of nearly 1,000 tokens, 30 blocks, that come before the late read."""
@@ -113,9 +113,12 @@ async def started(
         yield Stack(prefill, decode, proxy.url, http, another)
 
 
-async def test_a_pair_answers_as_one_server_does_with_one_transfer_for_each_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer", ["tcp", "nixl"])
+async def test_a_pair_answers_as_one_server_does_with_one_transfer_for_each_prompt(
+    transfer: str, tmp_path: Path
+) -> None:
     prompts = [prompt.prompt for prompt in heldout(PROMPTS)]
-    async with vllm_server("plain", None, tmp_path) as plain, started(tmp_path) as stack:
+    async with vllm_server("plain", None, tmp_path) as plain, started(tmp_path, transfer=transfer) as stack:
         for chat in (False, True):
             for sampling in SAMPLINGS:
                 bodies = [body(prompt, chat) | sampling for prompt in prompts]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.agent.cli import BUNDLED_MODELS, build_parser, parse_config, run
+from kvferry.agent.cli import build_parser, parse_config, run
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.transfer.engine import candidates
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 
@@ -126,8 +127,8 @@ def test_no_new_options() -> None:
     flags = {option for action in build_parser()._actions for option in action.option_strings}
     assert flags == {
         "-h", "--help", "--config", "--print_config",
-        "--model", "--role", "--served-model-name", "--name", "--host", "--port", "--advertise-host",
-        "--control-port",
+        "--model", "--engine", "--role", "--served-model-name", "--name", "--host", "--port",
+        "--advertise-host", "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",

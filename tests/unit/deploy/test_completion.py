@@ -27,7 +27,10 @@ LINES = [
     ("kvferry proxy --decode-po", {"--decode-policy"}),
     ("kvferry proxy --decode-policy le", {"least_loaded"}),
     ("kvferry agent --attach http://a:1 --dialec", {"--dialect"}),
+    ("kvferry agent --engine v", {"vllm"}),
+    ("kvferry agent --engine vllm --start", {"--start-timeout-s"}),
     ("kvferry up --decode.lease", {"--decode.lease-s"}),
+    ("kvferry up --engine vllm --agent.start", {"--agent.start-timeout-s"}),
     ("kvferry bench one=http://a:1 --tt", {"--ttft-ms"}),
     ("kvferry status --js", {"--json"}),
 ]

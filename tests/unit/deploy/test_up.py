@@ -3,7 +3,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.deploy.launcher import AgentSpec
 from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
+from kvferry.deploy.vllm_engine import CannotStart, VllmEngineConfig
+from kvferry.proxy.wire.flags import parse_flags
 
 
 def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> None:
@@ -19,3 +31,108 @@ def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> N
 
 def test_nothing_is_passed_on_by_default() -> None:
     assert cluster_spec(UpConfig(), PassedOn("kvferry up", ())).proxy_args == ()
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[[int], str]:
+    """Makes a Python whose environment has a served vLLM, and so many GPUs."""
+
+    def make(num_gpus: int) -> str:
+        script = tmp_path / f"python-{num_gpus}"
+        script.write_text(f"#!/bin/sh\necho '[[], \"0.32.0\", {num_gpus}]'\n")
+        script.chmod(0o755)
+        return str(script)
+
+    return make
+
+
+def servers(python: str, *words: str, **settings: Any) -> tuple[AgentSpec, ...]:
+    config = UpConfig(engine="vllm", engine_python=python, **settings)
+    return cluster_spec(config, PassedOn("kvferry up", words)).agents
+
+
+def test_vllm_servers_get_their_options_and_vllm_its_own(
+    python: Callable[[int], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("vllm: {max-model-len: 4096, enforce_eager: true, async-scheduling: false}\n")
+    words = ("--config", str(file), "--vllm.dtype", "float32", "--agent.lease-s", "5", "--decode.lease-s=7")
+    passed_on = PassedOn("kvferry up", words)
+    config = UpConfig(engine="vllm", engine_python=python(0), model="m", both=1, log_format="json")
+    agents = cluster_spec(config, passed_on).agents
+    assert [agent.name for agent in agents] == ["prefill-0", "decode-0", "both-0"]
+    for agent in agents:
+        assert agent.module == "kvferry.deploy.vllm_engine"
+        at = agent.args.index("--")
+        own, vllms = agent.args[:at], agent.args[at + 1 :]
+        assert vllms == (
+            "--max-model-len=4096",
+            "--enforce-eager",
+            "--no-async-scheduling",
+            "--dtype",
+            "float32",
+        )
+        made = parse_flags(
+            VllmEngineConfig, ("--model", "m", "--role", agent.role, *own), prog="", description=""
+        )
+        assert (made.name, made.transfer, made.engine_python) == (agent.name, "tcp", config.engine_python)
+        assert made.lease_s == (7.0 if agent.role == "decode" else 5.0)
+        assert made.log_format == "json"
+
+
+def test_vllm_servers_share_the_cores(python: Callable[[int], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for agent in servers(python(0)):
+        assert agent.environment == {"OMP_NUM_THREADS": "4"}, "what is set already is left"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp", "visible", "theirs"),
+    [
+        (2, 1, None, ["0", "1"]),
+        (1, 1, None, ["0", "0"]),
+        (4, 2, "3,5,6,7", ["3,5", "6,7"]),
+        (3, 2, None, ["0,1", "0,1"]),
+    ],
+)
+def test_each_vllm_server_has_gpus_of_its_own_if_there_are_enough(
+    python: Callable[[int], str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    tp: int,
+    visible: str | None,
+    theirs: list[str],
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    agents = servers(python(num_gpus), tp=tp)
+    assert [agent.environment for agent in agents] == [{"CUDA_VISIBLE_DEVICES": each} for each in theirs]
+    assert all(agent.args[agent.args.index("--transfer") + 1] == "cuda_ipc" for agent in agents)
+
+
+def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None:
+    with pytest.raises(CannotStart, match=r"--device cuda: the PyTorch of .* sees no GPU"):
+        servers(python(0), device="cuda")
+    with pytest.raises(CannotStart, match=r"--device cpu: the PyTorch of .* sees 2 GPUs"):
+        servers(python(2), device="cpu")
+    with pytest.raises(CannotStart, match=f"{sys.executable} lacks vllm"):
+        servers(sys.executable)
+    for words, said in (
+        (("--agent.kv-blocks", "5"), "--kv-blocks: no such option"),
+        (("--agent.engine-python", "x"), "--agent.engine-python: kvferry up chooses this"),
+        (("--vllm.port", "5"), "--vllm.port: kvferry up chooses this"),
+    ):
+        with pytest.raises(SystemExit) as stop, redirect_stderr(StringIO()) as printed:
+            servers(python(0), *words)
+        assert stop.value.code == 2 and said in printed.getvalue()
+
+
+def test_agents_of_ours_have_gpus_of_their_own_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    spec = cluster_spec(UpConfig(device="cuda", decode=2), PassedOn("kvferry up", ()))
+    devices = [agent.args[agent.args.index("--device") + 1] for agent in spec.agents]
+    assert devices == ["cuda", "cuda:1", "cuda"]

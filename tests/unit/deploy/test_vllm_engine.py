@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.deploy.cli import names_vllm
-from kvferry.deploy.vllm_engine import VllmEngineConfig
+from kvferry.agent.config import BUNDLED_MODELS
+from kvferry.deploy.vllm_engine import VllmEngineConfig, _port_kept, with_chosen_engine
+from kvferry.proxy.wire.flags import take_option
+from kvferry.transfer.net import CannotBind
 from tests.patience import patient
 from tests.servers import free_port
 
@@ -25,6 +28,8 @@ SERVER = """
 import http.server, json, os, socket, subprocess, sys, threading
 print("stand-in", json.dumps([os.getpid(), sys.argv[1:]]), flush=True)
 if "--fails" in sys.argv:
+    print("(EngineCore pid=7) ERROR 11-25 07:00:00 [core.py:9] kvferry.x.NotServed: cp must be 1, got 2")
+    print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr)
     sys.exit(3)
 # As an engine with our connector: it ends when its API has.
 waiting = "import os, sys, time\\nwhile os.getppid() == int(sys.argv[1]):\\n    time.sleep(0.05)"
@@ -173,7 +178,8 @@ async def test_neither_goes_on_without_the_other(python: Path, victim: str) -> N
 
 async def test_a_server_that_does_not_start_ends_the_command_with_its_status(python: Path) -> None:
     async with running(python, "--model", "m", "--port", str(free_port()), "--", "--fails") as agent:
-        assert "status 3" in await agent.line("vLLM ended with")
+        said = await agent.line("vLLM ended with status ")
+        assert said == "3: kvferry.x.NotServed: cp must be 1, got 2"
         assert await agent.ended() == 1
 
 
@@ -184,13 +190,91 @@ async def test_what_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("port", 0), ("tp", 0), ("drain_s", -1.0), ("lease_s", 0.0), ("proxy", ("nowhere",))]
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("name", "x" * 65),
+        ("tp", 0),
+        ("drain_s", -1.0),
+        ("lease_s", 0.0),
+        ("proxy", ("nowhere",)),
+    ],
 )
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         VllmEngineConfig(**{"model": "m", field: value})
 
 
+async def test_a_port_is_chosen_and_a_taken_one_is_refused_before_vllm_loads(python: Path) -> None:
+    """Two servers of some versions would share it."""
+    async with running(python, "--model", "m", "--port", "0", "--name", "one") as agent:
+        _, argv = json.loads(await agent.line("stand-in "))
+        port = argv[argv.index("--port") + 1]
+        settings = of_transfer(argv)["kv_connector_extra_config"]
+        assert int(port) and settings["advertise_url"] == f"http://127.0.0.1:{port}"
+        assert settings["name"] == "one"
+        assert agent.process.stdout is not None
+        await asyncio.wait_for(agent.process.stdout.readline(), patient(20.0))
+        async with running(python, "--model", "m", "--port", port) as other:
+            assert (
+                await other.line("cannot bind vLLM's API to ") == f"127.0.0.1:{port}: Address already in use"
+            )
+            assert await other.ended() == 1
+
+
+@pytest.mark.parametrize("options", [(socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
+def test_a_port_is_kept_for_vllm(options: tuple[int, ...]) -> None:
+    """With the options of vLLM 0.32 and of 0.24."""
+    with _port_kept("127.0.0.1", 0) as port, socket.socket() as vllms:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        for option in options:
+            vllms.setsockopt(socket.SOL_SOCKET, option, 1)
+        vllms.bind(("127.0.0.1", port))
+        vllms.listen()
+        with pytest.raises(CannotBind, match="in use"), _port_kept("127.0.0.1", port):
+            pass
+
+
+def test_a_bundled_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = VllmEngineConfig(model="ferry-tiny").command((), "")
+    assert words[words.index("--model") + 1] == str(BUNDLED_MODELS / "ferry-tiny")
+    assert words[words.index("--served-model-name") + 1] == "ferry-tiny"
+    (tmp_path / "ferry-tiny").mkdir()
+    words = VllmEngineConfig(model="ferry-tiny").command((), "")
+    assert words[words.index("--model") + 1] == "ferry-tiny" and "--served-model-name" not in words
+
+
+@pytest.mark.parametrize(("num_gpus", "engine"), [(0, "kvferry"), (2, "vllm")])
+def test_auto_takes_vllm_where_it_is_installed_and_has_a_gpu(
+    num_gpus: int, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho '[[], \"0.32.0\", {num_gpus}]'\n")
+    script.chmod(0o755)
+    words = ["--model", "m", "--engine=auto", "--engine-python", str(script), "--port", "1"]
+    chosen = with_chosen_engine(words)
+    why = "sees no GPU" if engine == "kvferry" else "has vLLM 0.32.0, and its PyTorch sees 2 GPUs"
+    assert f"--engine auto takes {engine}: " in (said := capsys.readouterr().err) and why in said
+    plain = ["--model", "m", "--port", "1"]
+    vllms = ["--engine", "vllm", "--model", "m", "--engine-python", str(script), "--port", "1"]
+    assert chosen == (plain if engine == "kvferry" else vllms)
+
+
+def test_auto_takes_ours_where_vllm_is_not_installed_and_refuses_words_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert with_chosen_engine(["--model", "m", "--engine", "auto"]) == ["--model", "m"]
+    assert "takes kvferry: " in (said := capsys.readouterr().err) and "lacks vllm" in said
+    with pytest.raises(SystemExit) as stop:
+        with_chosen_engine(["--model", "m", "--engine", "auto", "--", "--dtype", "float32"])
+    assert stop.value.code == 2 and "has no use for words after --" in capsys.readouterr().err
+
+
 def test_the_engine_is_read_from_our_flags_and_not_from_vllms() -> None:
-    assert names_vllm(["--model", "m", "--engine", "vllm"]) and names_vllm(["--engine=vllm"])
-    assert not names_vllm(["--model", "m"]) and not names_vllm(["--model", "m", "--", "--engine", "vllm"])
+    plain = ["--model", "m"]
+    for given in (["--engine", "vllm"], ["--engine=vllm"], ["--engine", "auto", "--engine=vllm"]):
+        assert take_option([*plain, *given, "--", "x"], "--engine") == ("vllm", [*plain, "--", "x"])
+    for others in (plain, [*plain, "--", "--engine", "vllm"], [*plain, "--engine"]):
+        assert take_option(others, "--engine") == (None, others)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvferry up --engine vllm` serves by real vLLM servers, and restarts one that dies (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.patience import patient
+from tests.system.client import Answer, complete, heldout, session
+from tests.system.metrics import scrape, total
+from tests.system.test_up import nodes, up
+from tests.system.vllm.servers import ENVIRONMENT, MODEL, PYTHON, START_TIMEOUT_S, engine_words
+
+REQUESTS = 8
+TRANSFERS = "vllm:kvferry_transfers_total"
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.vllm,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
+]
+
+
+async def test_it_serves_by_vllm_and_restarts_a_server_that_dies(tmp_path: Path) -> None:
+    # `kvferry up` itself divides the cores.
+    environment = {name: value for name, value in ENVIRONMENT.items() if "OMP" not in name}
+    options = ("--engine", "vllm", "--engine-python", str(PYTHON), "--agent.lease-s", "5")
+    options += tuple(re.sub("^--", "--vllm.", word) for word in engine_words(REQUESTS))
+    with patch.dict(os.environ, environment):
+        async with up(tmp_path, *options) as cluster, session() as http:
+            await cluster.until(r"decode-0 has been starting for \d+ s: \S", START_TIMEOUT_S)
+            url = (await cluster.until(rf"serving {MODEL} at (\S+)/v1;", START_TIMEOUT_S))[1]
+            bodies = [
+                {
+                    "model": MODEL,
+                    "prompt": prompt.prompt,
+                    "max_tokens": 64,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "stream": bool(index % 2),
+                    "return_token_ids": False,
+                    "kvferry_timing": False,
+                }
+                for index, prompt in enumerate(heldout(REQUESTS))
+            ]
+            expected = await asyncio.gather(*(complete(http, url, body) for body in bodies))
+            servers = {node["name"]: node["address"] for node in await nodes(http, url)}
+            assert [*sorted(servers)] == ["decode-0", "prefill-0"]
+            assert total(await scrape(servers["decode-0"]), TRANSFERS) == REQUESTS
+
+            os.kill(cluster.child("decode"), signal.SIGKILL)
+            await cluster.until(r"decode-0 ended with -9", patient(30))
+            await cluster.until(r"decode-0 is started again: process \d+", START_TIMEOUT_S)
+            async with asyncio.timeout(patient(60)):
+                while [node["state"] for node in await nodes(http, url)] != ["ready"] * 2:
+                    await asyncio.sleep(0.1)
+            assert {node["name"]: node["address"] for node in await nodes(http, url)} == servers
+            for body, same in zip(bodies, expected, strict=True):
+                answer = await complete(http, url, body)
+                assert isinstance(answer, Answer) and answer.same() == same.same()
