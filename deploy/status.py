@@ -90,12 +90,10 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
 def node_row(node: NodeView) -> tuple[str, ...]:
     """Return one agent's cells, as `COLUMNS` names them."""
     load = node.load
-    state = node.state
-    if node.drained and state == "ready":
-        state = "drained"
+    state = "ending" if node.ending else "drained" if node.drained else node.state
     if node.breaker != "closed":
         state += f", breaker {node.breaker}"
-    if node.not_paired is not None:
+    if node.not_paired is not None and node.not_paired != f"its state is {node.state}":
         state += f", not paired: {node.not_paired}"
     most = "" if load.max_running is None else f" of {load.max_running}"
     used = load.kv_blocks_total - load.kv_blocks_free

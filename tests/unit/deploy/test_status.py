@@ -22,7 +22,7 @@ NODE = NodeView(
     address="http://10.0.0.1:8000",
     role="decode",
     state="ready",
-    drained=True,
+    drained=False,
     breaker="open",
     dialect="native",
     model="m",
@@ -90,7 +90,7 @@ async def test_what_is_no_list_of_agents_is_said(
 
 
 def test_a_row_says_why_an_agent_is_not_used() -> None:
-    state = "drained, breaker open, not paired: other weights"
+    state = "ready, breaker open, not paired: other weights"
     assert node_row(NODE) == (
         "decode-0", "http://10.0.0.1:8000", "decode", state, "native", "m", "3 of 8", "1", "25 %", "0.2 s",
     )  # fmt: skip
@@ -100,6 +100,23 @@ def test_a_row_says_why_an_agent_is_not_used() -> None:
         "http://10.0.0.2:8000 (prefill) is down: no answer",
         "and 7 more pairings that cannot be",
     ]
+
+
+@pytest.mark.parametrize(
+    ("drained", "ending", "shown"),
+    [(True, False, "drained"), (False, True, "ending"), (True, True, "ending"), (False, False, "draining")],
+)
+def test_the_state_is_the_pages_word_and_said_once(drained: bool, ending: bool, shown: str) -> None:
+    """As the proxy tells it: `unit/proxy/fleet/test_steering.py::test_a_drained_agent_finishes…`."""
+    node = msgspec.structs.replace(
+        NODE,
+        state="draining",
+        drained=drained,
+        ending=ending,
+        breaker="closed",
+        not_paired="its state is draining",
+    )
+    assert node_row(node)[3] == shown
 
 
 def test_what_happened_is_said_with_the_lost_first() -> None:
