@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +28,9 @@ TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 async def decode_steps(setup: Setup, system: System, vocabulary: int) -> dict[str, Any]:
     """For each executor of vLLM and batch: milliseconds between the tokens of streams that the decode server
-    has without a proxy, before, while and after pulls follow each other, and what was pulled.
+    has without a proxy, before, while and after pulls follow each other, and what was pulled. Then the same
+    while the prefill server computes as many of these prompts and lends none: what its steps cost the
+    decode's, where both have one GPU.
     """
     figures: dict[str, Any] = {}
     for executor in EXECUTORS:
@@ -37,7 +41,9 @@ async def decode_steps(setup: Setup, system: System, vocabulary: int) -> dict[st
         )
         async with running(system, own) as fleet:
             for batch in BATCHES:
-                figures[f"{executor}, batch {batch}"] = await _beside_pulls(fleet, batch, vocabulary)
+                found = await _beside_pulls(fleet, batch, vocabulary)
+                print(f"{executor}, batch {batch}: {json.dumps(found)}", flush=True)
+                figures[f"{executor}, batch {batch}"] = found
     return figures
 
 
@@ -58,33 +64,48 @@ async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str
                     await asyncio.sleep(0.1)
             alone = [await _window(times)]
             before = await kv_moved("kvferry", fleet.servers[1])
-            pulling = asyncio.create_task(_pulls(http, fleet.url, prompt, None))
-            try:
-                beside = await _window(times)
-            finally:
-                pulling.cancel()
-                await asyncio.wait([pulling])
+            beside = await _window(times, _pulls(http, fleet.url, prompt, None))
             after = await kv_moved("kvferry", fleet.servers[1])
+            alone.append(await _window(times))
+            pulls = after.transfers - before.transfers
+            assert pulls, "nothing was pulled"
+            prefills = await _window(times, _prefills(http, fleet.servers[0], prompt, pulls / WINDOW_S))
             alone.append(await _window(times))
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.wait(streams)
     nbytes = after.nbytes - before.nbytes
-    # Contexts grow meanwhile, and steps with them: one window lies before and one after.
-    mean = (alone[0]["mean"] + alone[1]["mean"]) / 2
     return {
         "alone_ms": alone,
         "beside_ms": beside,
-        "slower": round(beside["mean"] / mean - 1, 4),
-        "pulls": after.transfers - before.transfers,
+        "slower": _slower(beside, *alone[:2]),
+        "pulls": pulls,
         "pulled_gb_s": round(nbytes / WINDOW_S / 1e9, 2),
+        "beside_prefills_ms": prefills,
+        "slower_by_prefills": _slower(prefills, *alone[1:]),
     }
 
 
-async def _window(times: list[list[float]]) -> dict[str, float]:
+def _slower(beside: dict[str, float], before: dict[str, float], after: dict[str, float]) -> float:
+    """Contexts grow meanwhile, and steps with them: one window lies before and one after."""
+    return round(beside["mean"] / ((before["mean"] + after["mean"]) / 2) - 1, 4)
+
+
+async def _window(
+    times: list[list[float]], beside: Coroutine[Any, Any, None] | None = None
+) -> dict[str, float]:
+    """What streams see within WINDOW_S, while something else goes on."""
     began = time.perf_counter()
-    await asyncio.sleep(WINDOW_S)
+    other = None if beside is None else asyncio.create_task(beside)
+    try:
+        await asyncio.sleep(WINDOW_S)
+    finally:
+        if other is not None:
+            other.cancel()
+            await asyncio.wait([other])
+    if other is not None and not other.cancelled():
+        other.result()
     inside = [[at for at in own if at >= began] for own in times]
     if min(map(len, inside)) < 2:
         raise AssertionError("a stream stood still, or has ended")
@@ -98,15 +119,27 @@ async def _pulls(http: aiohttp.ClientSession, url: str, prompt: list[int], round
         left = rounds
         while left is None or left > 0:
             left = None if left is None else left - 1
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
-            async with http.post(f"{url}/v1/completions", json=body) as response:
-                if response.status != 200:
-                    raise AssertionError(f"{response.status} {(await response.text())[:300]}")
-                await response.read()
+            await _complete(http, url, prompt, 2)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(PULLERS):
             group.create_task(one())
+
+
+async def _prefills(http: aiohttp.ClientSession, url: str, prompt: list[int], rate: float) -> None:
+    """So many a second, whose KV nobody asks for."""
+    async with asyncio.TaskGroup() as group:
+        while True:
+            group.create_task(_complete(http, url, prompt, 1))
+            await asyncio.sleep(1 / rate)
+
+
+async def _complete(http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise AssertionError(f"{response.status} {(await response.text())[:300]}")
+        await response.read()
 
 
 async def _stream(http: aiohttp.ClientSession, url: str, prompt: list[int], times: list[float]) -> None:

@@ -79,13 +79,21 @@ def _load_table(load: dict[str, Any]) -> str:
 
 
 def _decode_table(found: dict[str, Any]) -> str:
-    lines = ["| decode step, ms, mean / p99 | before | beside pulls | after | slower by | pulled, GB/s |"]
-    lines += ["|---" * 6 + "|"]
+    columns = (
+        *("before", "beside pulls", "after", "slower by", "pulled, GB/s"),
+        *("beside as many prefills", "after", "slower by"),
+    )
+    lines = [f"| decode step, ms, mean / p99 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, row in found.items():
-        before, after = row["alone_ms"]
-        windows = " | ".join(f"{each['mean']} / {each['p99']}" for each in (before, row["beside_ms"], after))
-        lines.append(f"| {name} | {windows} | {row['slower']:.1%} | {row['pulled_gb_s']} |")
+        before, after, last = (_mean(each) for each in row["alone_ms"])
+        pulls = f"{before} | {_mean(row['beside_ms'])} | {after} | {row['slower']:.1%} | {row['pulled_gb_s']}"
+        prefills = f"{_mean(row['beside_prefills_ms'])} | {last} | {row['slower_by_prefills']:.1%}"
+        lines.append(f"| {name} | {pulls} | {prefills} |")
     return "\n".join(lines)
+
+
+def _mean(window: dict[str, float]) -> str:
+    return f"{window['mean']} / {window['p99']}"
 
 
 def _timeline_table(run: str, found: dict[str, Any]) -> str:
