@@ -210,6 +210,16 @@ async def serving_stream(cluster: Cluster) -> Process:
             await asyncio.sleep(0.02)
 
 
+async def other_prefill_agent(http: aiohttp.ClientSession, cluster: Cluster, request_id: str) -> Process:
+    """The prefill agent that a request did not end at: the spans of one that is killed may be lost."""
+    async with http.get(f"{cluster.url}/ui/requests/{request_id}") as got:
+        served = (await got.json())["attempts"][-1]["prefill"]
+    (other,) = [
+        agent for name, agent in cluster.agents.items() if name.startswith("prefill") and agent.url != served
+    ]
+    return other
+
+
 def assert_second_try(collector: TraceCollector, trace_id: str, lost_leg: str, why: str) -> None:
     """One leg was lost, and every span of the second try links to it; that try went to other agents."""
     server = request_span(collector, trace_id)
@@ -240,8 +250,9 @@ async def test_a_retry_and_a_migration_link_to_what_was_lost(
         doomed = await serving_stream(cluster)
         os.kill(doomed.pid, signal.SIGKILL)
         await running
-        os.kill(cluster.agents["prefill-0"].pid, signal.SIGKILL)
-        await cluster.agents["prefill-0"].process.wait()
+        doomed = await other_prefill_agent(http, cluster, headers["X-Request-Id"])
+        os.kill(doomed.pid, signal.SIGKILL)
+        await doomed.process.wait()
         retried = []
         for number in (8, 9):  # one for each prefill agent, in turn
             trace_id, headers = traceparent(number)
