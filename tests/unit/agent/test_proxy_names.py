@@ -203,7 +203,7 @@ async def test_a_lookup_without_end_holds_up_no_ping(
 
 @pytest.mark.timeout(120)
 def test_by_the_systems_resolver_in_a_network_of_its_own() -> None:
-    """Joined and left as the name changes, IPv6 too; while DNS fails nothing changes."""
+    """Joined and left within five seconds as the name changes, IPv6 too; while DNS fails nothing changes."""
     apart = ["unshare", "--user", "--map-root-user", "--mount", "--net"]
     try:
         possible = subprocess.run([*apart, "true"], capture_output=True, timeout=30).returncode == 0
