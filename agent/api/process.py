@@ -119,6 +119,7 @@ class _Agent:
         self._run_dir = run_dir
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
+        self._version = version("kvferry")
         self._lifecycle = Lifecycle()
         self._stop = StopRequest(config.drain_s)
         about = {
@@ -294,7 +295,7 @@ class _Agent:
             weights=ready.weights,
             tokenizer=_text_fingerprint(self._tokenizer, self._defaults),
             transfer_mode="read",
-            version=version("kvferry"),
+            version=self._version,
             state=self._lifecycle.state,
             refusals={
                 agent: why[:MAX_TEXT_CHARS] for agent, why in (stats.plane.refusals if stats else {}).items()

@@ -83,6 +83,11 @@ class Announcement:
     ) -> None:
         self._settings = settings
         self._server = server
+        # Made once, not with each ping: this thread shares the interpreter with vLLM's scheduler.
+        self._host_id = host_id()
+        self._geometry = {name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()}
+        self._layout = server.geometry.fingerprint()
+        self._version = version("kvferry")
         self._load = load
         self._free_blocks = free_blocks
         self._state: NodeState = "starting"
@@ -162,13 +167,13 @@ class Announcement:
             tp_size=server.tp_size,
             dp_size=1,
             transfers=plane.transfers,
-            host_id=host_id(),
-            geometry={name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()},
-            layout=server.geometry.fingerprint(),
+            host_id=self._host_id,
+            geometry=self._geometry,
+            layout=self._layout,
             weights=server.weights,
             tokenizer=server.tokenizer,
             transfer_mode="read",
-            version=version("kvferry"),
+            version=self._version,
             state=self._state,
             steps=self._load.steps,
             load=Load(

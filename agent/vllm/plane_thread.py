@@ -8,6 +8,7 @@ plane, and renewals and responses never wait for a step.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -26,6 +28,7 @@ from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 
 _CLOSE_S = 5.0
 _PARENT_POLL_S = 0.25
+"""Where the kernel (or a sandbox in its place) has no process descriptors."""
 
 log = logging.getLogger(__name__)
 
@@ -216,10 +219,31 @@ class PlaneThread:
 
 async def _watch_parent(parent: int) -> None:
     """End this process when its parent has: no one would read what it computes (I8)."""
-    while os.getppid() == parent:  # noqa: ASYNC110 (a parent's end is no event)
-        await asyncio.sleep(_PARENT_POLL_S)
+    with suppress(ProcessLookupError):
+        try:
+            descriptor = os.pidfd_open(parent)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            while os.getppid() == parent:  # noqa: ASYNC110 (nothing says when it ends)
+                await asyncio.sleep(_PARENT_POLL_S)
+        else:
+            await _wait_ended(descriptor, parent)
     log.critical("the API process has gone: this engine ends too")
     os._exit(1)
+
+
+async def _wait_ended(descriptor: int, parent: int) -> None:
+    """Wait until the process of a descriptor ends, or is not the parent: its id may be another's by now."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        if os.getppid() == parent:
+            await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def _as_task(work: Awaitable[None]) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -91,12 +92,14 @@ async def vllm_server(
     prefix_cache: bool = False,
     transfer: str = "tcp",
     proxy: str | None = None,
+    connector: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
 
     With `proxy`, where one is announced to, it moves KV by our connector and has a prefix cache; else by
-    NixlConnector, and then without one, so that every request must move its KV. Raises `AssertionError` with
-    the end of its log when it does not start.
+    NixlConnector, and then without one, so that every request must move its KV. `connector`: further members
+    of `--kv-transfer-config`, with our connector's own under `settings`. Raises `AssertionError` with the end
+    of its log when it does not start.
     """
     port, side_channel = free_port(), free_port()
     words = [
@@ -116,18 +119,24 @@ async def vllm_server(
     ]
     url = f"http://127.0.0.1:{port}"
     if kv_role is not None:
-        ours = None if proxy is None else our_connector(url, proxy, lease_s, transfer)
-        words += [
-            "--kv-transfer-config",
-            json.dumps({"kv_role": kv_role, **(ours or nixl_connector(lease_s))}),
-        ]
+        own = {} if lease_s is None else {"lease_s": lease_s}
+        own |= connector.get("settings", {})
+        told = nixl_connector(lease_s) if proxy is None else our_connector(url, proxy, transfer, own)
+        told |= {"kv_role": kv_role, **connector}
+        told.pop("settings", None)
+        words += ["--kv-transfer-config", json.dumps(told)]
     if num_blocks is not None:
         words += ["--num-gpu-blocks-override", str(num_blocks)]
     log = log_dir / f"{name}.log"
     async with running_server(
         # The `vllm` command fails here: the distribution is not called vllm.
         (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words),
-        {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)},
+        {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+            "PYTHONPATH": str(ROOT),  # for connectors of tests
+        },
         f"{url}/health",
         log,
         start_timeout_s=START_TIMEOUT_S,
@@ -166,10 +175,9 @@ def nixl_connector(lease_s: int | None) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", **settings}
 
 
-def our_connector(url: str, proxy: str, lease_s: int | None, transfer: str) -> dict[str, Any]:
-    """The same for ours, at a server with that URL."""
-    settings = {"advertise_url": url, "proxy": [proxy], "control_port": 0, "transfer": transfer}
-    settings |= {} if lease_s is None else {"lease_s": lease_s}
+def our_connector(url: str, proxy: str, transfer: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for ours, at a server with that URL, with settings of its own."""
+    settings = {"advertise_url": url, "proxy": [proxy], "control_port": 0, "transfer": transfer, **own}
     return {
         "kv_connector": "KvferryConnector",
         "kv_load_failure_policy": "recompute",
