@@ -33,7 +33,7 @@ class Mismatch(enum.StrEnum):
     LAYOUT = "different KV layouts"
     MODE = "different transfer modes"
     VERSION = "no version of the control channel in common"
-    HANDSHAKE = "rejected in their handshake"
+    HANDSHAKE = "rejected by the decode agent in their handshake"
     TRANSFER = "no transfer in common that works between them"
 
 

@@ -18,7 +18,7 @@ from tests.system.test_damage import DAMAGED_BLOCK, asked_in_damaged_block, body
 from tests.system.test_equality import BLOCK_BYTES
 
 DAMAGED_PULLS = 3
-DIFFERENCE = "rejected in their handshake: verify_kv: theirs off, ours on"
+DIFFERENCE = "rejected by the decode agent in their handshake: verify_kv: theirs off, ours on"
 
 
 async def test_damage_in_flight_is_found_counted_and_computed_anew(log_dir: Path) -> None:

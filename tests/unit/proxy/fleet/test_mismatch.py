@@ -56,7 +56,7 @@ def test_what_the_agents_found_out_themselves_keeps_these_two_apart_for_good() -
     assert mismatch(prefill, decode) is Mismatch.HANDSHAKE
     assert mismatch(other, decode) is None
     (pair,) = incompatible_pairs(snapshot(prefill, other, decode))
-    assert pair.text == "rejected in their handshake: verify_kv: theirs off, ours on"
+    assert pair.text == "rejected by the decode agent in their handshake: verify_kv: theirs off, ours on"
 
 
 def test_layouts_that_differ_are_told_by_what_differs() -> None:
