@@ -283,7 +283,7 @@ def _own_agents(
     own = {role: passed_on.agent(role, config.model, is_here=is_here) for role, _ in names}
 
     def agent(number: int, role: Role, name: str) -> AgentSpec:
-        first = first_gpu(number, config.tp, num_gpus)
+        first = _first_gpu(number, config.tp, num_gpus)
         device = f"cuda:{first}" if first else config.device or "cpu"
         words = (
             "--name", name, "--tp", str(config.tp), "--transfer", config.transfer,
@@ -315,7 +315,7 @@ def _vllm_servers(
     environment = {name: value for name, value in environment.items() if name not in os.environ}
 
     def server(number: int, role: Role, name: str) -> AgentSpec:
-        gpus = {"CUDA_VISIBLE_DEVICES": visible_gpus(number, config.tp, num_gpus)} if num_gpus else {}
+        gpus = {"CUDA_VISIBLE_DEVICES": _visible_gpus(number, config.tp, num_gpus)} if num_gpus else {}
         return AgentSpec(
             name=name,
             role=role,
@@ -344,16 +344,16 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def first_gpu(number: int, tp: int, num_gpus: int) -> int:
+def _first_gpu(number: int, tp: int, num_gpus: int) -> int:
     """Return the first of the `tp` GPUs of agent `number`. Where there are too few, agents share them."""
     return number % max(1, num_gpus // tp) * tp
 
 
-def visible_gpus(number: int, tp: int, num_gpus: int) -> str:
+def _visible_gpus(number: int, tp: int, num_gpus: int) -> str:
     """Return `CUDA_VISIBLE_DEVICES` for agent `number`, out of the GPUs that this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(gpu) for gpu in range(num_gpus)] if named is None else named.split(",")
-    first = first_gpu(number, tp, num_gpus)
+    first = _first_gpu(number, tp, num_gpus)
     return ",".join(gpus[first : first + tp])
 
 

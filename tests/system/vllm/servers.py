@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.servers import children, descendants, free_port, paused, running_server
 from tests.system.client import heldout
@@ -42,6 +43,15 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_NET_DEVICES": "lo",
 }
+
+
+MARKS = [
+    pytest.mark.full,
+    pytest.mark.vllm,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
+]
+"""Of every module of tests with real vLLM servers."""
 
 
 @dataclass(frozen=True, slots=True)

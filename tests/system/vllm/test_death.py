@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 import aiohttp
 import psutil
-import pytest
 
 from tests.patience import patient
 from tests.servers import paused
@@ -26,7 +25,7 @@ from tests.system.client import Answer, RequestFailed, StreamCut, complete, held
 from tests.system.metrics import PAGE_AGE_S, scrape, total
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
-from tests.system.vllm.servers import MODEL, PYTHON
+from tests.system.vllm.servers import MARKS, MODEL
 
 LEASE_S = 5.0
 PULLS = 4
@@ -40,12 +39,7 @@ HANGS_S = patient(90.0)
 ANSWERED = "vllm:request_success_total"
 IN_USE = "vllm:kv_cache_usage_perc"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 def bodies(count: int) -> list[dict[str, Any]]:

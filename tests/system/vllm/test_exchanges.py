@@ -8,18 +8,11 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from tests.system.vllm.servers import PYTHON, ROOT
+from tests.system.vllm.servers import MARKS, PYTHON, ROOT
 
 EXCHANGES = ROOT / "tests/unit/proxy/dialects/exchanges"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 def test_vllms_own_types_take_every_leg() -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.patience import patient
 from tests.system.client import heldout
 from tests.system.metrics import PAGE_AGE_S
-from tests.system.vllm.servers import MODEL, PYTHON, VllmServer
+from tests.system.vllm.servers import MARKS, MODEL, VllmServer
 from tests.system.vllm.test_kvferry import (
     ENDED,
     FAILED,
@@ -47,12 +47,7 @@ WAITING = "vllm:num_requests_waiting"
 RUNNING = "vllm:num_requests_running"
 PREEMPTED = "vllm:num_preemptions_total"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -23,7 +23,7 @@ from kvferry.deploy.launcher import start_process
 from tests.servers import free_port
 from tests.system.client import heldout, session
 from tests.system.metrics import is_shown, scrape, total
-from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
+from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
 
 PROMPTS = 50
 CONCURRENCY = 4
@@ -49,12 +49,7 @@ MIGRATIONS = "kvferry_proxy_migrations_total"
 GENERATED = "vllm:generation_tokens_total"
 IN_USE = "vllm:kv_cache_usage_perc"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from tests.system.client import session
 from tests.system.vllm.servers import (
     FILLERS,
     LATE_POOL,
+    MARKS,
     MODEL,
-    PYTHON,
     VllmServer,
     fillers,
     late_prompts,
@@ -37,12 +37,7 @@ WRONG_ALONE = 10
 """At least so many of the control's: which blocks the other prompts get is vLLM's choice."""
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 Ask = Callable[[dict[str, Any]], Awaitable[str]]
 

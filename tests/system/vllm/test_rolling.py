@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every vLLM server and both proxies are replaced one after the other, under load (`make test-vllm`)."""
+"""Every vLLM server and both proxies are replaced twice, in turn, under load (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import secrets
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvferry.deploy.drain import drain
 from kvferry.deploy.launcher import Process
@@ -26,22 +24,18 @@ from tests.system.test_rolling import (
     trouble,
 )
 from tests.system.vllm.fleet import VllmFleet
-from tests.system.vllm.servers import MODEL, PYTHON
+from tests.system.vllm.servers import MARKS, MODEL
 
 REQUESTS = int(os.environ.get("REQUESTS", "1000"))
 """At least: more are sent until all have been replaced."""
+ROUNDS = 2
 CONCURRENCY = 32
 MAX_RUNNING = 16
 """Choices that a server computes at once; the others wait."""
 LEASE = ("--lease-s", "20")
 TRANSFERS = "vllm:kvferry_transfers_total"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 def asked() -> list[Body]:
@@ -77,13 +71,14 @@ async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(tmp_pat
             await drain(fleet.urls[0], process.url, None, None, fleet.deadline_s)
 
         async with loaded(fleet, CONCURRENCY, REQUESTS, asked()) as load:
-            for name in fleet.agents():
-                assert await fleet.replace(name, sigterm) == 0, name
-            (decode,) = (name for name in fleet.agents() if name.startswith("decode"))
-            assert await fleet.replace(decode, through_a_proxy) == 0
-            for proxy in PROXIES:
-                again.append(tried_again(await scrape(fleet.processes[proxy].url)))
-                assert await fleet.replace(proxy, sigterm) == 0, proxy
+            for _ in range(ROUNDS):
+                for name in fleet.agents():
+                    assert await fleet.replace(name, sigterm) == 0, name
+                (decode,) = (name for name in fleet.agents() if name.startswith("decode"))
+                assert await fleet.replace(decode, through_a_proxy) == 0
+                for proxy in PROXIES:
+                    again.append(tried_again(await scrape(fleet.processes[proxy].url)))
+                    assert await fleet.replace(proxy, sigterm) == 0, proxy
         assert not load.failed, load.failed[:3]
         pages = [*fleet.pages, *[await scrape(fleet.processes[name].url) for name in fleet.agents()]]
         moved = sum(total(page, TRANSFERS) for page in pages)
@@ -96,5 +91,6 @@ async def test_all_are_killed_and_nothing_is_wrong_or_hangs(tmp_path: Path) -> N
     """Who is cut off learns it: by a typed error, or since the connection to the killed proxy breaks."""
     async with VllmFleet(tmp_path, LEASE, MAX_RUNNING) as fleet:
         async with loaded(fleet, CONCURRENCY, REQUESTS, asked()) as load:
-            await kill_all(fleet, load)
+            for _ in range(ROUNDS):
+                await kill_all(fleet, load)
         check_killed(load)

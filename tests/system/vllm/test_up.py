@@ -10,23 +10,16 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
-
 from tests.patience import patient
 from tests.system.client import Answer, complete, heldout, session
 from tests.system.metrics import scrape, total
 from tests.system.test_up import nodes, up
-from tests.system.vllm.servers import ENVIRONMENT, MODEL, PYTHON, START_TIMEOUT_S, engine_words
+from tests.system.vllm.servers import ENVIRONMENT, MARKS, MODEL, PYTHON, START_TIMEOUT_S, engine_words
 
 REQUESTS = 8
 TRANSFERS = "vllm:kvferry_transfers_total"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 async def test_it_serves_by_vllm_and_restarts_a_server_that_dies(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.system.client import complete_all, heldout, session
-from tests.system.vllm.servers import MODEL, PYTHON, VllmServer, vllm_server
+from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
 
 PROMPTS = 50
 CONCURRENCY = 4
@@ -26,12 +26,7 @@ TROUBLE = (
     "vllm:nixl_num_kv_expired_reqs_total",
 )
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run `make test-vllm`"),
-]
+pytestmark = MARKS
 
 
 @dataclass(frozen=True, slots=True)
