@@ -14,6 +14,7 @@ CHART = ROOT / "deploy" / "helm" / "kvferry"
 TOOLS = ROOT / "build" / "deploy"
 HADOLINT = TOOLS / "hadolint"
 HELM = TOOLS / "helm"
+KUBECTL = TOOLS / "kubectl"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 NETAVARK = Path("/usr/lib/podman/netavark")
 COMMANDS = ("buildah", "podman", "runc", "mmdebstrap")
@@ -72,11 +73,22 @@ class Containers:
         """What the command prints. Raises AssertionError with its words when it fails."""
         return self._run(["podman", *self._store, *words], timeout_s)
 
-    def write_podman(self, path: Path) -> None:
-        """A command that is podman on this store, for programs that run podman."""
-        words = ["env", f"CONTAINERS_CONF={self._environment['CONTAINERS_CONF']}", "podman", *self._store]
+    def images(self) -> list[str]:
+        """The names of the images that there are, with their tags."""
+        return self.podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+
+    def start_podman(self, *words: str | Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a command that goes on."""
+        return subprocess.Popen(
+            ["podman", *self._store, *words], env=self._environment, stdout=output, stderr=output
+        )
+
+    def write_command(self, program: str, path: Path) -> Path:
+        """Write a command that is podman or buildah on this store, for programs that run them."""
+        words = ["env", f"CONTAINERS_CONF={self._environment['CONTAINERS_CONF']}", program, *self._store]
         path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         path.chmod(0o755)
+        return path
 
     def _run(self, words: Sequence[str | Path], timeout_s: float) -> str:
         done = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=timeout_s)

@@ -35,11 +35,8 @@ def build(containers: Containers, folder: Path, *, repository: Path = ROOT, name
 
     The base, the wheels and the layers that `folder` has are used again.
     """
-    if not _exists(containers, BASE):
-        archive = _base(folder / "base.tar")
-        containers.podman("import", archive, BASE, timeout_s=BASE_TIMEOUT_S)
-        archive.unlink()
-    wheels = _wheels(folder / "wheels")
+    make_base(containers, folder)
+    wheels = fetch_wheels(folder / "wheels")
     containers.buildah(
         "bud", "--isolation", "chroot", "--layers", "--pull-never", "--tag", name,
         "--file", repository / CONTAINERFILE,
@@ -48,6 +45,16 @@ def build(containers: Containers, folder: Path, *, repository: Path = ROOT, name
         timeout_s=BUILD_TIMEOUT_S,
     )  # fmt: skip
     return name
+
+
+def make_base(containers: Containers, folder: Path) -> None:
+    """Make Debian's smallest set of packages into the image `BASE`, if there is none."""
+    if BASE not in containers.images():
+        archive = folder / "base.tar"
+        options = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in LEFT_OUT]
+        _run(["mmdebstrap", "--quiet", "--variant=minbase", *options, SUITE, archive], BASE_TIMEOUT_S)
+        containers.podman("import", archive, BASE, timeout_s=BASE_TIMEOUT_S)
+        archive.unlink()
 
 
 def copy_of_the_repository(folder: Path) -> Path:
@@ -60,25 +67,21 @@ def copy_of_the_repository(folder: Path) -> Path:
     return copied
 
 
-def _exists(containers: Containers, name: str) -> bool:
-    return name in containers.podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+def fetch_wheels(folder: Path, *extras: str) -> Path:
+    """Have pip put what agents need, and what builds the package, into a folder, for Debian 12's Python.
 
-
-def _base(archive: Path) -> Path:
-    """Debian's smallest set of packages, as an archive."""
-    options = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in LEFT_OUT]
-    _run(["mmdebstrap", "--quiet", "--variant=minbase", *options, SUITE, archive], BASE_TIMEOUT_S)
-    return archive
-
-
-def _wheels(folder: Path) -> Path:
-    """What the image installs, and what builds the package itself, for Debian 12's Python."""
+    What further extras of ours need is put there too.
+    """
     wanted = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]
-    done = folder / hashlib.sha256("".join(wanted).encode()).hexdigest()
+    done = folder / hashlib.sha256("".join([*wanted, *extras]).encode()).hexdigest()
     if done.exists():
         return folder
     project = tomllib.loads(wanted[0])
-    needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["agent"]
+    optional = project["project"]["optional-dependencies"]
+    needed = project["project"]["dependencies"] + [
+        word for each in ("agent", *extras) for word in optional[each]
+    ]
+    needed = [word for word in needed if not word.startswith("kvferry[")]
     words = [sys.executable, "-m", "pip", "download", "-qq", "--only-binary=:all:", "--python-version=3.11",
              "--dest", folder, "--find-links", folder, "--constraint", ROOT / "constraints.txt"]  # fmt: skip
     if os.environ.get("TORCH_INDEX"):

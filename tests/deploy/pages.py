@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of the pages about deployment, for the tests that execute them as they stand.
+"""The blocks of the pages about deployment, for the tests that execute them as they stand.
 
-A test that executes those under a heading takes them by `steps(page, heading)`, with both words written out:
-so `test_pages` finds what is executed. The paragraph before a block says of commands that no test executes
-what they need.
+A test takes those under a heading by `scripts(page, heading)` or `steps(page, heading)`, with both words
+written out: so `test_pages` finds what is executed. The paragraph before a block that no test executes says
+"needs …; no test executes …"; `needing` returns those, for tests that do a part of what they say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted((ROOT / "docs" / "deploy").glob("*.md")), ROOT / "docs" / "rolling.md")
-MARK = "no test executes"
+MARK = re.compile(r"\b[Nn]eeds? ([^.;]+); no test executes ")
+# Only these are a reason to execute nothing.
+LACKING = ("a cluster", "GPUs", "a registry of images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,10 @@ class Block:
     text: str
 
     @property
-    def is_marked(self) -> bool:
-        """Whether the page says that no test executes it."""
-        return MARK in self.before
+    def needs(self) -> str:
+        """What the page says it needs that no test has; empty if a test executes it."""
+        found = MARK.search(self.before)
+        return found[1] if found else ""
 
     @property
     def commands(self) -> list[str]:
@@ -39,7 +42,7 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Return the blocks of a page, in its order."""
     heading, prose, found = "", "", []
-    for number, part in enumerate(re.split(r"^```\n", page.read_text(), flags=re.MULTILINE)):
+    for number, part in enumerate(re.split(r"^```.*\n", page.read_text(), flags=re.MULTILINE)):
         if number % 2:
             found.append(Block(page.name, heading, prose, part))
         else:
@@ -48,9 +51,25 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def scripts(page: str, heading: str) -> list[str]:
+    """Return the blocks under a heading of a page that a test executes, in their order."""
+    found = [each.text for each in _under(page, heading) if not each.needs]
+    assert found, f"{page} has nothing that is executed under {heading}"
+    return found
+
+
 def steps(page: str, heading: str) -> list[str]:
     """Return the commands under a heading of a page that a test executes, in their order."""
+    return [command for each in _under(page, heading) if not each.needs for command in each.commands]
+
+
+def needing(page: str, heading: str, what: str) -> list[str]:
+    """Return the commands under a heading that need something that is not here."""
+    found = [command for each in _under(page, heading) if what in each.needs for command in each.commands]
+    assert found, f"{page} has nothing that needs {what} under {heading}"
+    return found
+
+
+def _under(page: str, heading: str) -> list[Block]:
     [path] = [each for each in PAGES if each.name == page]
-    found = [block for block in blocks(path) if block.heading == heading and not block.is_marked]
-    assert found, f"{page} has no commands under {heading}"
-    return [command for block in found for command in block.commands]
+    return [each for each in blocks(path) if each.heading == heading]

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,12 +23,16 @@ import yaml
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
+from kvferry.proxy.api.auth import ApiKeys, Unauthorized, authenticate
 from kvferry.proxy.config import parse_config as proxy_config
+from kvferry.proxy.wire.cluster_key import ClusterKey
 from kvferry.proxy.wire.flags import parse_flags
-from tests.deploy.chart import CHART, EXAMPLES, HELM, ROOT, TOOLS, helm, pods, render
+from tests.deploy.chart import CHART, EXAMPLES, HELM, KUBECTL, ROOT, TOOLS, helm, pods, render
 from tests.deploy.disaggregated_set import errors
+from tests.deploy.pages import blocks, needing, scripts
 
 SCHEMAS = "1.34"
+NOWHERE = "http://127.0.0.1:1"
 SECURE = ("--set", "security.clusterKeySecret=c", "--set", "security.apiKeysSecret=k")
 # Their schemas come with what defines them, not with Kubernetes.
 CUSTOM = {"DisaggregatedSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
@@ -234,15 +240,119 @@ def test_a_disaggregated_set_is_taken_where_the_cluster_has_it() -> None:
     assert "DisaggregatedSet" in {each["kind"] for each in render(*SECURE, *has)}
 
 
-def test_the_command_of_the_page_installs_the_chart() -> None:
-    """With `template` in place of what needs a cluster."""
-    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
-    [line] = re.findall(r"^helm upgrade --install (.*)$", page, flags=re.MULTILINE)
+def rendered_by(command: str, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The objects that a `helm upgrade` of the page asks for, by kind and name."""
+    helm, upgrade, *others = shlex.split(command)
+    assert (helm, upgrade) == ("helm", "upgrade")
+    others = [each for each in others if each not in ("--install", "--reset-then-reuse-values")]
     done = subprocess.run(
-        [HELM, "template", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [HELM, "template", *others, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "registry.example/kvferry" in done.stdout
+    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def test_the_page_installs_what_its_other_commands_name() -> None:
+    """With `helm template` in place of what needs a cluster."""
+    install, rollout, forward = needing("kubernetes.md", "Start", "a cluster")[:3]
+    objects = rendered_by(install)
+    kind, name = rollout.split()[-1].split("/")
+    proxy = objects[kind.capitalize(), name]
+    assert proxy["spec"]["template"]["spec"]["containers"][0]["image"] == "registry.example/kvferry:0.1.0"
+    *_, service, port = forward.split()
+    kind, name = service.split("/")
+    assert int(port) in {each["port"] for each in objects[kind.capitalize(), name]["spec"]["ports"]}
+
+    upgrade = needing("kubernetes.md", "Upgrade and roll back", "a cluster")[0]
+    assert "--reset-then-reuse-values" in upgrade
+    _, _, values = install.partition("--values")
+    objects = rendered_by(upgrade, *shlex.split(f"--values {values}"))
+    images = {
+        container["image"]
+        for (kind, _), each in objects.items()
+        if kind == "Deployment"
+        for container in each["spec"]["template"]["spec"]["containers"]
+    }
+    assert images == {"registry.example/kvferry:0.2.0"}
+
+
+def test_the_page_makes_the_secrets_that_the_values_name(tmp_path: Path) -> None:
+    """By its own commands for the keys; kubectl makes the objects, which kvferry reads as a Pod would."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for script in scripts("kubernetes.md", "Install"):
+        subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, check=True, timeout=60)
+    made = []
+    for command in needing("kubernetes.md", "Install", "a cluster"):
+        program, *words = shlex.split(command)
+        assert program == "kubectl"
+        done = kubectl(tmp_path, *words, "--dry-run=client", "--output=json")
+        assert done.returncode == 0, done.stderr
+        made.append(json.loads(done.stdout))
+    namespace, *secrets = made
+    assert {each["metadata"]["namespace"] for each in secrets} == {namespace["metadata"]["name"]}
+    named = [yaml.safe_load(each.read_text()).get("security", {}) for each in EXAMPLES]
+    taken = {"clusterKeySecret": secrets[0], "apiKeysSecret": secrets[1]}
+    assert [each for each in named if not each.get("insecure")] == [
+        {name: secret["metadata"]["name"] for name, secret in taken.items()}
+    ] * 3
+    for secret in secrets:
+        for name, content in secret["data"].items():
+            path = tmp_path / "mounted" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
+            path.chmod(0o400)
+    ClusterKey.read(tmp_path / "mounted" / "cluster.key")
+    keys = ApiKeys.read(tmp_path / "mounted" / "keys.txt")
+    client, admin = (tmp_path / "keys.txt").read_text().splitlines()
+    assert not isinstance(authenticate(keys, "/v1/models", "GET", f"Bearer {client}"), Unauthorized)
+    assert isinstance(authenticate(keys, "/nodes", "GET", f"Bearer {client}"), Unauthorized)
+    operator = admin.removesuffix(" admin")
+    assert not isinstance(authenticate(keys, "/nodes", "GET", f"Bearer {operator}"), Unauthorized)
+
+
+def kubectl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KUBECTL, *words],
+        cwd=folder,
+        env={**os.environ, "KUBECONFIG": str(no_cluster(folder))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def no_cluster(folder: Path) -> Path:
+    """Settings of kubectl and Helm for a cluster that is not there."""
+    path = folder / "kubeconfig"
+    cluster = {"name": "none", "cluster": {"server": NOWHERE}}
+    context = {"name": "none", "context": {"cluster": "none", "user": ""}}
+    path.write_text(json.dumps({"clusters": [cluster], "contexts": [context], "current-context": "none"}))
+    return path
+
+
+def in_a_cluster() -> list[str]:
+    """The commands of the page that need a cluster."""
+    found = [each for each in blocks(ROOT / "docs" / "deploy" / "kubernetes.md") if each.needs]
+    return [command for each in found for command in each.commands if not command.startswith("curl ")]
+
+
+@pytest.mark.parametrize("command", in_a_cluster())
+def test_what_needs_a_cluster_is_understood_up_to_there(command: str, tmp_path: Path) -> None:
+    for name in ("cluster.key", "keys.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    program, *words = shlex.split(command)
+    done = subprocess.run(
+        [{"helm": HELM, "kubectl": KUBECTL}[program], *words],
+        cwd=tmp_path,
+        env={**os.environ, "KUBECONFIG": str(no_cluster(tmp_path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert any(each in done.stderr for each in (NOWHERE, NOWHERE.partition("//")[2])), done.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: Debian's prometheus has it")

@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compose file: what its containers run is understood, has time to drain, and serves in podman.
+"""The compose file: its containers' commands are understood, have time to drain, and serve as the page says.
 
-The last needs podman-compose beside what `containers` does. Docker has not run it.
+The last needs podman-compose and catatonit beside what `containers` does, and has `tests/standins/docker` in
+Docker's place.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
 
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.proxy.config import parse_config as proxy_config
-from tests.deploy.containers import Containers, limits
-from tests.patience import patient
+from tests.deploy.conftest import Docker
+from tests.deploy.containers import Containers
+from tests.deploy.pages import scripts, steps
 from tests.system.client import complete, session
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose" / "compose.yaml"
+PORT = 10001
+CATATONIT = Path("/usr/libexec/podman/catatonit")
+"""What podman runs as the first process where the file says `init`."""
 # Of compose-spec's `service`: those that we use, so that a misspelt one is seen.
 FIELDS = {
     "cap_drop", "command", "image", "init", "ports", "read_only", "restart", "security_opt", "shm_size",
@@ -74,61 +75,70 @@ def test_commands_are_understood_and_have_time_to_drain(services: dict[str, dict
 
 
 class Composition:
-    """The containers of the file, made by podman-compose; the proxy at a free port of this host."""
+    """What runs of the file, made by the commands of the page; the proxy is at a free port of this host."""
 
-    def __init__(self, containers: Containers, image: str, folder: Path) -> None:
+    def __init__(self, containers: Containers, docker: Docker) -> None:
         self._containers = containers
+        self._docker = docker
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        podman = folder / "podman"
-        containers.write_podman(podman)
-        # It asks for more than may be had on small machines.
-        fewer = folder / "limits.yaml"
-        names = ("proxy", "prefill", "decode")
-        fewer.write_text(yaml.safe_dump({"services": {name: {"ulimits": limits()} for name in names}}))
-        self._words = ["podman-compose", "--podman-path", podman, "--file", COMPOSE, "--file", fewer]
-        self._environment = {**os.environ, "KVFERRY_IMAGE": image, "KVFERRY_PORT": str(self.port)}
 
-    def do(self, *words: str) -> None:
-        """Raises CalledProcessError when podman-compose fails."""
-        subprocess.run([*self._words, *words], env=self._environment, check=True, timeout=patient(300))
+    def type(self, script: str) -> str:
+        """What a script of the page prints. Raises CalledProcessError when one of its commands fails."""
+        assert str(PORT) not in script or f"http://127.0.0.1:{PORT}/" in script
+        return self._docker.type(script.replace(f":{PORT}/", f":{self.port}/"), KVFERRY_PORT=str(self.port))
 
-    def exit_codes(self) -> dict[str, int]:
-        """Of the containers that have ended, by the names of their services."""
+    def containers(self) -> dict[str, dict[str, Any]]:
+        """What podman says of each, by the name of its service."""
         found = json.loads(self._containers.podman("ps", "--all", "--format", "json"))
         return {
-            each["Labels"]["com.docker.compose.service"]: each["ExitCode"] for each in found if each["Exited"]
+            each["Labels"]["com.docker.compose.service"]: each
+            for each in found
+            if "com.docker.compose.service" in each["Labels"]
         }
 
 
 @pytest.fixture
-def composition(containers: Containers, image: str, tmp_path: Path) -> Iterator[Composition]:
-    if shutil.which("podman-compose") is None:
-        pytest.skip("no podman-compose here: Debian's package has it")
-    running = Composition(containers, image, tmp_path)
+def composition(containers: Containers, image: str, docker: Docker) -> Iterator[Composition]:
+    if shutil.which("podman-compose") is None or not CATATONIT.exists():
+        pytest.skip("no podman-compose or catatonit here: Debian's packages have them")
+    running = Composition(containers, docker)
     yield running
-    running.do("down", "--timeout", "0")
+    running.type(f"docker compose --file {COMPOSE.relative_to(ROOT)} down --timeout 0")
     containers.podman("network", "prune", "--force")  # podman-compose leaves it
 
 
 @pytest.mark.timeout(3600)  # the image may have to be built
-async def test_podman_serves_it_and_its_containers_drain(composition: Composition) -> None:
-    composition.do("up", "--detach")
+async def test_the_commands_of_the_page_do_what_it_says(composition: Composition) -> None:
+    """As they stand, but for the host's port, in podman."""
+    for script in scripts("compose.md", "Image"):
+        composition.type(script)
+    start, ask = scripts("compose.md", "Start")
+    composition.type(start)
+    assert '"text":"469"' in composition.type(ask)
     url = f"http://127.0.0.1:{composition.port}"
-    async with session() as http, asyncio.timeout(patient(240)):
-        while not await ready(http, url):
-            await asyncio.sleep(0.5)
-        body = {"model": "ferry-tiny", "prompt": "417+52=", "temperature": 0, "max_tokens": 8, "stream": True}
+    body = {"model": "ferry-tiny", "prompt": "417+52=", "temperature": 0, "max_tokens": 8, "stream": True}
+    async with session() as http:
         answer = await complete(http, url, body)
     assert answer.choices[0].text == "469"
     assert answer.timing["pull_bytes"] and answer.timing["backend"] == "tcp"
-    composition.do("stop", "--timeout", "75")
-    assert composition.exit_codes() == {"proxy": 0, "prefill": 0, "decode": 0}
 
+    wait = next(line for line in start.splitlines() if line.startswith("curl "))
+    upgrade, roll_back = scripts("compose.md", "Upgrade and roll back")
+    for script, tag in ((upgrade, "0.2.0"), (roll_back, "0.1.0")):
+        before = composition.containers()
+        composition.type(script)
+        composition.type(wait)
+        after = composition.containers()
+        assert {each["Image"] for each in after.values()} == {f"localhost/kvferry:{tag}"}
+        assert not {each["Id"] for each in after.values()} & {each["Id"] for each in before.values()}
+        assert '"text":"469"' in composition.type(ask)
 
-async def ready(http: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with http.get(f"{url}/ready") as response:
-            return response.status == 200
-    except OSError:
-        return False
+    [read_log] = scripts("compose.md", "When")
+    assert '{"listening": {"url": "http://decode:8000",' in composition.type(read_log)
+    stop, down = steps("compose.md", "End")
+    composition.type(stop)
+    ended = {name: each["ExitCode"] for name, each in composition.containers().items() if each["Exited"]}
+    assert ended == {"proxy": 0, "prefill": 0, "decode": 0}  # drained, and not killed
+    composition.type(down)
+    assert composition.containers() == {}

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Containerfiles: linted by hadolint, alike where they should be, and named as in the chart.
 
-`test_pods` builds the one for CPUs. The others are not built by any test.
+The one for CPUs is built and pushed by the page's commands, with `tests/standins/docker`. No test builds the
+others.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,9 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.deploy.chart import EXAMPLES, HADOLINT, ROOT
+from tests.deploy.conftest import Docker
+from tests.deploy.containers import Containers
+from tests.deploy.pages import needing, scripts, steps
 from tools.cuda_requirements import EXTRAS, VLLM, wanted
 
 IMAGES = ROOT / "deploy" / "images"
@@ -175,8 +182,54 @@ def test_the_page_names_each_image_and_its_containerfile() -> None:
     for name, image in LAYOUT.items():
         assert f"| `{image}` | `deploy/images/{name}/Containerfile` |" in page
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    built = [*steps("images.md", "Build"), *needing("images.md", "Build", "a registry of images")]
     for name, image in LAYOUT.items():
-        command = (
-            f"docker build --file deploy/images/{name}/Containerfile --tag localhost/{image}:{version} ."
+        file, tag = f"deploy/images/{name}/Containerfile", f"localhost/{image}:{version}"
+        assert f"docker build --file {file} --tag {tag} ." in built
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[str]:
+    """The address of a registry of images, which podman takes without TLS by `registries.conf`."""
+    if shutil.which("docker-registry") is None:
+        pytest.skip("no docker-registry here: Debian's package has it")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {
+        "version": "0.1",
+        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "images")}},
+        "http": {"addr": address},
+    }
+    (tmp_path / "registry.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "registries.conf").write_text(f'[[registry]]\nlocation = "{address}"\ninsecure = true\n')
+    with (tmp_path / "registry.log").open("wb") as log:
+        process = subprocess.Popen(
+            ["docker-registry", "serve", tmp_path / "registry.yml"], stdout=log, stderr=log
         )
-        assert command in page
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.mark.timeout(3600)  # the image may have to be built
+def test_the_commands_of_the_page_build_an_image_and_push_it(
+    containers: Containers, docker: Docker, registry: str, tmp_path: Path
+) -> None:
+    """As they stand, but for the registry's address."""
+
+    def identity(image: str) -> str:
+        return containers.podman("image", "inspect", "--format", "{{.Id}}", image)
+
+    settings = str(tmp_path / "registries.conf")
+    build, push = scripts("images.md", "Build")
+    docker.type(build)
+    pushed = f"{registry}/kvferry:0.1.0"
+    docker.type(push.replace("registry.example", registry), CONTAINERS_REGISTRIES_CONF=settings)
+    docker.type(f"docker rmi {pushed}")
+    docker.type(f"docker pull {pushed}", CONTAINERS_REGISTRIES_CONF=settings)
+    try:
+        assert identity(pushed) == identity("localhost/kvferry:0.1.0")
+    finally:
+        docker.type(f"docker rmi {pushed}")

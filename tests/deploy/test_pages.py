@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/deploy: every command is executed or parsed by a test, or the page says what it needs.
+"""The pages of docs/deploy: every block is executed by a test, or the page says before it what it needs.
 
-`tests/system/test_readme.py` parses the commands of `kvferry`; `test_chart` renders what Helm installs.
+`test_compose`, `test_images`, `test_ray` and `test_systemd` execute them, and for docs/rolling.md
+`tests/system/test_steering.py`. Of what needs a cluster `test_chart` does what goes without.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,53 +16,64 @@ import pytest
 import yaml
 
 from tests.deploy.chart import HELM, ROOT, render
-from tests.deploy.pages import PAGES
-from tests.deploy.pages import blocks as page_blocks
+from tests.deploy.pages import LACKING, PAGES, Block, blocks, scripts, steps
 
-EXECUTED = {"kvferry"}
-NEEDS = {
-    "compose.md": "need Docker or Podman, and are executed by no test",
-    "images.md": "Needs Docker or Podman, and a registry of images; no test executes these commands",
-    "kubernetes.md": "All commands below need a cluster",
-    "ray.md": "need several hosts; no test executes them as they stand",
-    "systemd.md": "No test executes the commands of this page",
-}
-"""What a page says of commands that no test executes."""
 SECURE = ("--set", "security.insecure=true")
-
-
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The words of each command; blocks of YAML and of queries are not commands."""
-    lines = [line for each in blocks(page) for line in each.splitlines() if page.name != "scaling.md"]
-    return [shlex.split(line) for line in lines]
+COMMAND = re.compile(r"`((?:curl|docker|helm|kubectl|kvferry|podman-compose|ray|systemctl) [^`]*)`")
 
 
 def executed() -> set[tuple[str, str]]:
-    """Pages and headings whose commands a test executes: those that one takes by `steps`."""
+    """Pages and headings whose blocks a test executes: those that one takes by `scripts` or `steps`."""
     sources = [*(ROOT / "tests" / "deploy").glob("*.py"), *(ROOT / "tests" / "system").glob("*.py")]
-    calls = (re.findall(r'steps\("([\w.]+)", "([^"]+)"\)', each.read_text()) for each in sources)
+    calls = (re.findall(r'(?:scripts|steps)\("([\w.]+)", "([^"]+)"\)', each.read_text()) for each in sources)
     return {call for each in calls for call in each}
 
 
+def neither(page: Path) -> list[Block]:
+    """The blocks that no test executes, and of which the page says no good reason."""
+    return [
+        each
+        for each in blocks(page)
+        if not any(each.needs.startswith(lacking) for lacking in LACKING)
+        and ((page.name, each.heading) not in executed() or each.needs)
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_no_test_executes_is_said_to_need_something(page: Path) -> None:
-    left = [each for each in page_blocks(page) if (page.name, each.heading) not in executed()]
-    programs = {words[0].rpartition("/")[2] for each in left for words in map(shlex.split, each.commands)}
-    if page.name != "scaling.md" and programs - EXECUTED:
-        before, _, _ = page.read_text().partition("```")
-        assert re.sub(r"\s+", " ", before).find(NEEDS[page.name]) >= 0, programs
+def test_every_block_is_executed_or_needs_what_no_test_has(page: Path) -> None:
+    assert neither(page) == []
+    assert len(re.findall("```", page.read_text())) == 2 * len(blocks(page))  # none of another form
+
+
+@pytest.mark.parametrize(
+    ("prose", "heading", "is_seen"),
+    [
+        ("Then:", "A new one", True),
+        ("Then:", "Start", False),
+        ("Then (this needs patience; no test executes it):", "Start", True),
+        ("Then (this needs a cluster; no test executes it):", "A new one", False),
+    ],
+)
+def test_a_new_block_is_seen(tmp_path: Path, prose: str, heading: str, is_seen: bool) -> None:
+    page = tmp_path / "compose.md"
+    page.write_text(f"# Page\n\n## {heading}\n\n{prose}\n\n```\nkvferry anything\n```\n")
+    assert [each.commands for each in neither(page)] == [["kvferry anything"]] * is_seen
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_to_do_when_names_no_command_of_its_own(page: Path) -> None:
+    """In a table nobody would see that it is not executed: the page has it in a block, which is."""
+    _, _, table = page.read_text().partition("## When")
+    known = [command for each in blocks(page) for command in each.commands]
+    for command in COMMAND.findall(" ".join(re.findall(r"\| ([^|]*) \|$", table, flags=re.MULTILINE))):
+        assert any(each.startswith(command) for each in known), command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_of_commands_are_there(page: Path) -> None:
-    for words in commands(page):
-        for word in words:
-            if word.startswith("deploy/"):
-                assert list(ROOT.glob(word)), word
+    for block in blocks(page):
+        for word in re.findall(r"(?<![\w/])deploy/[\w@*./-]+", block.text):
+            assert list(ROOT.glob(word)), word
 
 
 @pytest.mark.parametrize("name", ["compose", "images", "kubernetes", "ray", "systemd"])
@@ -76,18 +87,34 @@ def test_each_route_has_the_same_parts(name: str) -> None:
 
 @pytest.mark.skipif(not HELM.exists(), reason="no Helm here: make test-deploy gets it")
 def test_values_of_the_page_about_scaling_scale(tmp_path: Path) -> None:
-    [values] = [each for each in blocks(ROOT / "docs" / "deploy" / "scaling.md") if "autoscaling:" in each]
+    values, adapter = scripts("scaling.md", "Kubernetes")
     path = tmp_path / "values.yaml"
     path.write_text(values)
     objects = render("--values", path, *SECURE)
     assert sorted(each["kind"] for each in objects if each["kind"] == "ScaledObject") == ["ScaledObject"] * 2
     assert "PodMonitor" in {each["kind"] for each in objects}
 
+    chosen = yaml.safe_load(values)
+    del chosen["autoscaling"]["prometheus"]
+    path.write_text(yaml.safe_dump(chosen))
+    asked = [
+        metric["external"]["metric"]["name"]
+        for each in render("--values", path, *SECURE)
+        if each["kind"] == "HorizontalPodAutoscaler"
+        for metric in each["spec"]["metrics"]
+    ]
+    [rule] = yaml.safe_load(adapter)["rules"]["external"]
+    assert asked == [rule["seriesQuery"]] * 2
+
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: Debian's prometheus has it")
 def test_promtool_takes_the_queries_of_the_page_about_scaling(tmp_path: Path) -> None:
-    [queries] = [each for each in blocks(ROOT / "docs" / "deploy" / "scaling.md") if each.startswith("sum")]
-    rules = [{"record": f"query:{number}", "expr": each} for number, each in enumerate(queries.splitlines())]
+    """Those of the adapter too, with what it puts in place of its own words."""
+    _, adapter = scripts("scaling.md", "Kubernetes")
+    [rule] = yaml.safe_load(adapter)["rules"]["external"]
+    queries = [*steps("scaling.md", "The signals"), rule["seriesQuery"]]
+    queries.append(rule["metricsQuery"].replace("<<.LabelMatchers>>", 'namespace="n",role="prefill"'))
+    rules = [{"record": f"query:{number}", "expr": each} for number, each in enumerate(queries)]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "page", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up --on ray`: three real Ray nodes, of which one is killed under load.
+"""`kvferry up --on ray`: three real Ray nodes, of which one is killed under load; the page, on three hosts.
 
 `make test-deploy` installs Ray; without it these tests are skipped.
 """
@@ -10,16 +10,21 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.deploy.conftest import FOLDER
+from tests.deploy.containers import Containers
+from tests.deploy.hosts import Terminal, hosts
+from tests.deploy.pages import scripts, steps
 from tests.deploy.ray_nodes import ADDRESSES, RayNodes, own_network
 from tests.patience import patient
 from tests.system.client import Answer, complete_all, heldout, session
@@ -216,3 +221,52 @@ async def test_what_cannot_be_started_is_said_in_one_line(
     assert named in printed.splitlines()[-1]
     assert "Traceback" not in printed
     assert "no agents run" in (await kvferry("down"))[1]
+
+
+ENVIRONMENT = ". /opt/kvferry/bin/activate\n"
+
+
+@pytest.mark.timeout(3600)
+def test_the_commands_of_the_page_do_what_it_says(containers: Containers, tmp_path: Path) -> None:
+    """As they stand, on three hosts at the page's addresses. All have one /opt, and so what is installed."""
+    addresses = {name: f"198.51.100.{number}" for number, name in enumerate(("head", "second", "third"), 1)}
+    with hosts(containers, FOLDER, tmp_path, addresses, "ray") as (head, *others):
+        [install] = scripts("ray.md", "Install")
+        assert ENVIRONMENT in install
+        head.type(install)
+        begin, join, up, look = scripts("ray.md", "Start")
+        head.type(ENVIRONMENT + begin)
+        for host in others:
+            host.type(ENVIRONMENT + join)
+
+        def fleet(script: str, name: str) -> AbstractContextManager[Terminal]:
+            return head.terminal(ENVIRONMENT + script, tmp_path / name)
+
+        [end, stop] = scripts("ray.md", "End")
+        with fleet(up, "first") as first:
+            first.until(r"serving ferry-tiny at http://198\.51\.100\.1:10001/v1", START_TIMEOUT_S)
+            seen = head.type(ENVIRONMENT + look)
+            for name in ("prefill-0", "decode-0"):
+                assert f"{name} " in seen
+            assert '"text":"469"' in seen, seen
+            assert len(re.findall(r"http://198\.51\.100\.\d:\d+ +(?:prefill|decode) +ready ", seen)) == 2, (
+                seen
+            )
+            [status] = steps("ray.md", "When")
+            assert "CPU" in head.type(ENVIRONMENT + status)
+            head.type(ENVIRONMENT + end)
+            assert first.wait(patient(60)) == 0
+
+        beside, end_the_first = scripts("ray.md", "Upgrade and roll back")
+        with fleet(up, "blue") as blue, fleet(beside, "green") as green:
+            blue.until(r"serving ferry-tiny at http://198\.51\.100\.1:10001/v1", START_TIMEOUT_S)
+            green.until(r"serving ferry-tiny at http://198\.51\.100\.1:10002/v1", START_TIMEOUT_S)
+            head.type(ENVIRONMENT + end_the_first)
+            assert blue.wait(patient(60)) == 0
+            ask = "curl " + look.partition("curl ")[2]
+            assert '"text":"469"' in head.type(ask.replace(":10001/", ":10002/"))
+            head.type(ENVIRONMENT + "kvferry down --ray-namespace green")
+            assert green.wait(patient(60)) == 0
+        for host in (*others, head):
+            host.type(ENVIRONMENT + stop)
+            assert host.type("pgrep raylet || true") == ""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The systemd units: verified by systemd itself, and what they start serves with the example settings."""
+"""The systemd units: verified by systemd itself; what they start serves with the example settings.
+
+The commands of the page about them are executed on a host that has booted.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.deploy.conftest import FOLDER
+from tests.deploy.containers import Containers
+from tests.deploy.hosts import Host, hosts
+from tests.deploy.pages import scripts
 from tests.deploy.ray_nodes import own_network
 from tests.patience import patient
 from tests.system.client import complete, session
@@ -110,3 +118,79 @@ async def test_what_they_start_serves_and_ends_with_sigterm(tmp_path: Path) -> N
             process.send_signal(signal.SIGTERM)
         for process in processes:
             assert await asyncio.wait_for(process.wait(), patient(30)) == 0
+
+
+UNIT_NAMES = ("kvferry-agent@prefill", "kvferry-agent@decode", "kvferry-proxy")
+
+
+class Units:
+    """Those that run on a host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def shown(self, name: str, what: str) -> str:
+        return self._host.type(f"systemctl show --property={what} --value {name}").strip()
+
+    def program(self, name: str) -> str:
+        """What the first process of a unit is: the interpreter of an environment."""
+        return self._host.type(
+            f"tr '\\0' '\\n' < /proc/{self.shown(name, 'MainPID')}/cmdline | head -n 1"
+        ).strip()
+
+    def until(self, name: str, what: str, wanted: str) -> None:
+        """Wait until a unit has a property. Raises AssertionError."""
+        deadline = time.monotonic() + patient(60)
+        while (found := self.shown(name, what)) != wanted:
+            assert time.monotonic() < deadline, f"{name}: {what} is {found}"
+            time.sleep(0.2)
+
+
+@pytest.mark.timeout(3600)
+def test_the_commands_of_the_page_do_what_it_says(containers: Containers, tmp_path: Path) -> None:
+    """As they stand, on a host whose systemd has booted."""
+    with hosts(containers, FOLDER, tmp_path, {"host": "198.51.100.1"}) as [host]:
+        units = Units(host)
+        for script in scripts("systemd.md", "Install"):
+            host.type(script)
+        start, ask, read_log = scripts("systemd.md", "Start")
+        started = host.type(start)
+        assert len(re.findall(r"http://127\.0\.0\.1:800[01] +(?:prefill|decode) +ready ", started)) == 2, (
+            started
+        )
+        assert '"text":"469"' in host.type(ask)
+        assert "starting -> ready" in host.type(read_log)
+
+        def until_answered() -> None:
+            """Meanwhile requests get 503 `no_agent`."""
+            deadline = time.monotonic() + patient(90)
+            while '"text":"469"' not in (said := host.type(f"{ask.rstrip()} || true")):
+                assert time.monotonic() < deadline, said
+                time.sleep(0.5)
+
+        host.type(f"kill -KILL {units.shown('kvferry-agent@decode', 'MainPID')}")
+        units.until("kvferry-agent@decode", "NRestarts", "1")
+        until_answered()
+
+        install, upgrade, roll_back = scripts("systemd.md", "Upgrade and roll back")
+        host.type(install)
+        for script, environment in ((upgrade, "/opt/kvferry-new"), (roll_back, "/opt/kvferry")):
+            began = host.type("date '+%F %T'").strip()
+            host.type(script)
+            until_answered()
+            assert {units.program(name) for name in UNIT_NAMES} == {f"{environment}/bin/python3"}
+            for name in UNIT_NAMES:
+                # What systemd has to kill, or ends otherwise, has failed.
+                said = host.type(f"journalctl --quiet --since '{began}' --unit {name}")
+                assert "Deactivated successfully" in said and "Failed with result" not in said, said
+
+        host.type("echo 'no_such_option: 1' >> /etc/kvferry/decode.yaml")
+        host.type("systemctl restart kvferry-agent@decode")
+        units.until("kvferry-agent@decode", "ActiveState", "failed")
+        assert units.shown("kvferry-agent@decode", "ExecMainStatus") == "2"
+        assert "no_such_option" in host.type(read_log)
+
+        host.type("systemctl stop kvferry.target")
+        for name in ("kvferry-agent@prefill", "kvferry-proxy"):
+            units.until(name, "ActiveState", "inactive")  # the target waits for none of its parts
+            assert units.shown(name, "Result") == "success"
