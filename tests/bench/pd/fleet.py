@@ -181,9 +181,11 @@ async def _vllm(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }
+    if transfer is not None and transfer["kv_connector"] == "NixlConnector":
+        # Elsewhere this port, another each time, would only have vLLM compile the model anew at each start.
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     if setup.timeline is not None:
         paths = (str(ROOT), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
