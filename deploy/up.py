@@ -27,6 +27,7 @@ from rich.text import Text
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.agent.config import AgentConfig
+from kvferry.deploy.doctor.machine import count_gpus
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
@@ -279,7 +280,7 @@ def _own_agents(
 ) -> tuple[AgentSpec, ...]:
     passed_on.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
     is_here, threads = config.on == "local", _threads(config)
-    num_gpus = _count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
+    num_gpus = count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
     own = {role: passed_on.agent(role, config.model, is_here=is_here) for role, _ in names}
 
     def agent(number: int, role: Role, name: str) -> AgentSpec:
@@ -335,13 +336,6 @@ def _threads(config: UpConfig) -> int:
     else:
         cores, ranks = os.cpu_count() or 1, (config.prefill + config.decode + config.both) * config.tp
     return max(1, cores // ranks)
-
-
-def _count_gpus() -> int:
-    # Not at the top: TAB completes this command, and must be quick.
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _first_gpu(number: int, tp: int, num_gpus: int) -> int:

@@ -262,7 +262,7 @@ def _port_kept(host: str, port: int) -> Iterator[int]:
     """Keep a port, any if it is 0, from being given to others until vLLM has bound it, which shares it by
     SO_REUSEADDR, in some versions by SO_REUSEPORT.
 
-    Raises `CannotBind` if somebody listens there: some versions would share its connections.
+    Raises `CannotBind` if a server listens there: some versions would share its connections.
     """
     check_can_bind("vLLM's API", host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -24,6 +24,14 @@ RDMA_BACKENDS = ("mori", "nixl", "mooncake")
 MAX_CACHED_MODELS = 20
 
 
+def count_gpus() -> int:
+    """How many GPUs torch sees."""
+    # Not at the top: TAB completes commands, and must be quick.
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def describe_devices() -> list[str]:
     """One line for the processor, and one for each GPU that torch sees, or that it sees none."""
     # Not at the top: TAB completes this command, and must be quick.
