@@ -79,6 +79,8 @@ class Received:
     path: str
     status: int
     events: int
+    tokens: int
+    """Generated ones, as they came; `usage` is what the agent says of them."""
     usage: dict[str, Any]
     finish_reasons: list[str]
     timing: dict[str, Any]
@@ -87,7 +89,14 @@ class Received:
 
 async def ask(http: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> Received:
     """Send one request, and read the response to its end."""
-    asked = {"model": MODEL, "max_tokens": 8, "seed": 5, "kvferry_timing": True, **body}
+    asked = {
+        "model": MODEL,
+        "max_tokens": 8,
+        "seed": 5,
+        "kvferry_timing": True,
+        "return_token_ids": True,
+        **body,
+    }
     if asked.get("stream"):
         asked["stream_options"] = {"include_usage": True}
     async with http.post(f"{url}/v1/{path}", json=asked) as response:
@@ -98,11 +107,13 @@ async def ask(http: aiohttp.ClientSession, url: str, path: str, body: dict[str, 
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
         assert lines.pop() == "[DONE]"
         events = [json.loads(line) for line in lines]
-    reasons = [choice["finish_reason"] for event in events for choice in event.get("choices", ())]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    reasons = [choice["finish_reason"] for choice in choices]
     return Received(
         path=path,
         status=response.status,
         events=len(lines) + 1 if asked.get("stream") and response.status == 200 else 0,
+        tokens=sum(len(choice["token_ids"]) for choice in choices),
         usage=next((event["usage"] for event in events if event.get("usage")), {}),
         finish_reasons=[reason for reason in reasons if reason],
         timing=next((event["kvferry_timing"] for event in events if event.get("kvferry_timing")), {}),
@@ -265,7 +276,8 @@ def assert_tokens_counted(growth: Growth, served: list[Received], pulled: list[R
         usage.update({name: each.usage[name] for name in ("prompt_tokens", "completion_tokens")})
         usage["cached_tokens"] += (each.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     assert usage["cached_tokens"], "the last one was sent before"
-    assert growth.of("kvferry_agent_generation_tokens_total") == usage["completion_tokens"]
+    assert [each.tokens for each in served] == [each.usage["completion_tokens"] for each in served]
+    assert growth.of("kvferry_agent_generation_tokens_total") == sum(each.tokens for each in served)
     assert growth.of("kvferry_agent_prompt_tokens_total") == usage["prompt_tokens"]
     assert growth.of("kvferry_agent_prompt_tokens_cached_total") == usage["cached_tokens"]
     assert growth.of("kvferry_agent_request_prompt_tokens_sum") == usage["prompt_tokens"]
