@@ -157,6 +157,14 @@ def reason_in(lines: Sequence[str]) -> str:
     return next(errors, lines[-1] if lines else "its log is empty")
 
 
+def how_it_ended(status: int, log: RunLog) -> str:
+    """Return a process's exit status and why: its last line, but of one that was killed, which has not
+    written why."""
+    if status == -signal.SIGKILL:
+        return f"{status}: it was killed (SIGKILL), as the kernel does when memory runs out"
+    return f"{status}: {log.tail(1) or 'its log is empty'}"
+
+
 def _error_of(line: str) -> str:
     """Return what a line says if it is an error; else an empty string."""
     if not line.startswith("{"):
@@ -437,7 +445,7 @@ class Cluster:
         while True:
             process, since = current(), clock()
             status = await process.process.wait()
-            why = f"{name} ended with {status}: {process.log_tail(1) or 'its log is empty'}"
+            why = f"{name} ended with {how_it_ended(status, process.log)}"
             ran_s, again = clock() - since, None
             while again is None:
                 pause_s = backoff.after(ran_s)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.deploy import launcher
-from kvferry.deploy.launcher import LogFile, reason_in
+from kvferry.deploy.launcher import LogFile, how_it_ended, reason_in
 from kvferry.proxy.wire.logs import JsonFormatter, LogFormat, TextFormatter
 
 
@@ -67,3 +67,17 @@ def test_the_reason_of_an_end_is_the_first_error_in_either_format(form: LogForma
 def test_an_exception_that_ended_a_process_is_a_reason() -> None:
     line = '{"level": "CRITICAL", "message": "uncaught exception", "exception": "Traceback\\nValueError: no"}'
     assert reason_in([line, "last"]) == "uncaught exception: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (1, "1: 503 draining"),
+        (-6, "-6: 503 draining"),
+        (-9, "-9: it was killed (SIGKILL), as the kernel does when memory runs out"),
+    ],
+)
+def test_a_process_that_was_killed_has_not_written_why(log: LogFile, status: int, said: str) -> None:
+    """Its last line, of some request that went well, was given as the reason."""
+    log.path.write_text("earlier\n503 draining\n")
+    assert how_it_ended(status, log) == said
