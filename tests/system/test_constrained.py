@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -28,6 +28,7 @@ CONCURRENCY = 16
 TOKENS = 400
 RUNNING_BEFORE = 4
 LEASE_S = 2.0
+LOGPROB_GAP = 1e-4
 LONG_FORM = (pytest.mark.full, pytest.mark.timeout(patient(900)))
 
 BYTE = {"type": "integer", "minimum": 0, "maximum": 255}
@@ -190,7 +191,21 @@ async def test_answers_are_valid_and_equal_apart_and_together(servers: Servers, 
     for body, ours, theirs in zip(bodies, apart, together, strict=True):
         assert isinstance(ours, Answer)
         assert isinstance(theirs, Answer), (body, theirs)
-        assert ours.same() == theirs.same(), body
+        assert_same(ours, theirs, body)
+
+
+def assert_same(ours: Answer, theirs: Answer, body: dict[str, Any]) -> None:
+    """Equal, but for the last digits of logprobs: two ranks sum in another order than one (I4), which some
+    processors show.
+    """
+    assert without_logprobs(ours).same() == without_logprobs(theirs).same(), body
+    for index, choice in ours.choices.items():
+        assert choice.logprobs == pytest.approx(theirs.choices[index].logprobs, abs=LOGPROB_GAP), body
+
+
+def without_logprobs(answer: Answer) -> Answer:
+    choices = {index: replace(choice, logprobs=[]) for index, choice in answer.choices.items()}
+    return replace(answer, choices=choices)
 
 
 LONG_LIST = {"type": "array", "items": BYTE, "minItems": 60, "maxItems": 64}
