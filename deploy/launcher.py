@@ -240,7 +240,9 @@ class Process:
         """Ask it to end, once, if it has not ended; `stop` waits for it."""
         if self.process.returncode is None and not self.is_asked:
             self.is_asked = True
-            self.process.send_signal(signum)
+            # Not by `send_signal`: of one that has just ended, it would take the status before asyncio does.
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
 
     async def stop(self, grace_s: float = STOP_GRACE_S, signum: signal.Signals = signal.SIGTERM) -> None:
         """Ask it to end, and kill it after `grace_s`. Returns once it is reaped."""
