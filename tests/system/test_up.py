@@ -95,30 +95,23 @@ async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> N
         bodies = [{**body, "prompt": each.prompt, "seed": seed} for seed, each in enumerate(heldout(4))]
         expected = await asyncio.gather(*(complete(http, url, each) for each in bodies))
         was = {node["name"]: node["address"] for node in await nodes(http, url)}
-        killed = []
-        for role in ("decode", "prefill"):
+        for name in ("decode-0", "prefill-0", "decode-1", "prefill-1"):
             running = [asyncio.ensure_future(complete(http, url, each)) for each in bodies]
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(
                     node["in_flight"] for node in await nodes(http, url) if node["role"] == "decode"
                 ):
                     await asyncio.sleep(0.02)
-            os.kill(cluster.child(role), signal.SIGKILL)
-            killed.append((await cluster.until(rf"({role}-\d) ended with -9", patient(30)))[1])
+            os.kill(cluster.child(name), signal.SIGKILL)
+            await cluster.until(rf"{name} ended with -9: it was killed \(SIGKILL\)", patient(30))
             for answer, same in zip(await asyncio.gather(*running), expected, strict=True):
                 assert isinstance(answer, Answer) and answer.same() == same.same()
-            await cluster.until(rf"{killed[-1]} is started again: process \d+", RESTART_TIMEOUT_S)
+            await cluster.until(rf"{name} is started again: process \d+", RESTART_TIMEOUT_S)
             async with asyncio.timeout(RESTART_TIMEOUT_S):
                 while [node["state"] for node in await nodes(http, url)] != ["ready"] * 4:
                     await asyncio.sleep(0.1)
+            await assert_shown(http, url, name, was[name])
         assert {node["name"]: node["address"] for node in await nodes(http, url)} == was
-        page, table = await feed(http, url), await kvferry("status", url)
-        for name in killed:
-            kinds = [event["kind"] for event in page["events"] if event["name"] == name]
-            assert {"lost", "replaced"} & {*kinds} and kinds[0] == "ready", "gone, and back"
-            gone = rf"ago: {name} at {was[name]} .*: (lost|replaced) *$"
-            assert re.search(gone, table, re.MULTILINE), table
-        assert not page["lost"], "they are back at their addresses"
         checked = await kvferry("doctor", "--proxy", url)
         for name, address in was.items():
             assert re.search(
@@ -132,6 +125,15 @@ async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> N
             while [node["state"] for node in await nodes(http, url)] != ["ready"] * 4:
                 await asyncio.sleep(0.1)
         assert (await complete(http, url, bodies[0])).same() == expected[0].same()
+
+
+async def assert_shown(http: aiohttp.ClientSession, url: str, name: str, address: str) -> None:
+    """The page and `kvferry status` say that the agent was gone, and that it is back at its address."""
+    page, table = await feed(http, url), await kvferry("status", url)
+    kinds = [event["kind"] for event in page["events"] if event["name"] == name]
+    assert {"lost", "replaced"} & {*kinds} and kinds[0] == "ready" and not page["lost"]
+    gone = rf"ago: {name} at {address} .*: (lost|replaced) *$"
+    assert re.search(gone, table, re.MULTILINE), table
 
 
 async def kvferry(*words: str) -> str:
