@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,23 @@ def test_a_directory_that_is_no_checkpoint_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "config.json" in refused(["--model", str(tmp_path)], capsys)
+
+
+def test_a_model_of_the_hugging_face_cache_is_found_by_its_name(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients ask for it by that name. The snapshot is that of `refs/main`; half a download is refused."""
+    cached = tmp_path / "models--Somebody--Tiny-1B"
+    shutil.copytree(model, cached / "snapshots" / ("b" * 40))
+    shutil.copytree(model, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = parse_config(["--model", "Somebody/Tiny-1B"])
+    assert Path(config.model) == cached / "snapshots" / ("a" * 40)
+    assert config.model_name == "Somebody/Tiny-1B"
+    (cached / "snapshots" / ("a" * 40) / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refused(["--model", "Somebody/Tiny-1B"], capsys)
 
 
 def test_a_bundled_model_is_found_by_its_name() -> None:
