@@ -56,6 +56,8 @@ FOREIGN = {
     "--build-arg",
     "--index-url",
     "--cuda",
+    "--distributed-executor-backend",
+    "--dry-run",
 }
 
 
