@@ -72,3 +72,31 @@ def test_what_is_read_while_the_model_computes_is_the_same(
     finally:
         owner.close()
         reader.engine.close()
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_a_table_that_grows_is_not_where_the_gpu_still_writes_for_the_model(
+    reader: Reader, served_bytes: np.ndarray
+) -> None:
+    """torch gives memory away that the model has freed, although the GPU has yet to run what writes there."""
+    owner = ServingPeer("cuda_ipc", device=PEER_GPU)
+    spans = scattered(256, 60_000)  # 240,002 entries: the first table has room for 65,536
+    table_bytes = 8 << (4 * len(spans)).bit_length()
+    try:
+        peer = reader.connect(owner)
+        freed = torch.empty(table_bytes, dtype=torch.uint8, device=READER_GPU)
+        everywhere = torch.randint(table_bytes, (1 << 26,), device=READER_GPU)
+        torch.cuda.synchronize(READER_GPU)
+        for _ in range(200):  # a second of zeros, again and again
+            freed.scatter_(0, everywhere, 0)
+        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        busy.record(torch.cuda.current_stream(READER_GPU))
+        del freed
+        transfer = reader.read(peer, spans)
+        assert reader.finish(transfer) is Status.DONE
+        assert not busy.query(), "the model's work was over before the read was: this shows nothing"
+        torch.cuda.synchronize(READER_GPU)
+        assert np.array_equal(reader.pool, expected(spans, served_bytes))
+    finally:
+        owner.close()

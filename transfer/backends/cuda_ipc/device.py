@@ -87,7 +87,7 @@ class CudaDevice:
         # wherever both could start.
         self._gathers = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(pool.device, priority=0)  # type: ignore[no-untyped-call]
-        self._slots = deque(_Slot(pool.device) for _ in range(MAX_LAUNCHES))
+        self._slots = deque(_Slot(pool.device, self._gathers) for _ in range(MAX_LAUNCHES))
         self._driver.relax_capture()
         self._kernels: dict[bool, Any] = {}
         self._compile(gather, pool.device)
@@ -234,8 +234,9 @@ class _Slot:
     not block) and on the device, and the events of its two parts.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        """`stream` is the one whose kernels read the table."""
+        self._device, self._stream = device, stream
         self.gathering, self.copying = _Stretch(), _Stretch()
         self._grow(_TABLE_ENTRIES)
 
@@ -248,6 +249,9 @@ class _Slot:
         import torch
 
         self._host = torch.empty(entries, dtype=torch.int64, pin_memory=True)
-        self.there = torch.empty(entries, dtype=torch.int64, device=self._device)
+        # torch reuses memory in the order of the stream it was allocated on. Were that the model's stream,
+        # kernels queued there before it freed this memory could still write to it, over the table.
+        with torch.cuda.stream(self._stream):
+            self.there = torch.empty(entries, dtype=torch.int64, device=self._device)
         self.table = self._host.numpy()
         self.host_address, self.device_address = self._host.data_ptr(), self.there.data_ptr()
