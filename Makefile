@@ -74,7 +74,7 @@ soak: $(STAMP) ## ten minutes of ordinary load while every attack of tests/abuse
 	$(BIN)/python -m tests.abuse $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
-	$(BIN)/python -m pytest -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
+	$(BIN)/python -m pytest -p no:benchmark -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
 
 # Another version gets an environment of its own: make test-vllm VLLM=0.29.0 TESTS='tests/system/vllm -k itself'

@@ -3,7 +3,8 @@
 
 Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
 `same`, `late`, `decode` and `timeline` take the first of our systems. vLLM is what PYTHON has installed;
-kvferry has to be importable there (docs/engines/vllm.md).
+kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed, or if a
+step broke off; what it had found by then is written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+
+import aiohttp
 
 from kvferry.deploy.launcher import LaunchError
 from tests.bench.pd.check import late_readers, same_answers
@@ -28,6 +31,8 @@ from tests.gpu import gpu_names
 ROOT = Path(__file__).parents[3]
 WARM_UP = (1.0, 5.0)
 """Requests a second, and seconds."""
+Found = dict[str, dict[str, Any]]
+"""The figures of a step, by run or system. A step that breaks off leaves what it has found."""
 SYSTEMS = ["kvferry-cuda_ipc", "nixl", "together", "kvferry-nixl"]
 
 
@@ -36,6 +41,9 @@ def main() -> int:
     gpus = options.gpus.split(",")
     if len(gpus) != 2:
         print(f"--gpus takes those of two servers, as in 0,1; got {options.gpus!r}", file=sys.stderr)
+        return 2
+    if options.steps != ["load"] and not any(each.startswith("kvferry") for each in options.systems):
+        print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
     setup = Setup(
@@ -52,38 +60,49 @@ def main() -> int:
         "servers_on": gpus,
         "arguments": options.arguments,
     }
+    failures: list[str] = []
     for step in options.steps:
-        results[step] = asyncio.run(_STEPS[step](setup, options))
-        print(json.dumps({step: results[step]}, indent=1), flush=True)
+        found = results[step] = {}
+        try:
+            asyncio.run(_STEPS[step](setup, options, found))
+        except* (AssertionError, TimeoutError, LaunchError, OSError, aiohttp.ClientError) as errors:
+            failures.append(f"{step}: not complete: {errors.exceptions}")
+        failures += [
+            f"{step}, {run}: {figures['failed']} of {figures['requests']} requests failed"
+            for run, figures in found.items()
+            if figures.get("failed")
+        ]
+        print(json.dumps({step: found}, indent=1), flush=True)
         write_report(options.logs, results)
-    return 0
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
 
 
-async def _load(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+async def _load(setup: Setup, options: argparse.Namespace, found: Found) -> None:
     """Every system at every rate. What clients saw is written beside the figures as it comes; a system that
     does not start leaves the others their turn.
     """
-    found = _Load(setup, options)
+    load = _Load(setup, options, found)
     for system in options.systems:
         try:
             async with running(system, setup) as fleet:
-                await found.offer(system, fleet, fleet.url)
+                await load.offer(system, fleet, fleet.url)
                 if system == "nixl" and setup.router:
                     async with vllm_router(setup, fleet.servers) as url:
-                        await found.offer("nixl, vllm-router", fleet, url)
+                        await load.offer("nixl, vllm-router", fleet, url)
         except* (AssertionError, TimeoutError, LaunchError) as errors:
             print(f"{system}: left out: {errors.exceptions}", flush=True)
-    return found.figures
 
 
 class _Load:
     """What came of the step `load`: figures by run, and each client's view in `requests.csv.gz`."""
 
-    def __init__(self, setup: Setup, options: argparse.Namespace) -> None:
+    def __init__(self, setup: Setup, options: argparse.Namespace, found: Found) -> None:
         self._setup = setup
         self._options = options
+        self._found = found
         self._rows: dict[str, list[Seen]] = {}
-        self.figures: dict[str, Any] = {}
 
     async def offer(self, name: str, fleet: Running, url: str) -> None:
         """All rates, one after the other, at a URL of a system."""
@@ -97,7 +116,7 @@ class _Load:
             before = await kv_moved(connector, fleet.servers[1]) if pair else None
             seen = await offer(url, rate, self._options.seconds, vocabulary)
             logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
-            self.figures[run] = figures = summary(seen, handovers(name, seen, logged))
+            self._found[run] = figures = summary(seen, handovers(name, seen, logged))
             if before is not None:
                 figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
             print(f"{run}: {json.dumps(figures)}", flush=True)
@@ -105,33 +124,32 @@ class _Load:
             write_rows(self._options.logs / "requests.csv.gz", self._rows)
 
 
-async def _same(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    checked = _for_checks(setup, options)
-    return {system: await same_answers(checked, system, options.prompts) for system in _ours(options)[:1]}
+async def _same(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    found[system] = await same_answers(_for_checks(setup, options), system, options.prompts)
 
 
-async def _late(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    checked = _for_checks(setup, options)
-    return {system: await late_readers(checked, system, options.trials) for system in _ours(options)[:1]}
+async def _late(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
 
 
-async def _decode(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
-    return {system: await decode_steps(setup, system, _vocabulary(setup)) for system in _ours(options)[:1]}
+async def _decode(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    await decode_steps(setup, system, _vocabulary(setup), found.setdefault(system, {}))
 
 
-async def _timeline(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+async def _timeline(setup: Setup, options: argparse.Namespace, found: Found) -> None:
     """At each rate, of the first of our systems, whose servers note more than they do under `load`."""
     path = options.logs / "timeline.jsonl"
     path.unlink(missing_ok=True)
-    found: dict[str, Any] = {}
-    system = _ours(options)[0]
+    system = _ours(options)
     async with running(system, replace(setup, timeline=path)) as fleet:
         await offer(fleet.url, *WARM_UP, _vocabulary(setup), seed=0)
         for rate in options.timeline_rates:
             seen = await offer(fleet.url, rate, options.seconds, _vocabulary(setup))
             logged = read_log(fleet.proxy_log, 0) if fleet.proxy_log else []
             found[f"{system} at {rate:g}/s"] = timeline(path, seen, logged)
-    return found
 
 
 def _vocabulary(setup: Setup) -> int:
@@ -144,8 +162,9 @@ def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
     return replace(setup, model=options.check_model, arguments=words)
 
 
-def _ours(options: argparse.Namespace) -> list[System]:
-    return [system for system in options.systems if system.startswith("kvferry")]
+def _ours(options: argparse.Namespace) -> System:
+    """The first of our systems."""
+    return next(system for system in options.systems if system.startswith("kvferry"))
 
 
 _STEPS = {"same": _same, "late": _late, "load": _load, "decode": _decode, "timeline": _timeline}

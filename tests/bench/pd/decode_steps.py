@@ -26,13 +26,12 @@ ANSWER = 8000
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
-async def decode_steps(setup: Setup, system: System, vocabulary: int) -> dict[str, Any]:
-    """For each executor of vLLM and batch: milliseconds between the tokens of streams that the decode server
-    has without a proxy, before, while and after pulls follow each other, and what was pulled. Then the same
-    while the prefill server computes as many of these prompts and lends none: what its steps cost the
-    decode's, where both have one GPU.
+async def decode_steps(setup: Setup, system: System, vocabulary: int, figures: dict[str, Any]) -> None:
+    """Add to `figures` for each executor of vLLM and batch: milliseconds between the tokens of streams that
+    the decode server has without a proxy, before, while and after pulls follow each other, and what was
+    pulled. Then the same while the prefill server computes as many of these prompts and lends none: what its
+    steps cost the decode's, where both have one GPU.
     """
-    figures: dict[str, Any] = {}
     for executor in EXECUTORS:
         own = replace(
             setup,
@@ -44,7 +43,6 @@ async def decode_steps(setup: Setup, system: System, vocabulary: int) -> dict[st
                 found = await _beside_pulls(fleet, batch, vocabulary)
                 print(f"{executor}, batch {batch}: {json.dumps(found)}", flush=True)
                 figures[f"{executor}, batch {batch}"] = found
-    return figures
 
 
 async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str, Any]:

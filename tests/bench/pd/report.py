@@ -97,11 +97,16 @@ def _mean(window: dict[str, float]) -> str:
 
 
 def _timeline_table(run: str, found: dict[str, Any]) -> str:
-    lines = [f"| {run}, ms, p50 / p99 | {' | '.join(f'{length} prompts' for length in found)} |"]
-    lines += ["|---" * (len(found) + 1) + "|"]
+    stages = found["stages"]
+    lines = [f"| {run}, ms, p50 / p99 | {' | '.join(f'{length} prompts' for length in stages)} |"]
+    lines += ["|---" * (len(stages) + 1) + "|"]
     for stage, text in {**STAGES, "all": "all"}.items():
-        lines.append(f"| {text} | {' | '.join(_both(each[stage]) for each in found.values())} |")
-    return "\n".join(lines)
+        lines.append(f"| {text} | {' | '.join(_both(each[stage]) for each in stages.values())} |")
+    left_out = {name: count for name, count in found.items() if name not in ("requests", "stages") and count}
+    counts = ", ".join(f"{name} {count}" for name, count in left_out.items())
+    return (
+        "\n".join(lines) + f"\n\n{found['requests']} requests" + (f"; left out: {counts}." if counts else ".")
+    )
 
 
 def _both(quantiles: dict[str, float]) -> str:

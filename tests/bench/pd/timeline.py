@@ -25,10 +25,10 @@ STAGES = {
 """The moment that ends each stage, in order, and what the stage is."""
 
 
-def timeline(
-    path: Path, seen: Sequence[Seen], logged: Iterable[dict[str, Any]]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds of each stage, p50 and p99, of long prompts and of short ones.
+def timeline(path: Path, seen: Sequence[Seen], logged: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Milliseconds of each stage, p50 and p99, of long prompts and of short ones (`stages`), of so many
+    `requests`. Left out, and counted, are those that failed, had no transfer, or of which the first event
+    was not the prefill's token (`no_early_token`): a token without text is not sent.
 
     Args:
         path: What `timed_connector` wrote.
@@ -37,19 +37,29 @@ def timeline(
     """
     by_transfer = {each["transfer_id"]: each for each in map(json.loads, path.read_text().splitlines())}
     transfers = {each["request_id"]: each["transfer_ids"] for each in logged}
+    counts = dict.fromkeys(("failed", "no_transfer", "no_early_token"), 0)
     stages: dict[str, list[list[float]]] = {"long": [], "short": []}
     for one in seen:
         ids = transfers.get(one.request_id, [])
         marks = by_transfer.get(ids[-1]) if ids else None
-        if one.error or marks is None or not marks.keys() >= STAGES.keys() - {"token"}:
-            continue
-        moments = [one.times[0], *(marks[name] for name in STAGES if name != "token"), one.times[1]]
-        stages["long" if one.prompt_tokens == LONG else "short"].append(list(np.diff(moments) * 1e3))
+        if one.error:
+            counts["failed"] += 1
+        elif marks is None or not marks.keys() >= STAGES.keys() - {"token"}:
+            counts["no_transfer"] += 1
+        elif one.times[0] > marks["scheduled"]:
+            counts["no_early_token"] += 1
+        else:
+            moments = [one.times[0], *(marks[name] for name in STAGES if name != "token"), one.times[1]]
+            stages["long" if one.prompt_tokens == LONG else "short"].append(list(np.diff(moments) * 1e3))
     return {
-        length: {
-            **{name: quantiles(column) for name, column in zip(STAGES, np.array(rows).T, strict=True)},
-            "all": quantiles(np.array(rows).sum(axis=1)),
-        }
-        for length, rows in stages.items()
-        if rows
+        "requests": len(seen),
+        **counts,
+        "stages": {
+            length: {
+                **{name: quantiles(column) for name, column in zip(STAGES, np.array(rows).T, strict=True)},
+                "all": quantiles(np.array(rows).sum(axis=1)),
+            }
+            for length, rows in stages.items()
+            if rows
+        },
     }

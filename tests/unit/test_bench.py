@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures that benchmarks make of what they saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.bench.pd.load import LONG, Seen
+from tests.bench.pd.timeline import STAGES, timeline
+
+
+def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: Path) -> None:
+    """Others are left out and counted, whatever else their servers noted."""
+    marks = [name for name in STAGES if name != "token"]
+    noted = [
+        {"transfer_id": f"t{number}", **{name: number + (at + 1) / 1e3 for at, name in enumerate(marks)}}
+        for number in range(3)
+    ]
+    path = tmp_path / "timeline.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in noted))
+    early = Seen("r0", LONG, 0.0, [0.0, 0.010])
+    late = Seen("r1", LONG, 0.0, [1.010, 1.020])
+    cut_off = Seen("r2", LONG, 0.0, [2.0], error="gone")
+    together = Seen("r3", LONG, 0.0, [0.0, 0.010])
+    logged = [{"request_id": f"r{number}", "transfer_ids": [f"t{number}"]} for number in range(3)]
+    found = timeline(path, [early, late, cut_off, together], logged)
+    stages = found.pop("stages")
+    assert found == {"requests": 4, "failed": 1, "no_transfer": 1, "no_early_token": 1}
+    assert {name: each["p50"] for name, each in stages["long"].items()} == {
+        **dict.fromkeys(marks, 1.0),
+        "token": 3.0,
+        "all": 10.0,
+    }
