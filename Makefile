@@ -199,7 +199,7 @@ prefix-table: $(STAMP) ## run the conversation of docs/prefix-reuse.md and bring
 field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the code
 	$(BIN)/python -m tests.unit.agent.api.field_table --write
 
-lifecycles: $(STAMP) ## bring the state diagrams in docs/architecture.md up to date with the code
+lifecycles: $(STAMP) ## bring the state diagrams of docs up to date with the code; needs Debian's graphviz
 	$(BIN)/python -m tools.lifecycles --write
 
 reference: $(STAMP) ## bring the pages of docs/reference up to date with the code

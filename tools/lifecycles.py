@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the state diagrams of `docs/architecture.md` from the tables in the code.
+"""Generates the state diagrams of the pages from the tables in the code, as SVG images.
 
-`python -m tools.lifecycles --write` (or `make lifecycles`) brings the page up to date.
+`python -m tools.lifecycles --write` (or `make lifecycles`) brings `docs/images/lifecycles`, the section of
+`docs/architecture.md` and the text behind each such image on any page up to date. It needs `dot`, of Debian's
+graphviz; the test that compares does not.
 """
 
 from __future__ import annotations
 
 import ast
 import enum
+import html
 import importlib
+import re
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -16,8 +21,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
+IMAGES = ROOT / "docs" / "images" / "lifecycles"
 PACKAGES = ("transfer", "agent", "proxy", "deploy")
 BEGIN, END = "<!-- lifecycles: begin -->\n", "<!-- lifecycles: end -->\n"
+STYLE = """\
+  bgcolor=white; nodesep=0.3; ranksep=0.3;
+  node [shape=box, style=rounded, height=0.35, margin="0.12,0.04"];
+  node [fontname="Helvetica,Arial,sans-serif", fontsize=12];
+  edge [arrowsize=0.7, color="#555555"];
+  start [shape=circle, style=filled, fillcolor=black, label="", width=0.14, height=0.14];
+  end [shape=doublecircle, style=filled, fillcolor=black, label="", width=0.1, height=0.1];"""
+
+Table = Mapping[Any, Collection[Any]]
 
 
 def tables() -> Iterator[tuple[str, str]]:
@@ -31,14 +46,18 @@ def tables() -> Iterator[tuple[str, str]]:
                         yield path.relative_to(ROOT).as_posix(), target.id
 
 
-def load(path: str, name: str) -> Mapping[Any, Collection[Any]]:
+def load(path: str, name: str) -> Table:
     module = importlib.import_module("kvferry." + path.removesuffix(".py").replace("/", "."))
-    table: Mapping[Any, Collection[Any]] = getattr(module, name)
+    table: Table = getattr(module, name)
     return table
 
 
-def diagram(table: Mapping[Any, Collection[Any]]) -> str:
-    """Return a table in Mermaid's notation, in the order of its enum. A state without followers is an end."""
+def image(name: str) -> Path:
+    return IMAGES / f"{name.removesuffix('_TRANSITIONS').lower().replace('_', '-')}.svg"
+
+
+def steps(table: Table) -> list[tuple[str, str]]:
+    """Return a table's steps from `start` on; a state without followers leads to `end`."""
     first = next(iter(table))
     if isinstance(first, enum.Enum):
         states = list(type(first))
@@ -46,16 +65,41 @@ def diagram(table: Mapping[Any, Collection[Any]]) -> str:
         states = [state for state in table if table[state]] + sorted(
             state for state in table if not table[state]
         )
-    lines = [f"  [*] --> {_label(states[0])}"]
+    found = [("start", _label(states[0]))]
     for state in states:
         followers = sorted(table.get(state, ()), key=states.index)
-        lines += [f"  {_label(state)} --> {_label(follower)}" for follower in followers]
-        lines += [f"  {_label(state)} --> [*]"] if not followers else []
-    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
+        found += [(_label(state), _label(follower)) for follower in followers]
+        found += [(_label(state), "end")] if not followers else []
+    return found
 
 
 def _label(state: object) -> str:
     return state.name.lower() if isinstance(state, enum.Enum) else str(state)
+
+
+def diagram(name: str, table: Table) -> str:
+    """Return a table in the language of graphviz."""
+    found = steps(table)
+    style = STYLE if any(after == "end" for _, after in found) else STYLE.rpartition("\n")[0]
+    arrows = "\n".join(f'  "{before}" -> "{after}";' for before, after in found)
+    return f'digraph "{name}" {{\n{style}\n{arrows}\n}}\n'
+
+
+def shown_steps(svg: str) -> list[tuple[str, str]]:
+    """Return the steps that an image shows, sorted: graphviz writes each into it as a title."""
+    titles = [html.unescape(title) for title in re.findall("<title>(.*?)</title>", svg)]
+    return sorted(
+        (before, after) for before, arrow, after in (title.partition("->") for title in titles) if arrow
+    )
+
+
+def as_text(table: Table) -> str:
+    """Return a table as text, for those who do not see the image."""
+    found: dict[str, list[str]] = {}
+    for before, after in steps(table)[1:]:
+        if after != "end":
+            found.setdefault(before, []).append(after)
+    return "; ".join(f"{before} → {', '.join(after)}" for before, after in found.items())
 
 
 def section() -> str:
@@ -63,7 +107,8 @@ def section() -> str:
     parts = []
     for path, name in tables():
         title = name.removesuffix("_TRANSITIONS").replace("_", " ").capitalize()
-        parts.append(f"**{title}** (`{path}`)\n\n{diagram(load(path, name))}\n")
+        target = image(name).relative_to(PAGE.parent).as_posix()
+        parts.append(f"**{title}** (`{path}`)\n\n![{as_text(load(path, name))}]({target})\n")
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -76,9 +121,47 @@ def with_section(page: str) -> str:
     return f"{before}{BEGIN}{section()}{END}{after}"
 
 
+def texts() -> dict[str, str]:
+    """Return the text behind each image, by its file's name."""
+    return {image(name).name: as_text(load(path, name)) for path, name in tables()}
+
+
+def with_texts(page: str, texts: Mapping[str, str]) -> str:
+    """Return a page on which the text behind each image of a table is that of the table."""
+    return re.sub(
+        r"!\[[^\]]*\]\(([./\w]*images/lifecycles/([\w-]+\.svg))\)",
+        lambda match: f"![{texts[match[2]]}]({match[1]})",
+        page,
+    )
+
+
+def outdated() -> dict[Path, Table]:
+    """Return the images that do not show their table, and the tables."""
+    found = {image(name): load(path, name) for path, name in tables()}
+    return {
+        path: table
+        for path, table in found.items()
+        if not path.exists() or shown_steps(path.read_text()) != sorted(steps(table))
+    }
+
+
+def write() -> None:
+    # Others stay as they are: another version of graphviz would change every file.
+    for path, table in outdated().items():
+        path.parent.mkdir(exist_ok=True)
+        words = ["dot", "-Tsvg", "-o", str(path)]
+        subprocess.run(words, input=diagram(path.stem, table), text=True, check=True)
+    PAGE.write_text(with_section(PAGE.read_text()))
+    known = texts()
+    for page in (ROOT / "docs").rglob("*.md"):
+        before = page.read_text()
+        after = with_texts(before, known)
+        if after != before:
+            page.write_text(after)
+
+
 if __name__ == "__main__":
-    text = with_section(PAGE.read_text())
     if "--write" in sys.argv:
-        PAGE.write_text(text)
+        write()
     else:
         print(section())

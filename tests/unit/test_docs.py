@@ -86,9 +86,21 @@ def test_tests_named_on_pages_exist() -> None:
 
 
 def test_the_lifecycles_are_those_of_the_code() -> None:
-    """`make lifecycles` brings the page up to date."""
+    """`make lifecycles` brings the page and its images up to date."""
     page = lifecycles.PAGE.read_text()
     assert lifecycles.with_section(page) == page
+    texts = lifecycles.texts()
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert lifecycles.with_texts(path.read_text(), texts) == path.read_text(), path
+    assert not lifecycles.outdated()
+    images = [lifecycles.image(name) for _, name in lifecycles.tables()]
+    assert sorted(images) == sorted(lifecycles.IMAGES.iterdir())
+
+
+def test_diagrams_are_images() -> None:
+    """A block in a diagram's language is a picture on few sites: without plugins it is text."""
+    for page in PAGES:
+        assert "```mermaid" not in page.read_text(), page
 
 
 def test_every_table_of_transitions_is_found_and_whole() -> None:
