@@ -6,7 +6,7 @@ it is the request that brings agents down.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from kvferry.proxy.clock import now
 from kvferry.proxy.errors import AgentLost, AgentTimeout, StreamBroken, SuspectRequest
 from kvferry.proxy.exchange.legs import AgentFailure
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
+from kvferry.proxy.fleet.registry import Place
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 
@@ -23,6 +24,10 @@ MAX_FELLED = 2
 """Agents that one request may bring down, and whose circuit breakers may count its failures."""
 VERDICT_S = NODE_EXPIRY_S
 """An agent whose pings do not show for so long that it works on does not."""
+OUTAGE_S = 2.0
+"""Agents that end with their place are lost within this time of the first. Ray's workers, for one, look every
+second whether their node lives.
+"""
 RATIO = 0.1
 RESERVE = 64.0
 MAX_SAVED = 1024.0
@@ -102,16 +107,9 @@ class AgentStates(Protocol):
     def is_busy(self, agent: Incarnation, /) -> bool: ...
     def is_leaving(self, agent: Incarnation, /) -> bool: ...
     def has_served_since(self, agent: Incarnation, at: float, /) -> bool | None: ...
-    def host_id(self, agent: Incarnation, /) -> str: ...
-    def agents_on(self, host_id: str, /) -> frozenset[Incarnation]: ...
+    def place(self, agent: Incarnation, /) -> Place: ...
+    def agents_at(self, place: Place, joined_by: float, /) -> frozenset[Incarnation]: ...
     async def wait_for_word(self, agents: Collection[Incarnation], by: float, /) -> None: ...
-
-
-class Place(NamedTuple):
-    """Where and with which attempt of the request an agent was lost. `host_id`: empty if unknown."""
-
-    host_id: str
-    attempt: int
 
 
 class Loss(NamedTuple):
@@ -121,13 +119,25 @@ class Loss(NamedTuple):
     place: Place
 
 
+class Outage(NamedTuple):
+    """Agents that were lost at about the same time, maybe with their place. `at`: when the first was."""
+
+    place: Place
+    at: float
+    agents: frozenset[Incarnation]
+
+
 class Suspicion:
     """Whether one request brings down the agents that serve it; the ends of its legs are reported here.
 
     An agent was *felled* with the request if it fell silent, or if it was lost and its pings do not show that
     it goes on working. Which one of its requests did that cannot be known, so it counts for each of them.
-    A request that has felled `MAX_FELLED` agents is given to no other. The agents of one attempt count as one
-    where they were all that there was on their host: then the host died.
+    A request that has felled `MAX_FELLED` agents is given to no other.
+
+    Agents that were all that there was on a host, or at one address of it, count as one if they were lost
+    within `OUTAGE_S`: then that place died, be it a machine, a Pod or a Ray node. Its agents end one after
+    the other, so a request may go from one to the next. Where another agent of the place lives on, each
+    counts.
 
     Circuit breakers count the failures of a request at no more agents than that, and each once per attempt. A
     deadline that passed at an agent with too much to do counts at none.
@@ -137,7 +147,6 @@ class Suspicion:
         self._agents = agents
         self._log = log
         self._metrics = metrics
-        self._attempt = 0
         self._failed_now: set[Incarnation] = set()
         """Agents whose circuit breakers have counted a failure of this attempt."""
         self._failed: set[Incarnation] = set()
@@ -171,7 +180,6 @@ class Suspicion:
 
     def attempt_ended(self) -> None:
         """All legs of an attempt have ended, and another one may follow."""
-        self._attempt += 1
         self._failed_now.clear()
         self._lost |= {agent: loss for agent, loss in self._cancelled.items() if agent not in self._lost}
         self._cancelled.clear()
@@ -181,16 +189,18 @@ class Suspicion:
 
         Raises `SuspectRequest` if it has.
         """
-        by = min(by, now() + VERDICT_S)
+        known_by = min(by, now() + VERDICT_S)
+        by = min(by, known_by + OUTAGE_S)
         while True:
             self._settle()
             lost = self._felled | self._lost
-            hosts = {loss.place: self._awaited_of(loss) for loss in lost.values()}
-            alive = {place for place, awaited in hosts.items() if awaited is None}
-            gone = {place for place, awaited in hosts.items() if awaited == frozenset()}
-            if _count(lost, gone) < MAX_FELLED:
+            witnesses = {outage: self._witnesses(outage) for outage in _outages(lost)}
+            certain = [outage for outage, left in witnesses.items() if left == frozenset()]
+            possible = [outage for outage, left in witnesses.items() if left is not None]
+            if _count(lost, certain) < MAX_FELLED:
                 return
-            if _count(self._felled, hosts.keys() - alive) >= MAX_FELLED or now() >= by:
+            until = known_by if _count(lost, possible) >= MAX_FELLED else by
+            if _count(self._felled, possible) >= MAX_FELLED or now() >= until:
                 self._metrics.suspect_requests.inc()
                 logger.warning(
                     "request %s: agents %s were lost while they served it; it is given to no other",
@@ -201,11 +211,11 @@ class Suspicion:
                 raise SuspectRequest(
                     f"{MAX_FELLED} agents were lost while they served this request; it is given to no other"
                 )
-            awaited = (each for each in hosts.values() if each)
-            await self._agents.wait_for_word(frozenset(self._lost).union(*awaited), by)
+            awaited = frozenset(self._lost).union(*(left for left in witnesses.values() if left))
+            await self._agents.wait_for_word(awaited, until)
 
     def _loss(self, agent: Incarnation) -> Loss:
-        return Loss(now(), Place(self._agents.host_id(agent), self._attempt))
+        return Loss(now(), self._agents.place(agent))
 
     def _settle(self) -> None:
         """Decide, where pings show it, which of the lost agents work on and which were felled."""
@@ -217,18 +227,39 @@ class Suspicion:
             if not has_served:
                 self._felled[agent] = loss
 
-    def _awaited_of(self, loss: Loss) -> frozenset[Incarnation] | None:
-        """Return the agents that may show that the host of the loss lives on; None if one has, or the host is
-        unknown. None of them: the host is gone.
+    def _witnesses(self, outage: Outage) -> frozenset[Incarnation] | None:
+        """Return the agents that may yet show that the place lives on, none if it is gone; None if one has.
+
+        Agents that came later show nothing: they may be there instead of the lost ones.
         """
-        if not loss.place.host_id:
-            return None
-        others = self._agents.agents_on(loss.place.host_id) - self._felled.keys() - self._lost.keys()
-        if any(self._agents.has_served_since(each, loss.at) for each in others):
-            return None
-        return others
+        others = self._agents.agents_at(outage.place, outage.at) - self._felled.keys() - self._lost.keys()
+        over = outage.at + OUTAGE_S
+        return None if any(self._agents.has_served_since(each, over) for each in others) else others
 
 
-def _count(lost: Mapping[Incarnation, Loss], gone: Collection[Place]) -> int:
-    """Return how many agents count, where those of one attempt on a host that is gone are one."""
-    return len({loss.place if loss.place in gone else agent for agent, loss in lost.items()})
+def _outages(losses: Mapping[Incarnation, Loss]) -> list[Outage]:
+    """Return what may have been one outage each, those of whole hosts first. One agent may be in two."""
+    by_place: dict[Place, list[tuple[float, Incarnation]]] = {}
+    for agent, loss in losses.items():
+        if loss.place.host_id:
+            for place in {loss.place.host, loss.place}:
+                by_place.setdefault(place, []).append((loss.at, agent))
+    outages = []
+    for place in sorted(by_place, key=lambda place: bool(place.address)):
+        left = sorted(by_place[place])
+        while left:
+            first = left[0][0]
+            agents = [agent for at, agent in left if at <= first + OUTAGE_S]
+            outages.append(Outage(place, first, frozenset(agents)))
+            left = left[len(agents) :]
+    return outages
+
+
+def _count(lost: Iterable[Incarnation], outages: Iterable[Outage]) -> int:
+    """Return how many agents count, where those of one outage are one."""
+    left, count = set(lost), 0
+    for outage in outages:
+        if not left.isdisjoint(outage.agents):
+            left -= outage.agents
+            count += 1
+    return count + len(left)

@@ -19,7 +19,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.groups import alike
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.fleet.registry import Place, Registry
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
@@ -126,13 +126,13 @@ class Fleet:
         """Return whether the agent went on working after `at`; None while that is not known."""
         return self.registry.has_served_since(agent, at, self.clock())
 
-    def host_id(self, agent: Incarnation) -> str:
-        """Return which host the agent is or was on; empty if that is unknown."""
-        return self.registry.host_id(agent)
+    def place(self, agent: Incarnation) -> Place:
+        """Return where the agent runs or ran."""
+        return self.registry.place(agent)
 
-    def agents_on(self, host_id: str) -> frozenset[Incarnation]:
-        """Return the registered agents of a host."""
-        return self.registry.agents_on(host_id, self.clock())
+    def agents_at(self, place: Place, joined_by: float) -> frozenset[Incarnation]:
+        """Return the registered agents of a place that had joined by then."""
+        return self.registry.agents_at(place, joined_by, self.clock())
 
     async def wait_for_word(self, agents: Collection[Incarnation], by: float) -> None:
         """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""

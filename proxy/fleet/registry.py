@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from kvferry.proxy.fleet.address_rules import (
     AddressRules,
@@ -71,6 +72,22 @@ class NodeState(enum.StrEnum):
     STALLED = "stalled"
     """It pings, but makes no progress: for 30 s its engine has not stepped with something to run, or its HTTP
     loop has not run."""
+
+
+class Place(NamedTuple):
+    """Where agents run: a host, or one address of it, such as that of a Pod. `host_id`: empty if unknown."""
+
+    host_id: str
+    address: str = ""
+
+    @property
+    def host(self) -> Place:
+        """The whole of the host."""
+        return Place(self.host_id)
+
+    def holds(self, other: Place) -> bool:
+        """Return whether `other` is this place, or an address of this host."""
+        return self in (other, other.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +177,7 @@ class _Record:
     heard_at: float
     progress_at: float
     breaker: Breaker
+    joined_at: float
     served_at: float
     """When its last ping that did not announce its end came."""
     legs: LegCounts = field(default_factory=LegCounts)
@@ -174,7 +192,7 @@ class _Gone:
     """What is remembered of an agent that is gone. `served_at`: as in `_Record`."""
 
     served_at: float
-    host_id: str
+    place: Place
 
 
 @dataclass(slots=True)
@@ -285,7 +303,7 @@ class Registry:
             self._replace_at(info.address)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
-            self._records[incarnation] = record = _Record(info, now, now, breaker, now)
+            self._records[incarnation] = record = _Record(info, now, now, breaker, now, now)
             self._note(EventKind.JOINED, info, info.state)
             self._kept.order_changed()
         else:
@@ -477,18 +495,24 @@ class Registry:
             return True
         return None if record is not None else False
 
-    def host_id(self, incarnation: Incarnation) -> str:
-        """Return which host the agent is or was on; empty if that is unknown."""
+    def place(self, incarnation: Incarnation) -> Place:
+        """Return where the agent runs or ran."""
         record = self._records.get(incarnation)
         if record is not None:
-            return record.info.host_id
+            return _place(record.info)
         gone = self._gone.get(incarnation)
-        return "" if gone is None else gone.host_id
+        return Place("") if gone is None else gone.place
 
-    def agents_on(self, host_id: str, now: float) -> frozenset[Incarnation]:
-        """Return the registered agents of a host."""
+    def agents_at(self, place: Place, joined_by: float, now: float) -> frozenset[Incarnation]:
+        """Return the registered agents of a place that had joined by then."""
         self.sweep(now)
-        return frozenset(key for key, each in self._records.items() if each.info.host_id == host_id)
+        return frozenset(
+            key
+            for key, each in self._records.items()
+            if each.joined_at <= joined_by
+            and each.info.host_id == place.host_id
+            and place.holds(_place(each.info))
+        )
 
     def has_substitute(self, info: Register, now: float) -> bool:
         """Return whether other agents in rotation serve the legs that this one serves, or served."""
@@ -605,7 +629,7 @@ class Registry:
         self._note(kind, record.info)
         del self._by_address[record.info.address]
         self._gone.pop(incarnation, None)
-        self._gone[incarnation] = _Gone(record.served_at, record.info.host_id)
+        self._gone[incarnation] = _Gone(record.served_at, _place(record.info))
         if len(self._gone) > MAX_RETIRED:
             self._gone.popitem(last=False)
         self._kept.order_changed()
@@ -616,6 +640,13 @@ class Registry:
         self._retired[incarnation] = None
         if len(self._retired) > MAX_RETIRED:
             self._retired.popitem(last=False)
+
+
+def _place(info: Register) -> Place:
+    try:
+        return Place(info.host_id, urlsplit(info.address).hostname or "")
+    except ValueError:
+        return Place(info.host_id)
 
 
 def _expiry(record: _Record) -> float:

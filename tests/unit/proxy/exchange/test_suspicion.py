@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.exchange.retry import MAX_FELLED
+from kvferry.proxy.exchange.retry import MAX_FELLED, OUTAGE_S
 from kvferry.proxy.wire.messages import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
@@ -120,10 +120,16 @@ async def ready(http: aiohttp.ClientSession, url: str) -> list[str]:
         return [node["address"] for node in (await response.json())["nodes"] if node["state"] == "ready"]
 
 
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.full), PAIRS])
 @pytest.mark.parametrize("moments", [["prefill"], ["decode"], ["stream"], ["prefill", "decode"]], ids=str)
-async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list[str]) -> None:
+async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list[str], nodes: int) -> None:
+    """Where a pair is all that there is at an address, too."""
     stage = await start_stage(breaker_failures=1)
-    agents = [await stage.agent(role) for role in ("prefill", "decode") * PAIRS]
+    agents = [
+        await stage.agent(role, host=f"127.0.0.{1 + number % nodes}")
+        for number in range(PAIRS)
+        for role in ("prefill", "decode")
+    ]
     async with others(stage.proxy.url) as statuses:
         if moments == ["stream"]:
             streamed = await stage.stream(deadly(*moments))
@@ -166,6 +172,65 @@ async def test_a_host_that_dies_with_both_agents_is_one_loss(
         await asyncio.gather(*(agent.close_http() for agent in pair))
     assert asking.result()[0] == status, asking.result()
     assert stage.metric("kvferry_proxy_suspect_requests_total") == others
+
+
+DOOMED = "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "apart_s", "third", "is_one"),
+    [
+        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "", True),
+        (("127.0.0.3", "two"), (DOOMED, "two"), 0.3, "", True),
+        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "dies", True),
+        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "lives", False),
+        ((DOOMED, "one"), (DOOMED, "one"), OUTAGE_S + 0.3, "", False),
+        pytest.param(("127.0.0.3", "one"), (DOOMED, "one"), 0.3, "", False, marks=pytest.mark.full),
+        pytest.param((DOOMED, ""), (DOOMED, ""), 0.3, "", False, marks=pytest.mark.full),
+    ],
+    ids=["dies", "its host dies", "idle ones last", "lives on", "long after", "two nodes", "unknown hosts"],
+)
+async def test_a_node_whose_agents_die_one_after_the_other_is_one_loss(
+    start_stage: StartStage,
+    first: tuple[str, str],
+    second: tuple[str, str],
+    apart_s: float,
+    third: str,
+    is_one: bool,
+) -> None:
+    """Its second agent takes over what the first one had, and dies with it.
+
+    `first`, `second`: their addresses and hosts. `third`: what an agent of the node does that never had the
+    request.
+    """
+    stage = await start_stage()
+    decode = await stage.agent("decode", host=first[0], overrides={"host_id": first[1]}, interval_s=0.05)
+    prefill = await stage.agent("prefill", host=second[0], overrides={"host_id": second[1]})
+    body = {**BODY, "max_tokens": 100}
+    async with asyncio.TaskGroup() as tasks:
+        streaming = tasks.create_task(stage.stream(body))
+        await decode.until(lambda: decode.running)
+        prefill.faults.append(Fault("prefill", "hang"))
+        await stage.agent("decode", overrides={"host_id": "one"})
+        if third:
+            beside = await stage.agent(
+                "decode", host=DOOMED, overrides={"host_id": second[1], "model": "other"}
+            )
+        await decode.silence()
+        await decode.close_http()
+        await prefill.until(lambda: prefill.running)
+        await stage.agent("prefill", overrides={"host_id": "one"})
+        await asyncio.sleep(apart_s)
+        await prefill.silence()
+        await prefill.close_http()
+        if third == "dies":
+            await asyncio.sleep(1.0)
+            await beside.silence()
+    error = streaming.result().error
+    assert (error and error["code"]) == (None if is_one else "suspect_request")
+    assert stage.metric("kvferry_proxy_suspect_requests_total") == (not is_one)
+    if is_one:
+        assert streaming.result().text() == (await stage.stream(body)).text()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, RejectReason
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
-from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, NodeState, Registry
+from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, NodeState, Place, Registry
 from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
@@ -415,13 +415,19 @@ def test_an_end_that_was_announced_in_time_is_no_death() -> None:
     assert registry.is_leaving(other, 3.0)
 
 
-def test_the_host_of_an_agent_is_known_beyond_its_end() -> None:
-    registry = Registry()
-    registry.register(registration("prefill", 1, host_id="a"), 0.0)
-    registry.register(registration("decode", 2, host_id="a"), 1.0)
-    registry.register(registration("decode", 3, host_id="b"), 1.0)
-    one, two = (Incarnation(registration("both", number).incarnation) for number in (1, 2))
-    assert registry.agents_on("a", 1.0) == {one, two}
-    assert registry.agents_on("a", NODE_EXPIRY_S) == {two}
-    assert registry.host_id(one) == registry.host_id(two) == "a"
-    assert registry.host_id(Incarnation("stranger")) == ""
+def test_the_place_of_an_agent_is_known_beyond_its_end() -> None:
+    registry, host = Registry(), Place("a")
+    registry.register(registration("prefill", 1, host_id="a", address="http://one:1"), 0.0)
+    registry.register(registration("decode", 2, host_id="a", address="http://one:2"), 1.0)
+    registry.register(registration("decode", 3, host_id="a", address="http://[2001:db8::1]:1"), 1.0)
+    registry.register(registration("decode", 4, host_id="b", address="http://one:3"), 1.0)
+    registry.register(registration("decode", 5, host_id="b", address="http://[one"), 1.0)
+    first, second, third, _, fifth = (Incarnation(f"{number:016x}") for number in range(1, 6))
+    assert registry.agents_at(host, 1.0, 1.0) == {first, second, third}
+    assert registry.agents_at(Place("a", "one"), 1.0, 1.0) == {first, second}
+    assert registry.agents_at(host, 0.9, 1.0) == {first}, "the others came later"
+    assert registry.agents_at(Place("a", "one"), 1.0, NODE_EXPIRY_S) == {second}
+    assert registry.place(first) == registry.place(second) == Place("a", "one")
+    assert registry.place(third) == Place("a", "2001:db8::1")
+    assert registry.place(fifth) == Place("b")
+    assert registry.place(Incarnation("stranger")) == Place("")
