@@ -212,7 +212,7 @@ cuda-requirements: $(STAMP) ## bring the versions of the image for NVIDIA GPUs u
 	$(BIN)/python -m tools.cuda_requirements
 
 site: $(STAMP) ## build the pages of docs/ as a site, in build/site
-	$(BIN)/mkdocs build --strict
+	$(BIN)/mkdocs build --strict --theme readthedocs
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny

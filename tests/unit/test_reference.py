@@ -100,12 +100,39 @@ def test_every_page_can_be_found() -> None:
     assert {page for page in pages - listed if DOCS / page not in linked} == set()
 
 
-def test_the_site_is_built(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as `make site` builds it."""
+    target = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--theme", "readthedocs"]
+    done = subprocess.run(
+        [*words, "--site-dir", str(target)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "index.html").is_file()
-    for page in tmp_path.rglob("index.html"):
+    return target
+
+
+def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+    for page in site.rglob("index.html"):
         for target in re.findall(r'href="(?!#|\w+:)([^"#?]+)', page.read_text()):
-            path = tmp_path / target[1:] if target.startswith("/") else page.parent / target
+            path = site / target[1:] if target.startswith("/") else page.parent / target
             assert path.exists(), (page, target)
+
+
+def test_blocks_of_code_are_blocks_on_the_site(site: Path) -> None:
+    """Those of a numbered step as well, whose lines would else be one."""
+    for source in DOCS.rglob("*.md"):
+        folder = source.relative_to(DOCS).with_suffix("")
+        page = site / (folder.parent if folder.name in ("index", "README") else folder) / "index.html"
+        fences = re.findall(r"^ *```", source.read_text(), re.MULTILINE)
+        assert len(re.findall(r"<pre\b", page.read_text())) == len(fences) / 2, source
+
+
+def test_no_page_needs_what_only_one_builder_has() -> None:
+    """Others than MkDocs have neither its themes nor its hooks; no site has files from outside `docs`."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert not {"theme", "hooks"} & settings.keys()
+    assert settings["plugins"] == []
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text()):
+            assert (page.parent / target).resolve().is_relative_to(DOCS), (page, target)
