@@ -185,12 +185,18 @@ class ProcessChannel(Generic[Out, In]):
 
     async def receive(self) -> In:
         """Return the next message. Raises `ChannelClosed`."""
+        length: int | None = None
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_FRAME_BYTES:
                 raise ChannelClosed(f"a frame of {length} bytes")
             message: In = self._decoder.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError) as error:
+        except asyncio.IncompleteReadError as error:
+            between = length is None and not error.partial
+            raise ChannelClosed("it closed the channel" + ("" if between else " within a message")) from error
+        except ConnectionResetError as error:  # it had not read all that was sent
+            raise ChannelClosed("it closed the channel") from error
+        except OSError as error:
             raise ChannelClosed(str(error) or type(error).__name__) from error
         except msgspec.DecodeError as error:
             raise ChannelClosed(f"not a message: {error}") from error

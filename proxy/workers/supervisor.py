@@ -177,7 +177,7 @@ class Supervisor:
         self._workers: set[WorkerSession] = set()
         self._num_listening = asyncio.Semaphore(0)
         self._deaths: deque[float] = deque()
-        self._is_stopping = False
+        self.is_stopping = False
         # Counted by workers that have ended: a sum must not fall.
         self._ended_families: list[MetricFamily] = []
         self._ended_totals = Totals()
@@ -201,7 +201,7 @@ class Supervisor:
 
     def stop(self, limit_s: float) -> None:
         """Stop all workers within so many seconds, and replace none from now on. A second call: at once."""
-        self._is_stopping = True
+        self.is_stopping = True
         for worker in self._workers:
             worker.channel.send(Stop(limit_s))
 
@@ -221,9 +221,9 @@ class Supervisor:
 
     async def keep_worker(self) -> None:
         """Keep one worker running until stopped. Raises `WorkersFailed`."""
-        while not self._is_stopping:
+        while not self.is_stopping:
             status = await self._run_worker()
-            if self._is_stopping:
+            if self.is_stopping:
                 return
             logger.error("a worker ended with status %d and is replaced", status)
             self._registry.events.add(EventKind.WORKER_ENDED, self._clock(), detail=f"status {status}")
@@ -315,7 +315,7 @@ class Supervisor:
             worker = WorkerSession(await ProcessChannel.open(ours, ToSupervisor), self, child.pid)
             worker.channel.send(self._start_message())
             self._workers.add(worker)
-            if self._is_stopping:
+            if self.is_stopping:
                 worker.channel.send(Stop(0.0))
             try:
                 await worker.serve(self._num_listening)
@@ -443,7 +443,8 @@ class WorkerSession:
                         case EndRequest(seq=seq, agent=agent):
                             tasks.create_task(self._respond(seq, self._supervisor.end(agent)))
         except* ChannelClosed as closed:
-            logger.info("worker %d has ended: %s", self.pid, closed.exceptions[0])
+            level = logging.DEBUG if self._supervisor.is_stopping else logging.INFO
+            logger.log(level, "worker %d has ended: %s", self.pid, closed.exceptions[0])
         finally:
             self.is_listening = False
             self.channel.close()

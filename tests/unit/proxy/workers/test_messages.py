@@ -45,9 +45,19 @@ async def test_settings_and_registrations_arrive_as_they_were_sent() -> None:
 async def test_the_end_of_the_other_process_is_seen() -> None:
     ours, theirs = await open_ends()
     theirs.close()
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(ChannelClosed, match=r"^it closed the channel$"):
         await ours.receive()
     ours.close()
+
+
+async def test_an_end_within_a_message_is_said_to_be_one() -> None:
+    ours, theirs = socket.socketpair()
+    channel: ProcessChannel[Any, Any] = await ProcessChannel.open(ours, ToSupervisor)
+    theirs.send(b"\x00\x00\x00\x09abc")
+    theirs.close()
+    with pytest.raises(ChannelClosed, match=r"^it closed the channel within a message$"):
+        await channel.receive()
+    channel.close()
 
 
 @pytest.mark.parametrize("sent", [b"\x00\x00\x00\x01\xc1", b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01"])

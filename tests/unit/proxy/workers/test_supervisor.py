@@ -377,3 +377,17 @@ async def test_an_internal_error_is_a_500_and_ends_no_worker(
         page = await process.worker.page("nodes")
     assert (page.status, msgspec.json.decode(page.body)["error"]["code"]) == (500, ProxyError.code)
     assert (await process.worker.page("nodes")).status == 200
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_only_the_end_of_a_worker_that_was_not_asked_is_logged(
+    office: Office, caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    caplog.set_level("INFO")
+    worker = await office.process()
+    if asked:
+        office.supervisor.stop(0.0)
+    worker.die()
+    await until(lambda: not office.supervisor._workers)
+    said = [record.message for record in caplog.records if "worker 1" in record.message]
+    assert said == ([] if asked else ["worker 1 has ended: it closed the channel"])
