@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +24,7 @@ from kvferry.deploy.doctor.machine import (
 )
 from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
 from kvferry.proxy.wire.tls import BadCertificate, client_context
-from kvferry.transfer.engine import BACKENDS, parse_backend_options, usable
+from kvferry.transfer.engine import BACKENDS, Usability, parse_backend_options, usable
 from kvferry.transfer.rdma_devices import list_rdma_devices
 
 
@@ -48,6 +52,26 @@ def build_parser() -> CommandParser:
     return parser
 
 
+def try_backend(name: str, options: Mapping[str, str] | None) -> tuple[Usability, list[str]]:
+    """Try a backend here. Returns the verdict, and the lines that it wrote to standard error meanwhile.
+
+    Libraries write to the descriptor itself, Mooncake an error even where all is well. Raises ValueError for
+    an unknown option.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            verdict = usable(name, options)
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+        file.seek(0)
+        return verdict, file.read().decode(errors="replace").splitlines()
+
+
 def main(argv: list[str]) -> int:
     """Print a table of backends, best first, and a line for everything else.
 
@@ -58,17 +82,24 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     try:
         options = parse_backend_options(asked.transfer_options)
-        verdicts = {name: usable(name, options.get(name)) for name in BACKENDS}
+        tried = {name: try_backend(name, options.get(name)) for name in BACKENDS}
         tls = None if asked.ca is None else client_context(asked.ca)
     except (ValueError, BadCertificate) as error:
         parser.error(str(error))
+    verdicts = {name: verdict for name, (verdict, _) in tried.items()}
     table = Table("backend", "usable", "why")
     for name, verdict in verdicts.items():
         table.add_row(name, "yes" if verdict.ok else "no", verdict.reason)
     console = Console(soft_wrap=True)
     console.print(table, soft_wrap=False)
     is_well = any(verdict.ok for verdict in verdicts.values())
-    lines = [*describe_rdma(list_rdma_devices(), verdicts), describe_vllm(installed_vllm())]
+    lines = [
+        f"{name} wrote: {line}"
+        for name, (verdict, wrote) in tried.items()
+        if not verdict.ok
+        for line in wrote
+    ]
+    lines += [*describe_rdma(list_rdma_devices(), verdicts), describe_vllm(installed_vllm())]
     lines += [*describe_devices(), *describe_ports()]
     for model in named_models() if asked.model is None else [asked.model]:
         is_served, line = describe_model(model, asked.tp)

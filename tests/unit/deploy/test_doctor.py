@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -74,6 +75,27 @@ def test_it_takes_the_options_of_an_agent_and_refuses_others(
     assert "RDMA: no device" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["--transfer-options", "nonsense"])
+
+
+def test_what_libraries_write_is_shown_of_those_that_are_not_usable(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Mooncake writes an error to descriptor 2 when its engine ends well."""
+
+    def usable(name: str, options: object = None) -> Usability:
+        os.write(2, f"E1125 {name}.cpp:1] no descriptor\n".encode())
+        return Usability(name != "nixl", "not here" if name == "nixl" else "")
+
+    monkeypatch.setattr(command, "usable", usable)
+    monkeypatch.setattr(command, "list_rdma_devices", list)
+    assert command.main([]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line for line in out.splitlines() if ".cpp" in line] == [
+        "nixl wrote: E1125 nixl.cpp:1] no descriptor"
+    ]
+    os.write(2, b"later")
+    assert capfd.readouterr().err == "later"
 
 
 def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
