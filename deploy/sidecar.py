@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -117,6 +119,9 @@ class Sidecar:
         self._known: Register | None = None
         """The last one published; None while the server is down."""
         self._is_draining = False
+        self._num_steps = 0
+        self._lent_until = -math.inf
+        """When the KV of its last step lapses, on the monotonic clock."""
         self._published = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
@@ -133,10 +138,7 @@ class Sidecar:
                 ]
                 await self._stop.made.wait()
                 if not await self._stop.drain(self._drain()):
-                    log.warning(
-                        "not drained: %s may have requests, or KV that is still to be read",
-                        self._config.attach,
-                    )
+                    log.warning("not drained: %s %s", self._config.attach, self._left())
                 for task in running:
                     task.cancel()
             self._monitor.deregister("is no longer announced")
@@ -152,9 +154,28 @@ class Sidecar:
         else:
             self._latest.append(message)
             self._known = message
+            self._note_work(message)
             self._down.clear()
             self._published.set()
             self._changed.set()
+
+    def _note_work(self, message: Register) -> None:
+        """Note until when KV is lent. A server that does not count its steps, or does not respond, may always
+        just have ended a request.
+        """
+        is_busy = message.load.running + message.load.waiting > 0
+        if is_busy or message.steps != self._num_steps or not self._monitor.responds:
+            self._num_steps = message.steps
+            if self._config.role != "decode":
+                self._lent_until = time.monotonic() + self._config.lease_s
+
+    def _left(self) -> str:
+        """Return what was not waited for."""
+        if self._known is not None and self._known.load.running + self._known.load.waiting:
+            return "has requests"
+        if time.monotonic() < self._lent_until:
+            return "may lend KV of its last requests"
+        return "may have requests on their way to it"
 
     def _describe(self, index: int) -> Register | None:
         """The next ping: none without news, for the monitor may hang. Called in the thread that pings."""
@@ -182,8 +203,8 @@ class Sidecar:
         await self._next_probe()  # which may have begun before
         while (load := await self._next_probe()) is None or load.running + load.waiting:
             pass
-        if self._config.role != "decode":
-            await asyncio.sleep(self._config.lease_s)
+        # Once: without a count of steps every probe sets it anew, and proxies send nothing more.
+        await asyncio.sleep(max(0.0, self._lent_until - time.monotonic()))
 
     async def _next_probe(self) -> Load | None:
         """Wait for the next finding of the monitor; None if the server is down."""

@@ -65,6 +65,11 @@ class HealthMonitor:
         self._index = 0
         self._num_failed = 0
 
+    @property
+    def responds(self) -> bool:
+        """Whether the latest probe has succeeded; else what is published is what an earlier one found."""
+        return self._num_failed == 0
+
     async def run(self, http: aiohttp.ClientSession, interval_s: float = PING_INTERVAL_S) -> None:
         """Probe once per interval (seconds) until cancelled; at once again after a probe that took longer."""
         clock = asyncio.get_running_loop().time

@@ -26,11 +26,17 @@ DEADLINE_S = 20.0
 IDLE = 'process_start_time_seconds {started}\nvllm:num_requests_running{{engine="0"}} 0.0\n'
 
 
+STEPPED = IDLE + 'vllm:iteration_tokens_total_count{{engine="0"}} 7.0\n'
+NEVER_STEPPED = STEPPED.replace("7.0", "0.0")
+
+
 @asynccontextmanager
-async def sidecar(server: WatchedServer, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def sidecar(
+    server: WatchedServer, *args: str, stderr: int = asyncio.subprocess.DEVNULL
+) -> AsyncIterator[asyncio.subprocess.Process]:
     words = ("agent", "--attach", server.url, "--dialect", "vllm-nixl", "--role", "prefill", *args)
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvferry.deploy.cli", *words, stderr=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", "kvferry.deploy.cli", *words, stderr=stderr
     )
     try:
         yield child
@@ -124,6 +130,44 @@ async def test_it_ends_once_nobody_needs_the_server(asked: str) -> None:
             assert asked == "twice" or time.monotonic() - began >= 1.0, "KV was still lent"
             await until(lambda: not nodes(proxy))
             assert said_bye(proxy, node)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "lease_s", "said"),
+    [
+        (NEVER_STEPPED, "60", ""),
+        (STEPPED, "60", "may lend KV of its last requests"),
+        (IDLE, "60", "may lend KV of its last requests"),
+        (STEPPED.replace("running", "waiting").replace("0.0", "1.0"), "0", "has requests"),
+    ],
+    ids=["nothing ever ran", "something ran", "what ran is not known", "a request waits"],
+)
+async def test_what_was_not_waited_for_is_said(metrics: str, lease_s: str, said: str) -> None:
+    """Ctrl-C does not wait for long: nor need it, where the server's count of steps says that nothing ran."""
+    async with running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy, WatchedServer() as server:
+        server.metrics = metrics
+        where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--lease-s", lease_s)
+        async with sidecar(server, *where, stderr=asyncio.subprocess.PIPE) as child:
+            await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
+            child.send_signal(signal.SIGINT)
+            _, written = await asyncio.wait_for(child.communicate(), DEADLINE_S)
+            assert child.returncode == 0
+            [line] = [line for line in written.decode().splitlines() if "not drained" in line] or [""]
+            assert said in line and bool(said) == bool(line)
+
+
+async def test_a_lease_counts_from_the_last_step() -> None:
+    """A server that has been idle for long is not waited for."""
+    async with running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy, WatchedServer() as server:
+        server.metrics = STEPPED
+        where = ("--proxy", f"127.0.0.1:{proxy.discovery_port}", "--lease-s", "6")
+        async with sidecar(server, *where) as child:
+            await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
+            await asyncio.sleep(6)  # the lease itself
+            began = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(child.wait(), DEADLINE_S) == 0
+            assert time.monotonic() - began < 6
 
 
 @pytest.mark.parametrize(
