@@ -507,6 +507,11 @@ class _SubReader:
     piece, one event with nothing but text, has a short way of its own; everything else takes the long one.
     """
 
+    __slots__ = (
+        "_held", "_is_quick", "_on_done", "_rewrite_one", "_scanner",
+        "_sub_response", "_write", "_write_event", "done",
+    )  # fmt: skip
+
     def __init__(
         self,
         sub_response: SubResponse,
@@ -515,17 +520,21 @@ class _SubReader:
         on_done: Callable[[], None],
     ) -> None:
         self._sub_response = sub_response
+        self._rewrite_one = sub_response.rewrite_one
         self._write = write
         self._write_event = write_event
         self._on_done = on_done
         self._scanner = sse.Scanner()
         self._held: bytes | None = None
         """What is held back from the client; None when nothing is."""
+        self._is_quick = True
+        """Whether a piece may take the short way: nothing is held back, nor was the last event cut off."""
         self.done = False
 
     async def read_first(self, response: UpstreamResponse) -> bool:
         """Read until there is anything for the client, and hold it back. Returns False if nothing comes."""
         self._held = b""
+        self._is_quick = False
         while not self._held and not self.done:
             piece = await response.read_some()
             if not piece:
@@ -536,18 +545,20 @@ class _SubReader:
     def release(self) -> None:
         """Hold nothing back any more."""
         held, self._held = self._held, None
+        self._is_quick = self._scanner.between_events
         if held:
             self._write(held)
 
     def feed(self, piece: bytes) -> None:
         """See `EventReader`. Raises as `SubResponse.rewrite` does."""
-        if self._held is None and self._scanner.between_events:
-            event = self._sub_response.rewrite_one(piece)
+        if self._is_quick:
+            event = self._rewrite_one(piece)
             if event is not None:
                 self._write_event(event)
                 return
         if not self.done:
             self._rewrite(self._scanner.feed(piece))
+            self._is_quick = self._held is None and self._scanner.between_events
 
     def num_held(self) -> int:
         """See `EventReader`."""

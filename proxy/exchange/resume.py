@@ -132,9 +132,12 @@ class SentTokens:
     client's yet: the next server samples them again.
     """
 
+    __slots__ = ("_has_unshown", "_shown", "_unshown", "has_ended")
+
     def __init__(self) -> None:
         self._shown = bytearray()
         self._unshown = bytearray()
+        self._has_unshown = False
         self.has_ended = False
         """Whether the client has the end of the choice."""
 
@@ -169,14 +172,15 @@ class SentTokens:
         Raises `BadResponse` when there are too many.
         """
         added = self._shown if has_text else self._unshown
-        if has_text and self._unshown:
+        if has_text and self._has_unshown:
             added += self._unshown
             self._unshown.clear()
-        added += ids
-        added += b","
+        self._has_unshown = not has_text
+        added += ids + b","
         if len(added) > MAX_LINES_BYTES:
             raise BadResponse(f"the token ids of a stream exceed {MAX_LINES_BYTES} bytes")
 
     def go_on_elsewhere(self) -> None:
         """Another server goes on after what the client has."""
         self._unshown.clear()
+        self._has_unshown = False
