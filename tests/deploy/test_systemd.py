@@ -190,7 +190,8 @@ def test_the_commands_of_the_page_do_what_it_says(containers: Containers, tmp_pa
         assert units.shown("kvferry-agent@decode", "ExecMainStatus") == "2"
         assert "no_such_option" in host.type(read_log)
 
-        host.type("systemctl stop kvferry.target")
+        [end] = scripts("systemd.md", "End")
+        host.type(end)
         for name in ("kvferry-agent@prefill", "kvferry-proxy"):
             units.until(name, "ActiveState", "inactive")  # the target waits for none of its parts
             assert units.shown(name, "Result") == "success"
