@@ -31,6 +31,7 @@ from kvferry.proxy.http.upstream_connection import (
     AgentUnresponsive,
     ConnectionBroken,
     ConnectionState,
+    KeptConnectionClosed,
     Sink,
     UpstreamConnection,
 )
@@ -215,6 +216,21 @@ class UpstreamRequest:
         connection = pool.acquire_idle(self._origin)
         if connection is None:
             connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
+        try:
+            return await self._send(connection)
+        except KeptConnectionClosed as error:
+            lost = _failure(error, self.agent)
+        # Most likely the agent never saw the request (RFC 9112, 9.3.1). Otherwise it has ended, and takes no
+        # connection either: then the loss may be the request's doing.
+        try:
+            connection = await pool.acquire(self._origin, self.agent, self._headers_deadline, is_new=True)
+        except AgentLost:
+            raise lost from None
+        return await self._send(connection)
+
+    async def _send(self, connection: UpstreamConnection) -> UpstreamResponse:
+        """Send the request and wait for its response's head. Raises `KeptConnectionClosed`."""
+        pool = self._pool
         self._connection = connection
         pool.hang_detector.add(self)
         try:
@@ -229,6 +245,8 @@ class UpstreamRequest:
         except (ConnectionBroken, TimeoutError) as error:
             pool.hang_detector.discard(self)
             pool.release(self._origin, connection)
+            if isinstance(error, KeptConnectionClosed):
+                raise
             raise _failure(error, self.agent) from error
         except BaseException:
             pool.hang_detector.discard(self)
@@ -358,13 +376,15 @@ class UpstreamPool:
             self._limit.free -= 1
         return connection
 
-    async def acquire(self, origin: Origin, agent: Register, deadline: float) -> UpstreamConnection:
-        """An idle connection, or a new one; to be released."""
+    async def acquire(
+        self, origin: Origin, agent: Register, deadline: float, *, is_new: bool = False
+    ) -> UpstreamConnection:
+        """An idle connection unless `is_new`, or a new one; to be released."""
         try:
             await self._limit.acquire(deadline)
         except TimeoutError as error:
             raise _failure(error, agent) from error
-        connection = self._take_idle(origin)
+        connection = None if is_new else self._take_idle(origin)
         if connection is not None:
             return connection
         if len(self._idle_since) > self._limit.free:

@@ -29,6 +29,8 @@ MAX_TURN_BYTES = 16 * 1024
 what is read. The other connections come before the rest."""
 MEASURED_BYTES = 64 * 1024
 """After how much of a response what is held of it is counted anew."""
+KEPT_S = 1.0
+"""A server that closes a connection sooner after its last response does not do so because it is idle."""
 NO_DEADLINE = float("inf")
 
 
@@ -42,6 +44,13 @@ class _BadHead(Exception):
 
 class AgentUnresponsive(ConnectionBroken):
     """The connection was aborted because its agent no longer works."""
+
+
+class KeptConnectionClosed(ConnectionBroken):
+    """The peer closed a connection that had been idle for `KEPT_S` before it answered the next request.
+
+    Servers close what is idle for too long (uvicorn, so vLLM, after 5 s), even just when a request comes.
+    """
 
 
 class ConnectionState(State):
@@ -106,6 +115,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._overhead_bytes = 0
         """Received since the request was sent, or since the last piece of the body."""
         self._is_keep_alive = False
+        self._idle_since = NO_DEADLINE
+        """Until the latest request was sent, if another came before it."""
+        self._was_kept = False
+        """Whether it had been idle for `KEPT_S` then."""
         self._progress_at = 0.0
         self._deadline = NO_DEADLINE
         self._idle_timeout_s = NO_DEADLINE
@@ -130,6 +143,7 @@ class UpstreamConnection(asyncio.Protocol):
         pending wait raises `TimeoutError`.
         """
         self._transition(ConnectionState.HEADERS)
+        self._was_kept = self._loop.time() - self._idle_since >= KEPT_S
         self.status, self.headers = 0, {}
         self._head_bytes = self._overhead_bytes = self._unmeasured_bytes = 0
         self._sink = None
@@ -139,7 +153,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.set_deadline(deadline)
 
     async def read_headers(self) -> None:
-        """Wait for `status` and `headers`. Raises `ConnectionBroken` or `TimeoutError`."""
+        """Wait for `status` and `headers`.
+
+        Raises `ConnectionBroken`, which may be `KeptConnectionClosed`, or `TimeoutError`.
+        """
         while self.state is ConnectionState.HEADERS:
             await self._wait()
         self._raise()
@@ -205,6 +222,7 @@ class UpstreamConnection(asyncio.Protocol):
     def reset(self) -> None:
         """Make the connection ready for another request. Legal only when the response is complete."""
         self._transition(ConnectionState.IDLE)
+        self._idle_since = self._loop.time()
         self._deadline = self._idle_timeout_s = NO_DEADLINE
         self._sink, self._held = None, _nothing
         self._buffer, self._buffered_bytes = [], 0
@@ -257,7 +275,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self.state is ConnectionState.BODY and not self._is_framed:
             self._transition(ConnectionState.COMPLETE)
             self._wake()
-        self._fail(ConnectionBroken("the connection was lost"))
+        is_unanswered = self.state is ConnectionState.HEADERS and not self._overhead_bytes
+        kind = KeptConnectionClosed if is_unanswered and self._was_kept else ConnectionBroken
+        self._fail(kind("the connection was lost"))
 
     # Called by the parser.
 

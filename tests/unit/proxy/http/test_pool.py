@@ -9,15 +9,19 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError, TooManyResponses
 from kvferry.proxy.http import pool as pool_module
+from kvferry.proxy.http import upstream_connection
 from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
 from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.http.upstream_connection import KEPT_S
+from kvferry.proxy.wire.messages import Register
 from tests.standins.agents import Fault, StandInAgent
+from tests.standins.raw_server import whole
 from tests.unit.proxy.builders import registration
 
 BODY = json.dumps({"model": "stand-in", "prompt": "a b c", "max_tokens": 3}).encode()
@@ -92,6 +96,73 @@ async def test_a_failed_request_releases_its_connection() -> None:
                 await ask(upstream, failing)
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(ask(upstream, agent) for _ in range(2)))
+
+
+class OnceServer:
+    """Answers one request on each connection, and closes it when the next one comes; or ends altogether then.
+
+    An async context: entering listens, leaving closes everything.
+    """
+
+    def __init__(self, *, ends: bool) -> None:
+        self.connections = 0
+        self._ends = ends
+        self._server: asyncio.Server
+        self._served: list[asyncio.Task[None] | None] = []
+
+    async def __aenter__(self) -> OnceServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await asyncio.gather(*filter(None, self._served))
+
+    def registration(self) -> Register:
+        port = self._server.sockets[0].getsockname()[1]
+        return registration("both", 1, address=f"http://127.0.0.1:{port}")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._served.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(len(BODY))
+        writer.write(whole(b"{}"))
+        with suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+        if self._ends:
+            self._server.close()
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(("idle_s", "ends"), [(KEPT_S, False), (0.0, False), (KEPT_S, True)])
+async def test_a_request_that_crosses_the_close_of_an_idle_connection_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch, idle_s: float, ends: bool
+) -> None:
+    """vLLM closes what is idle for 5 s. Several requests that met that at once opened its circuit breaker.
+
+    A server that has just answered does not do so, and one that takes no other connection has ended: those
+    are lost, maybe by the request.
+    """
+    monkeypatch.setattr(upstream_connection, "KEPT_S", KEPT_S - idle_s)
+    async with OnceServer(ends=ends) as server, UpstreamPool(PoolSettings()) as upstream:
+        agent, by = server.registration(), asyncio.get_running_loop().time() + SOON_S
+
+        async def ask_it() -> bytes:
+            async with upstream.post(
+                agent, "/v1/completions", BODY, {}, headers_deadline=by, deadline=by
+            ) as response:
+                return await response.read()
+
+        assert await ask_it() == b"{}"
+        if idle_s and not ends:
+            assert await ask_it() == b"{}"
+            assert server.connections == 2
+        else:
+            with pytest.raises(AgentLost) as lost:
+                await ask_it()
+            assert lost.value.may_be_caused and not lost.value.connection_refused
+            assert server.connections == 1
 
 
 def waiting(limit: ConnectionLimit, count: int) -> list[asyncio.Task[None]]:
