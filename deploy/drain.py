@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from kvferry.deploy.status import StatusFailed, client_session, fetch_nodes
+from kvferry.deploy.status import StatusFailed, client_session, error_message, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
 from kvferry.proxy.wire.exceptions import message_of
@@ -63,7 +63,10 @@ async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> N
 async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
     async with http.post(url) as response:
         if response.status != 202:
-            raise DrainFailed(f"{url} answered {response.status}: {(await response.text())[:200]}")
+            why = error_message(await response.read())
+            if response.status == 401:  # a proxy would have refused to list its agents before
+                why += "; --cluster-key names the cluster's key file"
+            raise DrainFailed(f"{url} answered {response.status}: {why}")
 
 
 def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:

@@ -79,7 +79,7 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
                 if len(page) > MAX_PAGE_BYTES:
                     raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
             if response.status != 200:
-                raise StatusFailed(f"{url} answered {response.status}: {_message(page)}")
+                raise StatusFailed(f"{url} answered {response.status}: {error_message(page)}")
         return msgspec.json.decode(page, type=NodeList)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise StatusFailed(f"{url} cannot be asked: {error or 'no response in time'}") from error
@@ -211,7 +211,8 @@ def show_on_ray(address: str | None, namespace: str, as_json: bool) -> None:
         print(f"no agents run in the Ray namespace {namespace}")
 
 
-def _message(page: bytearray) -> str:
+def error_message(page: bytes | bytearray) -> str:
+    """Return the message of an error in OpenAI's shape, or the beginning of a page that is none."""
     try:
         error: Any = msgspec.json.decode(page)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -40,13 +40,20 @@ async def proxy_with(*nodes: NodeView) -> AsyncIterator[tuple[str, list[str]]]:
     app = web.Application()
     app.router.add_get("/nodes", list_nodes)
     app.router.add_post("/nodes/{incarnation}/end", end)
+    async with served(app) as url:
+        yield url, asked
+
+
+@asynccontextmanager
+async def served(app: web.Application) -> AsyncIterator[str]:
+    """The base URL of an application that is served meanwhile."""
     runner = web.AppRunner(app)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}", asked
+        yield f"http://{host}:{port}"
     finally:
         await runner.cleanup()
 
@@ -81,3 +88,19 @@ async def test_an_address_goes_before_a_name() -> None:
     async with proxy_with(*nodes) as (url, asked):
         await drain(url, "10.0.0.1:8001", None, None, TIMEOUT_S)
     assert asked == ["second"]
+
+
+async def test_an_agent_of_a_cluster_wants_its_key() -> None:
+    async def drain_agent(_: web.Request) -> web.Response:
+        error = {"message": "this agent serves only the proxies of its cluster", "code": "unauthorized"}
+        return web.json_response({"error": error}, status=401)
+
+    app = web.Application()
+    app.router.add_post("/drain", drain_agent)
+    async with served(app) as url:
+        with pytest.raises(DrainFailed) as raised:
+            await drain(url, None, None, None, TIMEOUT_S)
+    assert str(raised.value) == (
+        f"{url}/drain answered 401: this agent serves only the proxies of its cluster; "
+        "--cluster-key names the cluster's key file"
+    )
