@@ -231,9 +231,8 @@ async def serving(
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
                 hurrying = tasks.create_task(_hurry(server, stop))
-                watching = tasks.create_task(
-                    upstream.hang_detector.run(fleet.find_hung, asyncio.get_running_loop().time)
-                )
+                watching = tasks.create_task(upstream.hang_detector.run(fleet.find_hung, fleet.clock))
+                waking = tasks.create_task(fleet.registry.keep_awake(fleet.clock))
                 try:
                     yield services
                 finally:
@@ -244,6 +243,7 @@ async def serving(
                     hurrying.cancel()
                     await server.cancel_requests()
                     watching.cancel()
+                    waking.cancel()
         finally:
             await drops.settle()
             if services.tracing is not None:

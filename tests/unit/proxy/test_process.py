@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from kvferry.proxy.cli import SETTLE_S
@@ -199,3 +201,32 @@ async def test_a_taken_port_ends_it_with_a_message() -> None:
         _, said = await asyncio.wait_for(child.communicate(), 20)
     assert child.returncode == 1
     assert b"address already in use" in said.lower()
+
+
+@pytest.mark.parametrize("args", [(), ("--workers", "2")])
+async def test_a_proxy_that_stood_still_loses_no_agent(args: tuple[str, ...]) -> None:
+    """A machine that is paused, or has too much to do. The agents' pings wait to be read."""
+    async with (
+        process(*args) as (child, listening),
+        StandInAgent("both", (f"127.0.0.1:{listening['discovery_port']}",)) as agent,
+        aiohttp.ClientSession() as http,
+    ):
+        await agent.until(lambda: agent.acks)
+        stopped = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
+        async with http.post(f"{listening['url']}/v1/completions", json=BODY) as response:
+            assert response.status == 200
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        asking = [
+            asyncio.ensure_future(http.post(f"{listening['url']}/v1/completions", json=BODY))
+            for _ in range(8)
+        ]
+        await asyncio.sleep(NODE_EXPIRY_S + 1.0)
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        for response in await asyncio.gather(*asking):
+            assert response.status == 200, await response.text()
+            response.release()
+        async with http.get(f"{listening['url']}/metrics") as response:
+            page = await response.text()
+        assert 'kvferry_proxy_agents_lost_total{role="both"} 0.0' in page
