@@ -31,8 +31,13 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     },
 )
 """Backend name to module, best first."""
-CONFIGURABLE = frozenset({"mori", "cuda_ipc"})
-"""Backends that take options."""
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "mori": "kvferry.transfer.backends.mori.settings",
+        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc.settings",
+    }
+)
+"""Backends that take options, and the module that reads them."""
 
 
 class TransferError(Exception):
@@ -188,7 +193,8 @@ def candidates(transfer: str) -> tuple[str, ...]:
 def parse_backend_options(text: str) -> Mapping[str, Mapping[str, str]]:
     """Read `BACKEND.NAME=VALUE,…` into options by backend.
 
-    Raises ValueError for what is not of that form, or names a backend that takes no options.
+    Raises ValueError for what is not of that form, names a backend that takes no options, or is none of its
+    options or values: also where the backend does not work on this machine.
     """
     options: dict[str, dict[str, str]] = {}
     for item in filter(None, text.split(",")):
@@ -196,9 +202,11 @@ def parse_backend_options(text: str) -> Mapping[str, Mapping[str, str]]:
         backend, dot, option = name.strip().partition(".")
         if not (equals and dot and option) or backend not in BACKENDS:
             raise ValueError(f"a transfer option must be BACKEND.NAME=VALUE, got {item!r}")
-        if backend not in CONFIGURABLE:
+        if backend not in SETTINGS:
             raise ValueError(f"the transfer backend {backend} takes no options, got {item!r}")
         options.setdefault(backend, {})[option] = value.strip()
+    for backend, given in options.items():
+        cast("_SettingsModule", importlib.import_module(SETTINGS[backend])).read_settings(given)
     return options
 
 
@@ -212,3 +220,7 @@ class _BackendModule(Protocol):
     def open_backend(self, options: EngineOptions) -> TransferEngine: ...
 
     def probe(self, options: Mapping[str, str]) -> str | None: ...
+
+
+class _SettingsModule(Protocol):
+    def read_settings(self, options: Mapping[str, str]) -> object: ...

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvferry.transfer.backends.common.handshake import HandshakeServer
-from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.common.wakeups import Timer
 from kvferry.transfer.backends.cuda_ipc.device import CudaDevice, Device
 from kvferry.transfer.backends.cuda_ipc.driver import CudaError, ExportedMemory
 from kvferry.transfer.backends.cuda_ipc.launches import CudaIpcTransfer, Launches
 from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcAddress, CudaIpcPeer
-from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
+from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings, read_settings
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Region
 from kvferry.transfer.layout import SpanTable
 
@@ -64,7 +63,7 @@ class CudaIpcEngine:
 
     def __init__(self, options: EngineOptions, open_device: OpenDevice = CudaDevice) -> None:
         self._options = options
-        self._settings = parse_settings("cuda_ipc", CudaIpcSettings, options.backend_options)
+        self._settings = read_settings(options.backend_options)
         self._open_device = open_device
         self._canary = secrets.token_bytes(_CANARY_BYTES)
         self._canary_tensor: torch.Tensor | None = None

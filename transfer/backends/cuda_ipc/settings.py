@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from kvferry.transfer.backends.common.settings import parse_settings
 
 _MIXED_PART = 8
 """The kernel copies this fraction of a mixed launch: one in so many. Between two H200s, with spans of 2.4 MB:
@@ -59,3 +62,8 @@ class CudaIpcSettings:
     def num_programs(self, multiprocessors: int, computing: bool) -> int:
         """Programs of one launch. The GPU spreads them, at first one per multiprocessor."""
         return max(1, int(multiprocessors * (self.busy_sm_share if computing else self.sm_share)))
+
+
+def read_settings(options: Mapping[str, str]) -> CudaIpcSettings:
+    """Read the options as text. Raises ValueError that names the wrong one."""
+    return parse_settings("cuda_ipc", CudaIpcSettings, options)

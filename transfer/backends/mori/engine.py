@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakeServer
-from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.peer import MoriPeer
 from kvferry.transfer.backends.mori.probe import find_reason
 from kvferry.transfer.backends.mori.queue_pairs import QueuePairMaker
 from kvferry.transfer.backends.mori.regions import MoriPool, MoriRegionAddress, RemotePool
-from kvferry.transfer.backends.mori.settings import MoriSettings
+from kvferry.transfer.backends.mori.settings import read_settings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import (
     BackendUnavailable,
@@ -181,7 +180,7 @@ def open_backend(options: EngineOptions) -> MoriEngine:
     """Make an engine. Raises `BackendUnavailable` with the reason if MORI-IO does not run here, and
     ValueError for an invalid option.
     """
-    settings = parse_settings("mori", MoriSettings, options.backend_options)
+    settings = read_settings(options.backend_options)
     try:
         host = socket.gethostbyname(options.advertise_host)  # MORI takes numeric IPv4 addresses only
     except OSError as error:

@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.transfer.backends.common.settings import parse_settings
 from kvferry.transfer.backends.mori.library import create_engine
-from kvferry.transfer.backends.mori.settings import MoriSettings
+from kvferry.transfer.backends.mori.settings import read_settings
 from kvferry.transfer.rdma_devices import list_rdma_devices
 
 _MODULE = "kvferry.transfer.backends.mori.probe"
@@ -41,7 +40,7 @@ def find_reason(host: str, options: Mapping[str, str]) -> str | None:
     """
     if importlib.util.find_spec("mori") is None:
         return "mori: not installed (distribution amd-mori)"
-    settings = parse_settings("mori", MoriSettings, options)
+    settings = read_settings(options)
     endless = [
         each.name for each in list_rdma_devices() if not each.pci_address and settings.takes(each.name)
     ]
@@ -84,7 +83,7 @@ def _try(host: str, options: Mapping[str, str]) -> str | None:
         import mori.io as library
     except ImportError as error:
         return str(error)
-    settings = parse_settings("mori", MoriSettings, options)
+    settings = read_settings(options)
     try:
         reader, owner = (create_engine(library, name, host, settings) for name in ("reader", "owner"))
         reader.register_remote_engine(owner.get_engine_desc())

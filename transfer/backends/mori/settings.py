@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from kvferry.transfer.backends.common.settings import parse_settings
 
 MAX_REGION_BYTES = (2 << 30) - (64 << 10)
 """Some NICs refuse to register 2 GiB in one piece."""
@@ -130,3 +133,8 @@ class MoriSettings:
         config.max_cqe_num = self.max_cqe_num
         config.max_msg_sge = self.max_msg_sge
         return config
+
+
+def read_settings(options: Mapping[str, str]) -> MoriSettings:
+    """Read the options as text. Raises ValueError that names the wrong one."""
+    return parse_settings("mori", MoriSettings, options)

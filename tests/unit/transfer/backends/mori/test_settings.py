@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -103,4 +104,18 @@ def test_a_wrong_option_is_named(options: dict[str, str], named: str) -> None:
 @pytest.mark.parametrize("text", ["qp=1", "mori.qp", "pigeon.wings=2", "mori.=2"])
 def test_an_option_that_names_no_backend_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"BACKEND\.NAME=VALUE"):
+        parse_backend_options(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("mori.qps=1", "unknown option mori.qps; known: control_timeout_ms, "),
+        ("cuda_ipc.sm_shre=0.1", "unknown option cuda_ipc.sm_shre; known: block_words, "),
+        ("cuda_ipc.sm_share=9", "cuda_ipc.sm_share must be over 0 and at most 1, got 9"),
+        ("mori.qp_per_transfer=many", "options of mori: "),
+    ],
+)
+def test_a_wrong_option_is_refused_where_the_backend_does_not_work(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
         parse_backend_options(text)
