@@ -153,6 +153,21 @@ def test_containers_run_commands_that_are_understood(values: Path, tmp_path: Pat
     assert seen >= 3
 
 
+@pytest.mark.parametrize("values", EXAMPLES, ids=lambda path: path.stem)
+def test_what_is_to_be_scraped_may_be_reached(values: Path) -> None:
+    objects = render("--values", values)
+    monitored = {each["metadata"]["name"] for each in objects if each["kind"] == "PodMonitor"}
+    [agents] = [
+        each
+        for each in objects
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"].endswith("-agents")
+    ]
+    from_elsewhere = any(
+        "namespaceSelector" in who for rule in agents["spec"]["ingress"] for who in rule["from"]
+    )
+    assert any(name.endswith("-agent") for name in monitored) == from_elsewhere
+
+
 def test_pods_have_time_to_drain_and_few_rights() -> None:
     for pod in pods(render(*SECURE, "--set", "drainSeconds=100")):
         assert pod["spec"]["terminationGracePeriodSeconds"] > 100
