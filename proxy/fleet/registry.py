@@ -52,7 +52,7 @@ MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
 AWAKE_INTERVAL_S = 0.5
 LONGEST_NAP_S = 2 * AWAKE_INTERVAL_S
-"""After this process has stood still for longer, pings wait to be read: the silence is not the agents'."""
+"""After this process has stood still for longer, pings wait to be read: agents are not lost for that."""
 ROUNDING_S = 1e-3
 """More than floats lose in adding intervals to the clock."""
 DRAIN_VERSION = 3
@@ -461,7 +461,7 @@ class Registry:
             await asyncio.sleep(AWAKE_INTERVAL_S)
 
     def awake(self, now: float) -> None:
-        """Note that this process runs. The time for which it stood still counts as no agent's silence."""
+        """Note that this process runs. The time for which it stood still counts for no agent's expiry."""
         nap_s = 0.0 if self._awake_at is None else now - self._awake_at
         if nap_s > LONGEST_NAP_S:
             logger.warning("this process stood still for %.1f s", nap_s)

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,6 +99,7 @@ def hosts(
     opt = folder / "opt"
     opt.mkdir()
     network = next(iter(addresses.values())).rpartition(".")[0]
+    _remove(containers, addresses)  # what a run that was killed has left
     try:
         containers.podman(
             "network", "create", "--internal", "--subnet", f"{network}.0/24", "--gateway", f"{network}.254",
@@ -117,6 +118,10 @@ def hosts(
             host.type(f"until {BOOTED}; do sleep 0.1; done", timeout_s=BOOT_TIMEOUT_S)
         yield found
     finally:
-        for name in addresses:
-            containers.podman("rm", "--force", "--ignore", "--time", "0", name)
-        containers.podman("network", "rm", "--force", NETWORK)
+        _remove(containers, addresses)
+
+
+def _remove(containers: Containers, names: Iterable[str]) -> None:
+    for name in names:
+        containers.podman("rm", "--force", "--ignore", "--time", "0", name)
+    containers.podman("network", "rm", "--force", NETWORK)
