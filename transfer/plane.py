@@ -10,6 +10,8 @@ import msgspec
 
 from kvferry.transfer.layout import KVGeometry
 
+RENEWALS = 3.3
+"""So many within a lease's time at least: one or two may be lost."""
 MAX_STAGED = 1024
 """Readers that may wait for prefills which have not begun."""
 MAX_LOAN_BLOCKS = 1 << 14
@@ -38,7 +40,8 @@ class PlaneConfig:
         control_port: Port of the control channel; 0 lets the OS choose.
         transfer: Backend that the ranks open, or auto.
         lease_s: Seconds until a lease expires that is not renewed.
-        renew_s: Seconds between renewals; by default at most 3, and under a third of the lease.
+        renew_s: Seconds between renewals, or less for producers whose leases are shorter; by default at most
+            3, and under a third of the lease.
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
@@ -70,4 +73,4 @@ class PlaneConfig:
 
     @property
     def renewal_interval_s(self) -> float:
-        return self.renew_s if self.renew_s is not None else min(3.0, self.lease_s / 3.3)
+        return self.renew_s if self.renew_s is not None else min(3.0, self.lease_s / RENEWALS)

@@ -32,12 +32,14 @@ from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
-from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import RENEWALS, PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import CancelRead
 
 _OPEN_WAIT_S = 1.0
+_LEAST_RENEWAL_S = 0.1
+"""Whatever a producer says of its leases."""
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 1.0
 
 _log = logging.getLogger(__name__)
@@ -106,6 +108,8 @@ class Consumer:
         self._next_seq = 0
         """The next pull numbers its reads from here on: it has at most one for each of our blocks."""
         self._renewal: asyncio.TimerHandle | None = None
+        self._renewal_interval_s = config.renewal_interval_s
+        """Less than configured once a producer has granted a lease that is too short for that."""
         self.failures: Counter[str] = Counter()
         self.handshakes = 0
         self.pulls = 0
@@ -369,6 +373,7 @@ class Consumer:
             grant = entry.link.grant(response)
         except ValueError as error:
             return entry.pull.fail("mismatch", str(error))
+        self._renew_within(response.lease_s)
         if grant.ready and entry.deadline - time.monotonic() > entry.move_s:
             self._set_deadline(entry, entry.move_s)
         return entry.pull.opened(time.monotonic(), grant)
@@ -443,9 +448,18 @@ class Consumer:
 
     def _schedule_renewal(self) -> None:
         if self._renewal is None:
-            self._renewal = asyncio.get_running_loop().call_later(
-                self._config.renewal_interval_s, self._renew
-            )
+            self._renewal = asyncio.get_running_loop().call_later(self._renewal_interval_s, self._renew)
+
+    def _renew_within(self, lease_s: float) -> None:
+        """Renew often enough for leases of so many seconds, from now on."""
+        interval_s = max(_LEAST_RENEWAL_S, lease_s / RENEWALS)
+        if interval_s >= self._renewal_interval_s:
+            return
+        self._renewal_interval_s = interval_s
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
+        self._schedule_renewal()
 
     def _renew(self) -> None:
         """Renew every live transfer's lease, with one request per producer."""

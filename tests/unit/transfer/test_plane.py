@@ -314,6 +314,18 @@ async def test_a_lease_never_outlives_its_request() -> None:
         assert (await prefill.event(LeaseEnded, timeout_s=4.0)).cause == "expired"
 
 
+async def test_a_long_read_of_a_producer_whose_leases_are_shorter_than_ours() -> None:
+    """What it grants says how often to renew it, not the reader's own setting."""
+    async with (
+        Agent(lease_s=1.5, seed=1, tcp_fault="delay:seconds=3") as prefill,
+        Agent(lease_s=10.0, seed=2) as decode,
+    ):
+        transfer_id = prefill.lend(THEIRS, TOKENS)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        assert isinstance(await decode.event(PullDone), PullDone)
+        assert (await prefill.event(LeaseEnded)).cause == "released"
+
+
 async def test_an_early_lease_end_reaches_the_reader_as_the_reason() -> None:
     async with Agent(lease_s=0.2, seed=1) as prefill, Agent(seed=2) as decode:
         expired = prefill.lend(THEIRS, TOKENS)
