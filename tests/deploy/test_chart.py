@@ -370,6 +370,16 @@ def test_what_needs_a_cluster_is_understood_up_to_there(command: str, tmp_path: 
     assert any(each in done.stderr for each in (NOWHERE, NOWHERE.partition("//")[2])), done.stderr
 
 
+def test_monitors_and_rules_have_the_labels_by_which_a_prometheus_chooses() -> None:
+    words = "monitoring.podMonitor=true,monitoring.rules=true,monitoring.labels.release=prom"
+    chosen = [
+        each["metadata"]["name"]
+        for each in render(*SECURE, "--set", words)
+        if each["metadata"].get("labels", {}).get("release") == "prom"
+    ]
+    assert sorted(chosen) == ["r-kvferry", "r-kvferry-agent", "r-kvferry-proxy"]
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: Debian's prometheus has it")
 def test_promtool_takes_the_rules_of_the_chart(tmp_path: Path) -> None:
     """All of ours, as they are rendered."""
