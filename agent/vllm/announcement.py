@@ -65,9 +65,10 @@ class Server:
 class Announcement:
     """Pings the proxies while `run` runs, and says bye at its end.
 
-    Asked to drain, by a proxy or on the drain socket, it announces that, and says on the socket when no proxy
-    has a request for the server, none runs, and no KV is leased. The server goes on: the process that has
-    started it ends it.
+    Asked to drain, by a proxy or on the drain socket, it announces that, until no proxy has a request for the
+    server, none runs, and no KV is leased. Then it says so on the socket: the process that has started the
+    server ends it, and vLLM gives this one no time for a bye then, so it is said before. Without such a
+    process the server goes on, and so do the pings.
 
     Args:
         free_blocks: How many of the engine's KV blocks are free.
@@ -97,19 +98,25 @@ class Announcement:
             settings.proxy, self._changed, self._describe, key=key, drain=self._asked.set
         )
         self._plane: SchedulerConnector | None = None
+        self._has_said_bye = False
 
     async def run(self, plane: SchedulerConnector) -> None:
         """Ping until cancelled."""
         self._plane = plane
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._announcer.run())
-                tasks.create_task(self._drain_when_asked(plane))
+                pinging = tasks.create_task(self._announcer.run())
+                tasks.create_task(self._drain_when_asked(plane, pinging))
         finally:
+            self._say_bye()
+
+    def _say_bye(self) -> None:
+        if not self._has_said_bye:
+            self._has_said_bye = True
             self._announcer.send_bye(self._server.incarnation)
             self._announcer.close()
 
-    async def _drain_when_asked(self, plane: SchedulerConnector) -> None:
+    async def _drain_when_asked(self, plane: SchedulerConnector, pinging: asyncio.Task[None]) -> None:
         reader, writer = None, None
         try:
             if self._settings.drain_socket:
@@ -126,6 +133,9 @@ class Announcement:
             await self._wait_unneeded(plane)
             log.info("has drained")
             if writer is not None:
+                pinging.cancel()
+                await asyncio.wait([pinging])
+                self._say_bye()
                 writer.write(DRAINED)
                 await writer.drain()
         except OSError as error:  # its end ends this process too, in a moment

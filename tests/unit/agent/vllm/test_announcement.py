@@ -15,7 +15,7 @@ import pytest
 from kvferry.agent.vllm.announcement import Announcement, Server
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.registry import Node
+from kvferry.proxy.fleet.registry import ROLES, Node
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.messages import Capacity, Incarnation, WorkReport
@@ -95,7 +95,27 @@ async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
             assert not work.drained.is_set(), name
             setattr(work, name, 0)
         await asyncio.wait_for(work.drained.wait(), DEADLINE_S)
-        assert nodes(proxy)[0].info.state == "draining", "it serves until it is ended"
+        await until(lambda: not nodes(proxy))  # vLLM kills the announcement's process in a moment
+        assert proxy.fleet.registry.lost == dict.fromkeys(ROLES, 0), "it has said bye"
+        running.cancel()
+
+
+async def test_a_server_that_nobody_ends_goes_on_when_it_has_drained() -> None:
+    work = Work(requests=0, leased=0)
+    async with (
+        running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy,
+        asyncio.TaskGroup() as tasks,
+    ):
+        settings = ConnectorSettings(
+            advertise_url="http://127.0.0.1:9", proxy=(f"127.0.0.1:{proxy.discovery_port}",)
+        )
+        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
+        running = tasks.create_task(announcement.run(cast(Any, work)))
+        await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
+        assert proxy.fleet.end(Incarnation("i"))
+        await until(lambda: nodes(proxy)[0].info.state == "draining")
+        await asyncio.sleep(1.5)  # for two more pings
+        assert nodes(proxy)[0].info.state == "draining"
         running.cancel()
     assert not nodes(proxy), "it has said bye"
 
