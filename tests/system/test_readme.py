@@ -64,6 +64,7 @@ FOREIGN = {
     "--tokens",
     "--build-arg",
     "--index-url",
+    "--set",
     "--cuda",
     "--distributed-executor-backend",
     "--dry-run",
