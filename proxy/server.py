@@ -232,7 +232,7 @@ async def serving(
                 clients = tasks.create_task(server.serve(sockets=[listener]))
                 hurrying = tasks.create_task(_hurry(server, stop))
                 watching = tasks.create_task(upstream.hang_detector.run(fleet.find_hung, fleet.clock))
-                waking = tasks.create_task(fleet.registry.keep_awake(fleet.clock))
+                monitoring = tasks.create_task(fleet.registry.monitor_pauses(fleet.clock))
                 try:
                     yield services
                 finally:
@@ -243,7 +243,7 @@ async def serving(
                     hurrying.cancel()
                     await server.cancel_requests()
                     watching.cancel()
-                    waking.cancel()
+                    monitoring.cancel()
         finally:
             await drops.settle()
             if services.tracing is not None:

@@ -98,21 +98,18 @@ class Announcement:
             settings.proxy, self._changed, self._describe, key=key, drain=self._asked.set
         )
         self._plane: SchedulerConnector | None = None
-        self._has_said_bye = False
 
     async def run(self, plane: SchedulerConnector) -> None:
         """Ping until cancelled."""
         self._plane = plane
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                pinging = tasks.create_task(self._announcer.run())
-                tasks.create_task(self._drain_when_asked(plane, pinging))
-        finally:
-            self._say_bye()
+        async with asyncio.TaskGroup() as tasks:
+            pinging = tasks.create_task(self._ping())
+            tasks.create_task(self._drain_when_asked(plane, pinging))
 
-    def _say_bye(self) -> None:
-        if not self._has_said_bye:
-            self._has_said_bye = True
+    async def _ping(self) -> None:
+        try:
+            await self._announcer.run()
+        finally:
             self._announcer.send_bye(self._server.incarnation)
             self._announcer.close()
 
@@ -135,7 +132,6 @@ class Announcement:
             if writer is not None:
                 pinging.cancel()
                 await asyncio.wait([pinging])
-                self._say_bye()
                 writer.write(DRAINED)
                 await writer.drain()
         except OSError as error:  # its end ends this process too, in a moment

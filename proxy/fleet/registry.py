@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of the fleet: their latest registrations, states and expiry.
 
-Synchronous and without a clock of its own, but for `keep_awake`: every method changes the registry at once
-and takes the time (monotonic seconds), so that a test can walk through hours in a loop.
+Synchronous and without a clock of its own, but for `monitor_pauses`: every method changes the registry at
+once and takes the time (monotonic seconds), so that a test can walk through hours in a loop.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ PROOF_S = 0.5
 """A ping this long after something happened to the agent was sent after that."""
 MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
-AWAKE_INTERVAL_S = 0.5
-LONGEST_NAP_S = 2 * AWAKE_INTERVAL_S
-"""After this process has stood still for longer, pings wait to be read: agents are not lost for that."""
+PAUSE_CHECK_INTERVAL_S = 0.5
+LONG_PAUSE_S = 2 * PAUSE_CHECK_INTERVAL_S
+"""After such a pause of this process or its host, pings wait to be read: agents are not lost for that."""
 ROUNDING_S = 1e-3
 """More than floats lose in adding intervals to the clock."""
 DRAIN_VERSION = 3
@@ -253,8 +253,8 @@ class Registry:
         self._models: dict[str, float] = {}
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
-        self._awake_at: float | None = None
-        """When `awake` was called last."""
+        self._running_at: float | None = None
+        """When `check_pause` was called last."""
         self._now = 0.0
         """The latest time that any call has brought, for events whose call brings none."""
         self._kept = _Kept()
@@ -436,12 +436,12 @@ class Registry:
         """Remove the agents whose pings have stopped, and the models that have long not been served.
 
         Looks at everything, so it does nothing if called again within `SWEEP_INTERVAL_S`; nor when this
-        process has just stood still, until `awake` is called.
+        process has just paused, until `check_pause` is called.
         """
         self._now = now
         if now - self._swept_at < SWEEP_INTERVAL_S:
             return
-        if self._awake_at is not None and now - self._awake_at > LONGEST_NAP_S:
+        if self._running_at is not None and now - self._running_at > LONG_PAUSE_S:
             return
         self._swept_at = now
         expired = [key for key, record in self._records.items() if now - record.heard_at >= _expiry(record)]
@@ -454,22 +454,22 @@ class Registry:
         for model in [name for name, seen in self._models.items() if now - seen >= MODEL_MEMORY_S]:
             del self._models[model]
 
-    async def keep_awake(self, clock: Callable[[], float]) -> None:
-        """Call `awake` regularly until cancelled. `clock`: the event loop's."""
+    async def monitor_pauses(self, clock: Callable[[], float]) -> None:
+        """Call `check_pause` regularly until cancelled. `clock`: the event loop's."""
         while True:
-            self.awake(clock())
-            await asyncio.sleep(AWAKE_INTERVAL_S)
+            self.check_pause(clock())
+            await asyncio.sleep(PAUSE_CHECK_INTERVAL_S)
 
-    def awake(self, now: float) -> None:
-        """Note that this process runs. The time for which it stood still counts for no agent's expiry."""
-        nap_s = 0.0 if self._awake_at is None else now - self._awake_at
-        if nap_s > LONGEST_NAP_S:
-            logger.warning("this process stood still for %.1f s", nap_s)
+    def check_pause(self, now: float) -> None:
+        """Note that this process runs. A pause before counts for no agent's expiry."""
+        paused_s = 0.0 if self._running_at is None else now - self._running_at
+        if paused_s > LONG_PAUSE_S:
+            logger.warning("this process or its host paused for %.1f s", paused_s)
             for record in self._records.values():
-                record.heard_at = min(now, record.heard_at + nap_s)
-                record.progress_at = min(now, record.progress_at + nap_s)
+                record.heard_at = min(now, record.heard_at + paused_s)
+                record.progress_at = min(now, record.progress_at + paused_s)
             self._kept.stale.update(self._records)
-        self._awake_at = now
+        self._running_at = now
 
     def snapshot(self, now: float) -> Snapshot:
         """Return all agents as they are now; the same object while nothing changes."""

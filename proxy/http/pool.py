@@ -31,8 +31,8 @@ from kvferry.proxy.http.upstream_connection import (
     AgentUnresponsive,
     ConnectionBroken,
     ConnectionState,
-    KeptConnectionClosed,
     Sink,
+    StaleConnection,
     UpstreamConnection,
 )
 from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
@@ -218,7 +218,7 @@ class UpstreamRequest:
             connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
         try:
             return await self._send(connection)
-        except KeptConnectionClosed as error:
+        except StaleConnection as error:
             lost = _failure(error, self.agent)
         # Most likely the agent never saw the request (RFC 9112, 9.3.1). Otherwise it has ended, and takes no
         # connection either: then the loss may be the request's doing.
@@ -229,7 +229,7 @@ class UpstreamRequest:
         return await self._send(connection)
 
     async def _send(self, connection: UpstreamConnection) -> UpstreamResponse:
-        """Send the request and wait for its response's head. Raises `KeptConnectionClosed`."""
+        """Send the request and wait for its response's head. Raises `StaleConnection`."""
         pool = self._pool
         self._connection = connection
         pool.hang_detector.add(self)
@@ -245,7 +245,7 @@ class UpstreamRequest:
         except (ConnectionBroken, TimeoutError) as error:
             pool.hang_detector.discard(self)
             pool.release(self._origin, connection)
-            if isinstance(error, KeptConnectionClosed):
+            if isinstance(error, StaleConnection):
                 raise
             raise _failure(error, self.agent) from error
         except BaseException:

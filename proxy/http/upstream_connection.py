@@ -29,7 +29,7 @@ MAX_TURN_BYTES = 16 * 1024
 what is read. The other connections come before the rest."""
 MEASURED_BYTES = 64 * 1024
 """After how much of a response what is held of it is counted anew."""
-KEPT_S = 1.0
+STALE_AFTER_S = 1.0
 """A server that closes a connection sooner after its last response does not do so because it is idle."""
 NO_DEADLINE = float("inf")
 
@@ -46,8 +46,8 @@ class AgentUnresponsive(ConnectionBroken):
     """The connection was aborted because its agent no longer works."""
 
 
-class KeptConnectionClosed(ConnectionBroken):
-    """The peer closed a connection that had been idle for `KEPT_S` before it answered the next request.
+class StaleConnection(ConnectionBroken):
+    """The peer closed a connection that had been idle for `STALE_AFTER_S`, instead of answering.
 
     Servers close what is idle for too long (uvicorn, so vLLM, after 5 s), even just when a request comes.
     """
@@ -117,8 +117,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_keep_alive = False
         self._idle_since = NO_DEADLINE
         """Until the latest request was sent, if another came before it."""
-        self._was_kept = False
-        """Whether it had been idle for `KEPT_S` then."""
+        self._may_be_stale = False
+        """Whether it had been idle for `STALE_AFTER_S` then."""
         self._progress_at = 0.0
         self._deadline = NO_DEADLINE
         self._idle_timeout_s = NO_DEADLINE
@@ -143,7 +143,7 @@ class UpstreamConnection(asyncio.Protocol):
         pending wait raises `TimeoutError`.
         """
         self._transition(ConnectionState.HEADERS)
-        self._was_kept = self._loop.time() - self._idle_since >= KEPT_S
+        self._may_be_stale = self._loop.time() - self._idle_since >= STALE_AFTER_S
         self.status, self.headers = 0, {}
         self._head_bytes = self._overhead_bytes = self._unmeasured_bytes = 0
         self._sink = None
@@ -155,7 +155,7 @@ class UpstreamConnection(asyncio.Protocol):
     async def read_headers(self) -> None:
         """Wait for `status` and `headers`.
 
-        Raises `ConnectionBroken`, which may be `KeptConnectionClosed`, or `TimeoutError`.
+        Raises `ConnectionBroken`, which may be `StaleConnection`, or `TimeoutError`.
         """
         while self.state is ConnectionState.HEADERS:
             await self._wait()
@@ -276,7 +276,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transition(ConnectionState.COMPLETE)
             self._wake()
         is_unanswered = self.state is ConnectionState.HEADERS and not self._overhead_bytes
-        kind = KeptConnectionClosed if is_unanswered and self._was_kept else ConnectionBroken
+        kind = StaleConnection if is_unanswered and self._may_be_stale else ConnectionBroken
         self._fail(kind("the connection was lost"))
 
     # Called by the parser.

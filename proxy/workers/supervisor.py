@@ -142,7 +142,7 @@ async def running_workers(
             asyncio.TaskGroup() as tasks,
         ):
             watching = tasks.create_task(supervisor.watch())
-            waking = tasks.create_task(registry.keep_awake(clock))
+            monitoring = tasks.create_task(registry.monitor_pauses(clock))
             hurrying = tasks.create_task(supervisor.hurry(stop))
             kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
             try:
@@ -151,7 +151,7 @@ async def running_workers(
             finally:
                 supervisor.stop(stop.limit_s)
                 await asyncio.wait(kept, timeout=stop.limit_s + 2 * END_TIMEOUT_S)
-                for task in (hurrying, watching, waking, *kept):
+                for task in (hurrying, watching, monitoring, *kept):
                     task.cancel()
 
 

@@ -439,15 +439,15 @@ def test_the_time_for_which_the_proxy_stood_still_is_no_agents_silence() -> None
     registry.register(registration("prefill", 1), 0.0)
     registry.register(registration("decode", 2), 0.0)
     for tick in range(4):  # until 1.5
-        registry.awake(tick / 2)
+        registry.check_pause(tick / 2)
     woke = 1.5 + 100.0
     assert len(registry.snapshot(woke).nodes) == 2, "before anything that has waited is read"
     registry.register(registration("prefill", 1, index=2), woke + 0.01)
-    registry.awake(woke + 0.02)
+    registry.check_pause(woke + 0.02)
     ticks = [woke + 0.02 + tick / 2 for tick in range(1, 8)]
     counts = {}
     for at in ticks:
-        registry.awake(at)
+        registry.check_pause(at)
         counts[round(at - woke, 2)] = [node.info.role for node in registry.snapshot(at).nodes]
     assert counts[1.52] == ["prefill", "decode"]
     assert counts[2.02] == ["prefill"], "silent for 1.5 s before, and for 2 s since"

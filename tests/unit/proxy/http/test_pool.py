@@ -18,7 +18,7 @@ from kvferry.proxy.http import pool as pool_module
 from kvferry.proxy.http import upstream_connection
 from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
 from kvferry.proxy.http.response_bounds import ResponseBounds
-from kvferry.proxy.http.upstream_connection import KEPT_S
+from kvferry.proxy.http.upstream_connection import STALE_AFTER_S
 from kvferry.proxy.wire.messages import Register
 from tests.standins.agents import Fault, StandInAgent
 from tests.standins.raw_server import whole
@@ -135,7 +135,7 @@ class OnceServer:
         writer.transport.abort()
 
 
-@pytest.mark.parametrize(("idle_s", "ends"), [(KEPT_S, False), (0.0, False), (KEPT_S, True)])
+@pytest.mark.parametrize(("idle_s", "ends"), [(STALE_AFTER_S, False), (0.0, False), (STALE_AFTER_S, True)])
 async def test_a_request_that_crosses_the_close_of_an_idle_connection_is_sent_again(
     monkeypatch: pytest.MonkeyPatch, idle_s: float, ends: bool
 ) -> None:
@@ -144,7 +144,7 @@ async def test_a_request_that_crosses_the_close_of_an_idle_connection_is_sent_ag
     A server that has just answered does not do so, and one that takes no other connection has ended: those
     are lost, maybe by the request.
     """
-    monkeypatch.setattr(upstream_connection, "KEPT_S", KEPT_S - idle_s)
+    monkeypatch.setattr(upstream_connection, "STALE_AFTER_S", STALE_AFTER_S - idle_s)
     async with OnceServer(ends=ends) as server, UpstreamPool(PoolSettings()) as upstream:
         agent, by = server.registration(), asyncio.get_running_loop().time() + SOON_S
 
