@@ -7,36 +7,50 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from kvferry.proxy.dialects.vllm import HAND_OVER
+from kvferry.proxy.ids import new_transfer_id
 from tests.bench.pd.fleet import MODEL, Running, Setup, System, kv_moved, running
 from tests.bench.pd.load import LONG, SHORT, quantiles
 
 EXECUTORS = ("uni", "mp")
 BATCHES = (16, 64)
 WINDOW_S = 5.0
+PULLS_PER_S = 4.0
+"""Prompts of LONG tokens, as a server with some eight requests a second has, half of them long."""
 PULLERS = 4
-"""Requests of LONG tokens at a time, of which the prefill server has the KV in its prefix cache."""
+"""Requests at a time, one after the other, so that some pull is always in flight."""
+HELD = 400
+"""Leases on one prompt's blocks, taken before a window in which they are pulled."""
+LEASE_S = 60.0
+JOINING = 16
+"""Tokens of a prompt that is computed where another would be pulled."""
 ANSWER = 8000
 TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+Params = dict[str, Any]
+"""`kv_transfer_params` of a request, or of its response."""
 
 
 async def decode_steps(setup: Setup, system: System, vocabulary: int, figures: dict[str, Any]) -> None:
     """Add to `figures` for each executor of vLLM and batch: milliseconds between the tokens of streams that
-    the decode server has without a proxy, before, while and after pulls follow each other, and what was
-    pulled. Then the same while the prefill server computes as many of these prompts and lends none: what its
-    steps cost the decode's, where both have one GPU.
+    the decode server has without a proxy, alone and beside requests whose KV is pulled, some a second and as
+    many as go. The KV has been computed before, so the prefill server does nothing meanwhile, and its GPU may
+    be the decode's. Then beside as many requests that pull nothing: what it costs that requests come.
     """
     for executor in EXECUTORS:
         own = replace(
             setup,
             arguments=(*setup.arguments, "--distributed-executor-backend", executor),
             prefill_arguments=("--enable-prefix-caching",),
+            settings={**setup.settings, "lease_s": LEASE_S},
         )
         async with running(system, own) as fleet:
             for batch in BATCHES:
@@ -46,98 +60,128 @@ async def decode_steps(setup: Setup, system: System, vocabulary: int, figures: d
 
 
 async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str, Any]:
+    prefill, decode = fleet.servers
+    prompt, joining = _prompt(LONG, vocabulary), _prompt(JOINING, vocabulary)
     times: list[list[float]] = [[] for _ in range(batch)]
-    prompt = _prompt(LONG, vocabulary)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=TIMEOUT, read_bufsize=1 << 20
     ) as http:
         streams = [
-            asyncio.create_task(_stream(http, fleet.servers[1], _prompt(SHORT, vocabulary), own))
-            for own in times
+            asyncio.create_task(_stream(http, decode, _prompt(SHORT, vocabulary), own)) for own in times
         ]
         try:
             async with asyncio.timeout(60):
-                await _pulls(http, fleet.url, prompt, 1)
                 while not all(times):
                     await asyncio.sleep(0.1)
-            alone = [await _window(times)]
-            before = await kv_moved("kvferry", fleet.servers[1])
-            beside = await _window(times, _pulls(http, fleet.url, prompt, None))
-            after = await kv_moved("kvferry", fleet.servers[1])
-            alone.append(await _window(times))
-            pulls = after.transfers - before.transfers
-            assert pulls, "nothing was pulled"
-            prefills = await _window(times, _prefills(http, fleet.servers[0], prompt, pulls / WINDOW_S))
-            alone.append(await _window(times))
+                lent = await _lend(http, prefill, prompt, HELD)
+                await _ask(http, decode, prompt, next(lent))
+            windows = _Windows(times, decode)
+            await windows.alone()
+            await windows.beside("pulls", _at_a_rate(http, decode, prompt, lent, PULLS_PER_S))
+            await windows.alone()
+            await windows.beside("most_pulls", _one_after_the_other(http, decode, prompt, lent))
+            await windows.alone()
+            pulls_per_s = windows.figures["most_pulls"]["pulls"] / WINDOW_S
+            await windows.beside("joins", _at_a_rate(http, decode, joining, repeat(None), pulls_per_s))
+            await windows.alone()
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.wait(streams)
-    nbytes = after.nbytes - before.nbytes
-    return {
-        "alone_ms": alone,
-        "beside_ms": beside,
-        "slower": _slower(beside, *alone[:2]),
-        "pulls": pulls,
-        "pulled_gb_s": round(nbytes / WINDOW_S / 1e9, 2),
-        "beside_prefills_ms": prefills,
-        "slower_by_prefills": _slower(prefills, *alone[1:]),
-    }
+    return windows.figures
 
 
-def _slower(beside: dict[str, float], before: dict[str, float], after: dict[str, float]) -> float:
-    """Contexts grow meanwhile, and steps with them: one window lies before and one after."""
-    return round(beside["mean"] / ((before["mean"] + after["mean"]) / 2) - 1, 4)
+class _Windows:
+    """What the streams of a decode server see, window after window. Contexts grow meanwhile, and steps with
+    them: so a window beside requests lies between two without any.
+    """
 
+    def __init__(self, times: list[list[float]], decode: str) -> None:
+        self.figures: dict[str, Any] = {"alone_ms": []}
+        self._times = times
+        self._decode = decode
+        self._last = ""
 
-async def _window(
-    times: list[list[float]], beside: Coroutine[Any, Any, None] | None = None
-) -> dict[str, float]:
-    """What streams see within WINDOW_S, while something else goes on."""
-    began = time.perf_counter()
-    other = None if beside is None else asyncio.create_task(beside)
-    try:
+    async def alone(self) -> None:
+        alone = self.figures["alone_ms"]
+        alone.append(await self._window())
+        if self._last:
+            found = self.figures[self._last]
+            usual = (alone[-2]["mean"] + alone[-1]["mean"]) / 2
+            found["slower"] = round(found["ms"]["mean"] / usual - 1, 4)
+
+    async def beside(self, name: str, requests: Coroutine[Any, Any, None]) -> None:
+        """Raises `AssertionError` if the requests end within the window."""
+        before = await kv_moved("kvferry", self._decode)
+        asking = asyncio.create_task(requests)
+        try:
+            found = await self._window()
+            if asking.done():
+                await asking
+                raise AssertionError(f"{name}: there were too few leases for the window")
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+        after = await kv_moved("kvferry", self._decode)
+        self.figures[name] = {
+            "ms": found,
+            "pulls": after.transfers - before.transfers,
+            "pulled_gb_s": round((after.nbytes - before.nbytes) / WINDOW_S / 1e9, 2),
+        }
+        self._last = name
+
+    async def _window(self) -> dict[str, float]:
+        """The next WINDOW_S."""
+        began = time.perf_counter()
         await asyncio.sleep(WINDOW_S)
-    finally:
-        if other is not None:
-            other.cancel()
-            await asyncio.wait([other])
-    if other is not None and not other.cancelled():
-        other.result()
-    inside = [[at for at in own if at >= began] for own in times]
-    if min(map(len, inside)) < 2:
-        raise AssertionError("a stream stood still, or has ended")
-    gaps = np.concatenate([np.diff(own) for own in inside]) * 1e3
-    mean = float(np.median([(own[-1] - own[0]) / (len(own) - 1) for own in inside])) * 1e3
-    return {"mean": round(mean, 3), **quantiles(gaps)}
+        inside = [[at for at in own if at >= began] for own in self._times]
+        if min(map(len, inside)) < 2:
+            raise AssertionError("a stream stood still, or has ended")
+        gaps = np.concatenate([np.diff(own) for own in inside]) * 1e3
+        mean = float(np.median([(own[-1] - own[0]) / (len(own) - 1) for own in inside])) * 1e3
+        return {"mean": round(mean, 3), **quantiles(gaps)}
 
 
-async def _pulls(http: aiohttp.ClientSession, url: str, prompt: list[int], rounds: int | None) -> None:
+async def _lend(http: aiohttp.ClientSession, prefill: str, prompt: list[int], count: int) -> Iterator[Params]:
+    """So many leases on the blocks of one prompt, which is computed once."""
+    params = [HAND_OVER | {"transfer_id": new_transfer_id()} for _ in range(count)]
+    first = await _ask(http, prefill, prompt, params[0])
+    others = await asyncio.gather(*(_ask(http, prefill, prompt, each) for each in params[1:]))
+    return iter([each["kv_transfer_params"] for each in (first, *others)])
+
+
+async def _at_a_rate(
+    http: aiohttp.ClientSession, url: str, prompt: list[int], lent: Iterable[Params | None], rate: float
+) -> None:
+    async with asyncio.TaskGroup() as group:
+        for params in lent:
+            group.create_task(_ask(http, url, prompt, params))
+            await asyncio.sleep(1 / rate)
+
+
+async def _one_after_the_other(
+    http: aiohttp.ClientSession, url: str, prompt: list[int], lent: Iterator[Params]
+) -> None:
     async def one() -> None:
-        left = rounds
-        while left is None or left > 0:
-            left = None if left is None else left - 1
-            await _complete(http, url, prompt, 2)
+        for params in lent:
+            await _ask(http, url, prompt, params)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(PULLERS):
             group.create_task(one())
 
 
-async def _prefills(http: aiohttp.ClientSession, url: str, prompt: list[int], rate: float) -> None:
-    """So many a second, whose KV nobody asks for."""
-    async with asyncio.TaskGroup() as group:
-        while True:
-            group.create_task(_complete(http, url, prompt, 1))
-            await asyncio.sleep(1 / rate)
-
-
-async def _complete(http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> None:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+async def _ask(
+    http: aiohttp.ClientSession, url: str, prompt: list[int], params: Params | None
+) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
+    if params is not None:
+        body |= {"max_tokens": 1} if params["do_remote_decode"] else {}
+        body["kv_transfer_params"] = params
     async with http.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise AssertionError(f"{response.status} {(await response.text())[:300]}")
-        await response.read()
+        return dict(await response.json())
 
 
 async def _stream(http: aiohttp.ClientSession, url: str, prompt: list[int], times: list[float]) -> None:

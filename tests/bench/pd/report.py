@@ -79,16 +79,16 @@ def _load_table(load: dict[str, Any]) -> str:
 
 
 def _decode_table(found: dict[str, Any]) -> str:
-    columns = (
-        *("before", "beside pulls", "after", "slower by", "pulled, GB/s"),
-        *("beside as many prefills", "after", "slower by"),
-    )
-    lines = [f"| decode step, ms, mean / p99 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = ["| decode step, ms, mean / p99 | alone | beside requests | slower by | pulls | pulled, GB/s |"]
+    lines += ["|---" * 6 + "|"]
     for name, row in found.items():
-        before, after, last = (_mean(each) for each in row["alone_ms"])
-        pulls = f"{before} | {_mean(row['beside_ms'])} | {after} | {row['slower']:.1%} | {row['pulled_gb_s']}"
-        prefills = f"{_mean(row['beside_prefills_ms'])} | {last} | {row['slower_by_prefills']:.1%}"
-        lines.append(f"| {name} | {pulls} | {prefills} |")
+        alone = row["alone_ms"]
+        for number, kind in enumerate(kind for kind in row if kind != "alone_ms"):
+            usual, beside = f"{_mean(alone[number])}, {_mean(alone[number + 1])}", row[kind]
+            pulls = f"{beside['pulls']:.0f} | {beside['pulled_gb_s']}"
+            lines.append(
+                f"| {name}, {kind} | {usual} | {_mean(beside['ms'])} | {beside['slower']:.1%} | {pulls} |"
+            )
     return "\n".join(lines)
 
 
