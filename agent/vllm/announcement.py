@@ -37,7 +37,9 @@ class EngineLoad(Protocol):
     requests: int
     running: int
     steps: int
-    leased_blocks: int
+
+    @property
+    def leased_blocks(self) -> int: ...
 
     @property
     def work(self) -> WorkReport | None: ...

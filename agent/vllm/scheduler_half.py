@@ -13,7 +13,7 @@ import enum
 import hashlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -130,7 +130,7 @@ class _Fetch:
 @dataclass(frozen=True, slots=True)
 class _Lent:
     request: str
-    num_blocks: int
+    blocks: tuple[int, ...]
     params: dict[str, Any]
 
 
@@ -192,7 +192,8 @@ class SchedulerHalf:
         self.running = 0
         """Of these, how many had blocks in the last step: they were scheduled, or are being fetched."""
         self.steps = 0
-        self.leased_blocks = 0
+        self._leases_of: Counter[int] = Counter()
+        """Per leased block: prompts that begin alike share blocks."""
         self._figures: dict[str, float] = defaultdict(float)
         self._counts = WorkCounts()
         self._leases_expired = 0
@@ -205,6 +206,11 @@ class SchedulerHalf:
             clock,
             self._counts.prompt,
         )
+
+    @property
+    def leased_blocks(self) -> int:
+        """Any thread may ask."""
+        return len(self._leases_of)
 
     @property
     def capacity(self) -> Capacity:
@@ -381,8 +387,8 @@ class SchedulerHalf:
             continuable=self._continuable and not getattr(request, "mm_features", None),
         )
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
-        self._lent[task.transfer_id] = _Lent(request.request_id, len(blocks), params)
-        self.leased_blocks += len(blocks)
+        self._lent[task.transfer_id] = _Lent(request.request_id, tuple(blocks), params)
+        self._leases_of.update(blocks)
         ids_hash = prompt_hash(request, num_tokens)
         self._plane.lend(task.transfer_id, blocks, num_tokens, ids_hash, self._lease_limit_s)
         return True, params
@@ -436,7 +442,10 @@ class SchedulerHalf:
         self._figures[f"leases_ended:{cause}"] += 1
         self._leases_expired += cause == "expired"
         lent = self._lent.pop(event.transfer_id)
-        self.leased_blocks -= lent.num_blocks
+        for block in lent.blocks:
+            self._leases_of[block] -= 1
+            if not self._leases_of[block]:
+                del self._leases_of[block]
         self._verdicts.sent.add(lent.request)
 
     def _pull_failed(self, event: PullFailed) -> None:

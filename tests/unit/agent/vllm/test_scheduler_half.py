@@ -170,6 +170,21 @@ def test_several_choices_of_a_prefill_are_one_lease() -> None:
     engine.check_all_free()
 
 
+def test_a_block_that_several_prompts_share_is_one_leased_block() -> None:
+    engine = Engine()
+    for number, blocks in enumerate(([1, 2, 3], [1, 2, 4])):
+        task = HAND_OVER | {"transfer_id": f"t{number}"}
+        request = VllmRequest(f"p{number}", prompt(3 * BLOCK), task, status=Status.FINISHED_STOPPED)
+        engine.half.on_new_request(request)
+        engine.half.request_finished(request, blocks)
+    leased = [engine.half.leased_blocks]
+    for number in range(2):
+        engine.plane.events.append(LeaseEnded(transfer_id=f"t{number}", cause="released"))
+        engine.half.take_verdicts(0)
+        leased.append(engine.half.leased_blocks)
+    assert leased == [4, 3, 0]
+
+
 def test_a_transfer_id_that_was_used_before_frees_the_blocks_at_once() -> None:
     engine = Engine()
     engine.prefilled("p", "t")
