@@ -123,7 +123,7 @@ async def a_lease_is_dropped(stack: Stack) -> None:
 
 
 async def a_client_leaves_while_its_request_waits(stack: Stack) -> None:
-    """It is the last of those that wait for a slot. The lease is renewed until it leaves, and released then."""
+    """It is the last that waits for a slot. The lease is renewed until it leaves, and released then."""
     long = salted(greedy(await one_prompt(stack))) | {"max_tokens": 900, "ignore_eos": True}
     before = 2 * SLOTS
     async with asyncio.TaskGroup() as group:
