@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 from tests.bench.pd.load import LONG, Seen
+from tests.bench.pd.report import write_report
 from tests.bench.pd.timeline import STAGES, timeline
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: Path) -> None:
@@ -32,3 +35,11 @@ def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: P
         "token": 3.0,
         "all": 10.0,
     }
+
+
+def test_the_page_of_a_run_has_the_decode_steps_of_its_raw_figures(tmp_path: Path) -> None:
+    """Those of 2026-11-25: beside requests, and alone before and after."""
+    write_report(tmp_path, json.loads((RESULTS / "2026-11-25-h200" / "decode.json").read_text()))
+    page = (tmp_path / "README.md").read_text()
+    assert "| uni, batch 16, pulls | 6.013 / 6.644, 6.85 / 7.649 | 6.495 / 15.03 | 1.0% | 20 | 4.83 |" in page
+    assert page.count("| mp, batch 64, ") == 3

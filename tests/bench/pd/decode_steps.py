@@ -78,12 +78,9 @@ async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str
             windows = _Windows(times, decode)
             await windows.alone()
             await windows.beside("pulls", _at_a_rate(http, decode, prompt, lent, PULLS_PER_S))
-            await windows.alone()
             await windows.beside("most_pulls", _one_after_the_other(http, decode, prompt, lent))
-            await windows.alone()
             pulls_per_s = windows.figures["most_pulls"]["pulls"] / WINDOW_S
             await windows.beside("joins", _at_a_rate(http, decode, joining, repeat(None), pulls_per_s))
-            await windows.alone()
         finally:
             for stream in streams:
                 stream.cancel()
@@ -93,25 +90,21 @@ async def _beside_pulls(fleet: Running, batch: int, vocabulary: int) -> dict[str
 
 class _Windows:
     """What the streams of a decode server see, window after window. Contexts grow meanwhile, and steps with
-    them: so a window beside requests lies between two without any.
+    them: so a window beside requests lies between two without any, `figures["alone_ms"]`.
     """
 
     def __init__(self, times: list[list[float]], decode: str) -> None:
-        self.figures: dict[str, Any] = {"alone_ms": []}
+        self._alone: list[dict[str, float]] = []
+        self.figures: dict[str, Any] = {"alone_ms": self._alone}
         self._times = times
         self._decode = decode
-        self._last = ""
 
     async def alone(self) -> None:
-        alone = self.figures["alone_ms"]
-        alone.append(await self._window())
-        if self._last:
-            found = self.figures[self._last]
-            usual = (alone[-2]["mean"] + alone[-1]["mean"]) / 2
-            found["slower"] = round(found["ms"]["mean"] / usual - 1, 4)
+        """Before the first `beside`; each of them ends with one."""
+        self._alone.append(await self._window())
 
     async def beside(self, name: str, requests: Coroutine[Any, Any, None]) -> None:
-        """Raises `AssertionError` if the requests end within the window."""
+        """A window beside requests, and one alone. Raises `AssertionError` if the requests end within it."""
         before = await kv_moved("kvferry", self._decode)
         asking = asyncio.create_task(requests)
         try:
@@ -122,13 +115,15 @@ class _Windows:
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-        after = await kv_moved("kvferry", self._decode)
+        moved = (await kv_moved("kvferry", self._decode)).since(before)
+        await self.alone()
+        usual = (self._alone[-2]["mean"] + self._alone[-1]["mean"]) / 2
         self.figures[name] = {
             "ms": found,
-            "pulls": after.transfers - before.transfers,
-            "pulled_gb_s": round((after.nbytes - before.nbytes) / WINDOW_S / 1e9, 2),
+            "pulls": moved["transfers"],
+            "pulled_gb_s": round(moved["gb"] / WINDOW_S, 2),
+            "slower": round(found["mean"] / usual - 1, 4),
         }
-        self._last = name
 
     async def _window(self) -> dict[str, float]:
         """The next WINDOW_S."""

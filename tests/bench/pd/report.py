@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,14 @@ def _decode_table(found: dict[str, Any]) -> str:
     lines = ["| decode step, ms, mean / p99 | alone | beside requests | slower by | pulls | pulled, GB/s |"]
     lines += ["|---" * 6 + "|"]
     for name, row in found.items():
-        alone = row["alone_ms"]
-        for number, kind in enumerate(kind for kind in row if kind != "alone_ms"):
-            usual, beside = f"{_mean(alone[number])}, {_mean(alone[number + 1])}", row[kind]
-            pulls = f"{beside['pulls']:.0f} | {beside['pulled_gb_s']}"
-            lines.append(
-                f"| {name}, {kind} | {usual} | {_mean(beside['ms'])} | {beside['slower']:.1%} | {pulls} |"
+        kinds = [kind for kind in row if kind != "alone_ms"]
+        for kind, (before, after) in zip(kinds, pairwise(row["alone_ms"]), strict=True):
+            beside = row[kind]
+            cells = (
+                *(f"{name}, {kind}", f"{_mean(before)}, {_mean(after)}", _mean(beside["ms"])),
+                *(f"{beside['slower']:.1%}", f"{beside['pulls']:.0f}", f"{beside['pulled_gb_s']}"),
             )
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
