@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# (some packages carry templates) is no matter.
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch & \
 		$(PIP_INSTALL) --editable '.[agent,dev,nixl,mooncake,otel]'; status=$$?; wait; exit $$status
-	@$(COMPILE) -j 0 $(VENV)/lib agent deploy proxy transfer || true
+	@$(COMPILE) -j 0 $(VENV)/lib agent common deploy proxy transfer || true
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a small cluster, stream three prompts through it, show what moved
@@ -55,7 +55,7 @@ mutants: $(STAMP) ## seed defects into a copy of the tree, one by one, and see t
 	$(BIN)/python -m tests.mutants $(FORM)
 
 coverage: $(STAMP) ## a table of what the unit tests cover, module by module; not a gate
-	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal --cov agent --cov deploy --cov proxy --cov transfer \
+	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal --cov agent --cov common --cov deploy --cov proxy --cov transfer \
 		--cov-report term:skip-covered tests/unit
 
 model-check: $(STAMP) ## the long form of the exhaustive check of the transfer state machines (minutes)
@@ -114,7 +114,7 @@ test-atom: $(STAMP) ## ATOM's own servers behind the proxy: make test-atom ATOM=
 # tests; tests/rdma/README.md has the list.
 test-rdma: $(STAMP) ## the RDMA backends on real verbs, in an emulated machine; installs Debian packages as root
 	$(PIP_INSTALL) --editable '.[rdma]'
-	@$(COMPILE) $(VENV)/lib/python*/site-packages agent deploy proxy tests transfer || true
+	@$(COMPILE) $(VENV)/lib/python*/site-packages agent common deploy proxy tests transfer || true
 	$(BIN)/python -m tests.rdma $(if $(MORI),--mori "$(MORI)") $(STAGES)
 
 # Rotel's package holds the collector's binary, and is not imported.
@@ -138,7 +138,7 @@ hammer: $(STAMP) ## agents that join, leave and restart 200 times under 64 strea
 TYPING := build/typing/kvferry
 $(TYPING):
 	mkdir -p $@
-	ln -sfn $(CURDIR)/agent $(CURDIR)/deploy $(CURDIR)/proxy $(CURDIR)/transfer $@/
+	ln -sfn $(CURDIR)/agent $(CURDIR)/common $(CURDIR)/deploy $(CURDIR)/proxy $(CURDIR)/transfer $@/
 
 check: $(STAMP) $(TYPING) ## lint, format and types only
 	$(BIN)/ruff check .
@@ -202,8 +202,9 @@ field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the 
 lifecycles: $(STAMP) ## bring the state diagrams of docs up to date with the code; needs Debian's graphviz
 	$(BIN)/python -m tools.lifecycles --write
 
-reference: $(STAMP) ## bring the pages of docs/reference up to date with the code
+reference: $(STAMP) ## bring the pages of docs/reference and the tree of docs/architecture.md up to date with the code
 	$(BIN)/python -m tools.reference --write
+	$(BIN)/python -m tools.module_tree --write
 
 dashboards: $(STAMP) ## bring the Grafana dashboards of deploy/monitoring up to date with tools/dashboards.py
 	$(BIN)/python -m tools.dashboards --write

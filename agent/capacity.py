@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 
 MEMORY_S = 60.0
 """Seconds of work after which a measurement has lost most of its weight."""

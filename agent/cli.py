@@ -28,13 +28,13 @@ from kvferry.agent.architectures import (
 )
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.proxy_names import check_proxy
-from kvferry.proxy.wire.addresses import WILDCARDS
-from kvferry.proxy.wire.cluster_key import BadClusterKey
-from kvferry.proxy.wire.flags import check_files, flag_parser, parse_flags
-from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers
-from kvferry.proxy.wire.logs import configure_logging
-from kvferry.proxy.wire.tls import BadCertificate
-from kvferry.proxy.wire.tracing import check_endpoint
+from kvferry.common.addresses import WILDCARDS
+from kvferry.common.curve import BadClusterKey
+from kvferry.common.http.server import raise_file_limit, return_large_buffers
+from kvferry.common.http.tls import BadCertificate
+from kvferry.common.options import check_files, flag_parser, parse_flags
+from kvferry.common.telemetry.logs import configure_logging
+from kvferry.common.telemetry.tracing import check_endpoint
 from kvferry.transfer.engine import parse_backend_options
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from kvferry.proxy.wire.logs import LogFormat
+from kvferry.common.telemetry.logs import LogFormat
 
 Role = Literal["prefill", "decode", "both"]
 

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Literal, NewType
 
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 RequestId = NewType("RequestId", str)
 AnswerId = NewType("AnswerId", str)

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 
 from kvferry.agent.proxy_names import Lookup, ProxyName, is_name, look_up
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import (
+from kvferry.common.curve import ClusterKey
+from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
     VERSIONS,
     Ack,

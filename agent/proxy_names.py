@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.proxy.wire.addresses import check_dialable, check_host_port, host_port
-from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
+from kvferry.common.addresses import check_dialable, check_host_port, host_port
+from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 log = logging.getLogger(__name__)
 

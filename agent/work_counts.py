@@ -8,7 +8,14 @@ from collections import Counter, OrderedDict
 
 import msgspec
 
-from kvferry.proxy.wire.messages import MAX_LINKS, MAX_REASONS, PULL_BUCKETS, Incarnation, LinkUse, WorkReport
+from kvferry.proxy.wire.registration import (
+    MAX_LINKS,
+    MAX_REASONS,
+    PULL_BUCKETS,
+    Incarnation,
+    LinkUse,
+    WorkReport,
+)
 from kvferry.transfer.events import PullDone, PullFailed
 
 _MAX_PRODUCERS = 1024

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from typing import Any
 
-from kvferry.proxy.wire.flags import did_you_mean, take_option
+from kvferry.common.options import did_you_mean, take_option
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -17,7 +17,7 @@ import argcomplete
 from argcomplete.lexers import split_line
 from argcomplete.shell_integration import shellcode
 
-from kvferry.proxy.wire.flags import CommandParser, flag_values, take_option
+from kvferry.common.options import CommandParser, flag_values, take_option
 
 SHELLS = ("bash", "zsh", "fish")
 SETTINGS = {

@@ -15,12 +15,12 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from kvferry.common.curve import BadClusterKey, ClusterKey
+from kvferry.common.exceptions import message_of
+from kvferry.common.http.tls import BadCertificate, client_context
+from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
 from kvferry.deploy.status import StatusFailed, client_session, error_message, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
-from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
-from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import zmq
 
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import CommandParser
+from kvferry.common.exceptions import message_of
+from kvferry.common.options import CommandParser
 
 
 def build_parser() -> CommandParser:

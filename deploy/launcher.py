@@ -28,9 +28,9 @@ import aiohttp
 import msgspec
 
 from kvferry.agent.config import START_TIMEOUT_S
-from kvferry.agent.process.children import die_with_parent
-from kvferry.proxy.wire.addresses import WILDCARDS
-from kvferry.proxy.wire.exceptions import message_of
+from kvferry.common.addresses import WILDCARDS
+from kvferry.common.child_process import die_with_parent
+from kvferry.common.exceptions import message_of
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -144,7 +144,7 @@ class LogFile:
 
 
 class _JsonLine(msgspec.Struct):
-    """A line of a log in JSON (`kvferry.proxy.wire.logs`)."""
+    """A line of a log in JSON (`kvferry.common.telemetry.logs`)."""
 
     level: str
     message: str

@@ -31,13 +31,13 @@ import uvloop
 
 from kvferry.agent.ping import Announcer
 from kvferry.agent.proxy_names import check_proxy
+from kvferry.common.curve import BadClusterKey, ClusterKey
+from kvferry.common.options import check_files, parse_flags
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.logs import LogFormat, configure_logging
 from kvferry.proxy.discovery.health_monitor import HealthMonitor
 from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
-from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
-from kvferry.proxy.wire.flags import check_files, parse_flags
-from kvferry.proxy.wire.logs import LogFormat, configure_logging
-from kvferry.proxy.wire.messages import Bye, Load, Register, Role, TransferMode
-from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.proxy.wire.registration import Bye, Load, Register, Role, TransferMode
 
 log = logging.getLogger(__name__)
 

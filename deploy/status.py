@@ -20,12 +20,12 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from kvferry.common.exceptions import message_of
+from kvferry.common.http.tls import BadCertificate, client_context
+from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import EventView, NodeList, NodeView
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
-from kvferry.proxy.wire.tls import BadCertificate, client_context
 
 DEFAULT_URL = "http://127.0.0.1:10001"
 CALL_TIMEOUT_S = 5.0

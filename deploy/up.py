@@ -27,6 +27,10 @@ from rich.text import Text
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.agent.config import AgentConfig
+from kvferry.common.exceptions import message_of
+from kvferry.common.http.tls import BadCertificate, pinned_context
+from kvferry.common.options import exit_with, parse_flags
+from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
@@ -37,10 +41,6 @@ from kvferry.deploy.vllm_engine import VLLM_START_S, CannotStart, VllmEngineConf
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import exit_with, parse_flags
-from kvferry.proxy.wire.logs import LogFormat
-from kvferry.proxy.wire.tls import BadCertificate, pinned_context
 
 PARTS = ("agent", "prefill", "decode", "both", "proxy", "vllm")
 _AGENTS_CHOSEN = frozenset(

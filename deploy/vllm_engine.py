@@ -26,14 +26,14 @@ from typing import Any, Literal
 import aiohttp
 
 from kvferry.agent.config import BUNDLED_MODELS, Role
-from kvferry.agent.process.children import end_with_parent
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.proxy_names import check_proxy
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
-from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.flags import exit_with, parse_flags, take_option
-from kvferry.proxy.wire.logs import LogFormat, configure_logging
-from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.common.addresses import host_port
+from kvferry.common.child_process import end_with_parent
+from kvferry.common.options import exit_with, parse_flags, take_option
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.logs import LogFormat, configure_logging
 from kvferry.transfer.net import CannotBind, check_can_bind
 
 _PROBE_S = 0.5

@@ -10,17 +10,17 @@ from contextlib import AbstractAsyncContextManager
 
 import uvloop
 
+from kvferry.common.curve import BadClusterKey
+from kvferry.common.exceptions import leaves, message_of
+from kvferry.common.http.server import raise_file_limit, return_large_buffers, spare_full_collections
+from kvferry.common.http.tls import BadCertificate
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.api.auth import BadKeyFile
 from kvferry.proxy.config import ProxyConfig, parse_config
 from kvferry.proxy.discovery.static_nodes import BadEngineServer
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.cluster_key import BadClusterKey
-from kvferry.proxy.wire.exceptions import leaves, message_of
-from kvferry.proxy.wire.http_server import raise_file_limit, return_large_buffers, spare_full_collections
-from kvferry.proxy.wire.logs import configure_logging
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S
-from kvferry.proxy.wire.stop_request import StopRequest
-from kvferry.proxy.wire.tls import BadCertificate
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
 SETTLE_S = NODE_EXPIRY_S

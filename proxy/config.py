@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from kvferry.common.options import check_files, parse_flags
+from kvferry.common.telemetry.logs import LogFormat
+from kvferry.common.telemetry.tracing import check_endpoint
 from kvferry.proxy.discovery.static_nodes import (
     EngineDialect,
     StaticNode,
@@ -17,10 +20,7 @@ from kvferry.proxy.discovery.static_nodes import (
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
-from kvferry.proxy.wire.flags import check_files, parse_flags
-from kvferry.proxy.wire.logs import LogFormat
-from kvferry.proxy.wire.messages import DEFAULT_DISCOVERY_PORT
-from kvferry.proxy.wire.tracing import check_endpoint
+from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

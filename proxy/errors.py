@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 RETRY_AFTER_S = 1
 MAX_AGENT_MESSAGE_CHARS = 2000

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.proxy.wire.messages import Bye, Capacity, Incarnation, Register, Role
+from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
 
 ARRIVALS_S = 60.0
 """Time constant of the mean over arrivals."""

@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from quart import Quart
 
+from kvferry.common.addresses import host_port
+from kvferry.common.curve import ClusterKey
+from kvferry.common.http.server import HttpServer, ServerBounds
+from kvferry.common.http.tls import server_context
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.completions import ENDPOINTS, Completions
@@ -41,16 +47,10 @@ from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.http_server import HttpServer, ServerBounds
-from kvferry.proxy.wire.messages import PULL_BUCKETS
-from kvferry.proxy.wire.stop_request import StopRequest
-from kvferry.proxy.wire.tls import server_context
-from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
+from kvferry.proxy.wire.registration import PULL_BUCKETS
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Tracing
+    from kvferry.common.telemetry.spans import Tracing
 
 BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75

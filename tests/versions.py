@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "versions"
 WITH_AGENT = [
     "tests/unit/proxy/dialects/test_dialect_table.py",
-    "tests/unit/proxy/wire/test_tls.py::test_nothing_starts_without_the_configured_certificate[agent]",
-    "tests/unit/proxy/wire/test_tracing.py::test_off_nothing_of_opentelemetry_is_imported",
+    "tests/unit/common/http/test_tls.py::test_nothing_starts_without_the_configured_certificate[agent]",
+    "tests/unit/common/telemetry/test_tracing.py::test_off_nothing_of_opentelemetry_is_imported",
 ]
 """The proxy's tests that need an agent too."""
 TESTS = {

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 IMAGES = ROOT / "docs" / "images" / "lifecycles"
-PACKAGES = ("transfer", "agent", "proxy", "deploy")
+PACKAGES = ("transfer", "agent", "proxy", "common", "deploy")
 BEGIN, END = "<!-- lifecycles: begin -->\n", "<!-- lifecycles: end -->\n"
 STYLE = """\
   bgcolor=white; nodesep=0.3; ranksep=0.3;

@@ -36,7 +36,7 @@ from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorVi
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.events import PlaneStats
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvferry.proxy.wire.messages import NodeState
-from kvferry.transfer.state_machine import transition, transitions
+from kvferry.common.state_machine import transition, transitions
+from kvferry.proxy.wire.registration import NodeState
 
 log = logging.getLogger(__name__)
 

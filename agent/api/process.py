@@ -35,15 +35,15 @@ from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.messages.requests import EngineReady
 from kvferry.agent.ping import Announcer
-from kvferry.agent.process.children import ChildProcess
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.http_server import HttpServer
-from kvferry.proxy.wire.messages import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
-from kvferry.proxy.wire.stop_request import StopRequest
-from kvferry.proxy.wire.tls import server_context
-from kvferry.proxy.wire.tracing import FLUSH_TIMEOUT_S, open_tracing
+from kvferry.common.addresses import host_port
+from kvferry.common.child_process import ChildProcess
+from kvferry.common.curve import ClusterKey
+from kvferry.common.http.server import HttpServer
+from kvferry.common.http.tls import server_context
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
+from kvferry.proxy.wire.registration import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
 from kvferry.transfer.control.endpoints import CONTROL_CHANNEL
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 from kvferry.transfer.net import check_can_bind

@@ -16,10 +16,10 @@ from kvferry.agent.api.generation import Delta, Generation
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.request_trace import end_trace
 from kvferry.agent.errors import ApiError
-from kvferry.proxy.wire.logs import Facts
+from kvferry.common.telemetry.logs import Facts
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Span
+    from kvferry.common.telemetry.spans import Span
 
 log = logging.getLogger("kvferry.agent.request")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spans of one request at the agent, made when it ends, of the times that its engine reports.
 
-They have the names of the phases of `Timing`. Only where traces are on (`proxy.wire.tracing`).
+They have the names of the phases of `Timing`. Only where traces are on (`common.telemetry.tracing`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvferry.agent.messages.requests import FailedPull, Timing
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Attributes, Span
+    from kvferry.common.telemetry.spans import Attributes, Span
 
 
 def end_trace(

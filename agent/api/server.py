@@ -35,12 +35,12 @@ from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mint_request_id
-from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.http_server import GuardedConnection, HttpServer, ServerBounds
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.common.addresses import host_port
+from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
+from kvferry.proxy.wire.registration import Incarnation
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Tracing
+    from kvferry.common.telemetry.spans import Tracing
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvferry.agent.messages.steps import (
     ToRank,
     step_address,
 )
-from kvferry.agent.process.children import ChildProcess
+from kvferry.common.child_process import ChildProcess
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, RankListener
 
 RANK_MODULE = "kvferry.agent.worker.process"

@@ -43,9 +43,9 @@ from kvferry.agent.messages.requests import (
     ToEngine,
 )
 from kvferry.agent.messages.steps import Boot, RankReady, transfer_address
-from kvferry.agent.process.children import die_with_parent
-from kvferry.proxy.wire.exceptions import leaves
-from kvferry.proxy.wire.logs import configure_logging
+from kvferry.common.child_process import die_with_parent
+from kvferry.common.exceptions import leaves
+from kvferry.common.telemetry.logs import configure_logging
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.net import CannotBind

@@ -32,7 +32,7 @@ from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
 from kvferry.agent.work_counts import WorkCounts
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer

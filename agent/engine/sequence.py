@@ -30,7 +30,7 @@ from kvferry.agent.messages.steps import (
     SamplingSetup,
     uses_earlier_ids,
 )
-from kvferry.transfer.state_machine import transition, transitions
+from kvferry.common.state_machine import transition, transitions
 
 log = logging.getLogger(__name__)
 

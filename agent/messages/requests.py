@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.proxy.wire.messages import Capacity, WorkReport
+from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import PlaneStats, RankRead
 from kvferry.transfer.plane import RemotePrompt
 

@@ -17,9 +17,9 @@ import msgspec
 from kvferry.agent.ids import host_id
 from kvferry.agent.ping import Announcer
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
-from kvferry.proxy.wire.addresses import host_port
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
+from kvferry.common.addresses import host_port
+from kvferry.common.curve import ClusterKey
+from kvferry.proxy.wire.registration import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 from kvferry.transfer.layout import KVGeometry

@@ -33,10 +33,10 @@ from kvferry.agent.vllm.params import (
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.step_meter import StepMeter
 from kvferry.agent.work_counts import WorkCounts
-from kvferry.proxy.wire.messages import Capacity, WorkReport
+from kvferry.common.state_machine import transition, transitions
+from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
-from kvferry.transfer.state_machine import transition, transitions
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of how a request ends whose prompt was computed."""

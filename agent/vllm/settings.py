@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from kvferry.agent.config import check_name
 from kvferry.agent.proxy_names import check_proxy
-from kvferry.proxy.wire.addresses import WILDCARDS
-from kvferry.proxy.wire.messages import Role
+from kvferry.common.addresses import WILDCARDS
+from kvferry.proxy.wire.registration import Role
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)

@@ -17,8 +17,8 @@ from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf
 from kvferry.agent.vllm.settings import ConnectorSettings
 from kvferry.agent.vllm.worker_half import RankFacts
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import Role
+from kvferry.common.curve import ClusterKey
+from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
 
 _START_S = 60.0

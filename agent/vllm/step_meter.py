@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.agent.capacity import CapacityMeter
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 
 REPORT_INTERVAL_S = 0.2
 

@@ -20,8 +20,8 @@ import msgspec
 from kvferry.agent.architectures import REFUSED_STATUS, architecture_of, read_config, refusal_line
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.steps import Boot
-from kvferry.agent.process.children import die_with_parent
-from kvferry.proxy.wire.logs import configure_logging
+from kvferry.common.child_process import die_with_parent
+from kvferry.common.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvferry.common.http.tls import client_context
+from kvferry.common.options import read_key
 from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.proxy import sse
 from kvferry.proxy.errors import NOT_JSON, BadResponse
-from kvferry.proxy.wire.flags import read_key
-from kvferry.proxy.wire.tls import client_context
 
 MAX_PAGE_BYTES = 1 << 20
 MAX_REASON_CHARS = 200

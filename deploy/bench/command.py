@@ -11,14 +11,14 @@ from importlib.util import find_spec
 import uvloop
 from rich.console import Console
 
+from kvferry.common.exceptions import message_of
+from kvferry.common.http.server import raise_file_limit
+from kvferry.common.http.tls import BadCertificate
+from kvferry.common.options import exit_with
 from kvferry.deploy.bench.client import BenchFailed
 from kvferry.deploy.bench.config import PROG, BenchConfig, parse_config
 from kvferry.deploy.bench.measurement import BenchResult, measure
 from kvferry.deploy.bench.report import answered, as_json, tables
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import exit_with
-from kvferry.proxy.wire.http_server import raise_file_limit
-from kvferry.proxy.wire.tls import BadCertificate
 
 PIPED_COLUMNS = 160
 """How wide the tables may be where no terminal sets it."""

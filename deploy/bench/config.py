@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvferry.proxy.wire.exceptions import message_of
-from kvferry.proxy.wire.flags import check_files, is_server_url, parse_flags, read_key
+from kvferry.common.exceptions import message_of
+from kvferry.common.options import check_files, is_server_url, parse_flags, read_key
 
 PROG = "kvferry bench"
 DEFAULT_SERVER = "http://127.0.0.1:10001"

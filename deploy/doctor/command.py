@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.common.http.tls import BadCertificate, client_context
+from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
 from kvferry.deploy.doctor.fleet import check_fleet
 from kvferry.deploy.doctor.machine import (
     describe_devices,
@@ -22,8 +24,6 @@ from kvferry.deploy.doctor.machine import (
     installed_vllm,
     named_models,
 )
-from kvferry.proxy.wire.flags import CommandParser, key_in_file, readable_file, server_url
-from kvferry.proxy.wire.tls import BadCertificate, client_context
 from kvferry.transfer.engine import BACKENDS, Usability, parse_backend_options, usable
 from kvferry.transfer.rdma_devices import list_rdma_devices
 

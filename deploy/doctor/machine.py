@@ -13,9 +13,9 @@ from kvferry.agent.architectures import architecture_of, is_tested, read_config,
 from kvferry.agent.cli import with_model_directory
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.vllm.settings import NotServed, check_version
+from kvferry.common.exceptions import message_of
 from kvferry.deploy.launcher import listen_error
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.wire.exceptions import message_of
 from kvferry.transfer.engine import Usability
 from kvferry.transfer.rdma_devices import RdmaDevice
 

@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from kvferry.common.state_machine import transition, transitions
 from kvferry.deploy.launcher import PIPE_CLOSE_S, AgentSpec, Backoff, LaunchError, Process, agent_words
-from kvferry.transfer.state_machine import transition, transitions
 
 MAX_KEPT_LINES = 2_000
 MAX_REPORTED_LINES = 500

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvferry.agent.process.children import die_with_parent
+from kvferry.common.child_process import die_with_parent
 
 
 def main(words: Sequence[str]) -> NoReturn:

@@ -8,8 +8,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from kvferry.common.options import CommandParser
 from kvferry.deploy.ray.fleet import RayFleet, RayUnusable, connected
-from kvferry.proxy.wire.flags import CommandParser
 
 DEFAULT_NAMESPACE = "kvferry"
 

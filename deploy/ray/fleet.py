@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from kvferry.common.addresses import check_host_port
 from kvferry.deploy.launcher import STOP_GRACE_S, LaunchError, LogFile
 from kvferry.deploy.ray.agent_actor import AgentActor, AgentOrder, AgentReport, SupervisionState
-from kvferry.proxy.wire.addresses import check_host_port
 
 CALL_TIMEOUT_S = 5.0
 END_TIMEOUT_S = STOP_GRACE_S + 10.0

@@ -10,10 +10,10 @@ from ipaddress import ip_address
 from typing import Any
 
 from kvferry.agent.config import START_TIMEOUT_S
+from kvferry.common.addresses import WILDCARDS, host_port
 from kvferry.deploy.launcher import Cluster, ClusterSpec, LaunchError
 from kvferry.deploy.ray.agent_actor import AgentOrder
 from kvferry.deploy.ray.fleet import RayFleet, node_addresses, nodes_that_could_take, own_address
-from kvferry.proxy.wire.addresses import WILDCARDS, host_port
 
 
 async def serve_on_ray(

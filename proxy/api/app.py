@@ -21,7 +21,7 @@ from kvferry.proxy.errors import ModelNotFound, NotFound, ProxyError, WrongMetho
 from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import RequestId, request_id_from
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 FOLDER = str(Path(__file__).parent)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from kvferry.common.exceptions import release_locals
+from kvferry.common.work_pool import PoolBusy, WorkPool
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
 from kvferry.proxy.api.rate_limit import RateLimit
 from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter, send_error
@@ -26,11 +28,9 @@ from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.exceptions import release_locals
-from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Tracing
+    from kvferry.common.telemetry.spans import Tracing
 
 T = TypeVar("T")
 

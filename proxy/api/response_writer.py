@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvferry.common.http.server import Header
 from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.exchange.legs import PausableSource
@@ -15,7 +16,6 @@ from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.request import completion_tokens
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
-from kvferry.proxy.wire.http_server import Header
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""

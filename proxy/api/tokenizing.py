@@ -14,7 +14,7 @@ from kvferry.proxy.fleet.registry import NodeState
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.request import MAX_MODEL_CHARS
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 TIMEOUT_S = 30.0
 _TRIES = 2

@@ -33,7 +33,7 @@ from kvferry.proxy.dialects.base import (
 from kvferry.proxy.dialects.names import ATOM
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.messages import BadFrame, Register, Role, TransferMode
+from kvferry.proxy.wire.registration import BadFrame, Register, Role, TransferMode
 
 HANDSHAKE_PORT = 6301
 """The default of its `handshake_port`."""

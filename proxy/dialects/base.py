@@ -23,7 +23,7 @@ import msgspec
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.messages import Incarnation, Load, Register, Role, TransferMode
+from kvferry.proxy.wire.registration import Incarnation, Load, Register, Role, TransferMode
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""

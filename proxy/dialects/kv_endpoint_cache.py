@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvferry.proxy.dialects.base import Endpoints, KvEndpoint
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 MAX_ENTRIES = 4096
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from kvferry.proxy.wire.messages import NATIVE_DIALECT
+from kvferry.proxy.wire.registration import NATIVE_DIALECT
 
 ATOM = "atom"
 SGLANG = "sglang"

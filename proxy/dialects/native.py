@@ -18,7 +18,7 @@ from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.kv_params import FirstToken, running_usage
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 NULL = msgspec.Raw(b"null")
 DROP_PATH = "/kv/drop"

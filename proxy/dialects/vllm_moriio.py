@@ -27,7 +27,7 @@ from kvferry.proxy.dialects.base import (
 )
 from kvferry.proxy.dialects.names import VLLM_MORIIO
 from kvferry.proxy.errors import BadResponse
-from kvferry.proxy.wire.messages import BadFrame, Register, Role
+from kvferry.proxy.wire.registration import BadFrame, Register, Role
 
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
+from kvferry.common.curve import ClusterKey
+from kvferry.common.http.tls import client_context
 from kvferry.proxy.discovery.health_monitor import HealthMonitor, PingedServers
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.discovery.static_nodes import StaticNode
@@ -20,9 +22,7 @@ from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.views import DownServer
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import Bye, Incarnation, Register
-from kvferry.proxy.wire.tls import client_context
+from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 
 logger = logging.getLogger(__name__)
 

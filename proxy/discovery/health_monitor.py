@@ -30,7 +30,7 @@ from kvferry.proxy.dialects.base import foreign_registration
 from kvferry.proxy.discovery.health_probe import EngineDown, ProbeResult, probe
 from kvferry.proxy.discovery.static_nodes import StaticNode
 from kvferry.proxy.errors import BadResponse
-from kvferry.proxy.wire.messages import PING_INTERVAL_S, Bye, Register
+from kvferry.proxy.wire.registration import PING_INTERVAL_S, Bye, Register
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 
 from kvferry.proxy.errors import NOT_JSON
 from kvferry.proxy.telemetry import prometheus_text
-from kvferry.proxy.wire.messages import Load
+from kvferry.proxy.wire.registration import Load
 
 logger = logging.getLogger(__name__)
 

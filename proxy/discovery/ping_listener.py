@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from kvferry.common.addresses import check_dialable, host_port
+from kvferry.common.curve import ClusterKey, ClusterKeyAuthenticator
 from kvferry.proxy.dialects import atom, vllm_moriio
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire import messages as wire
-from kvferry.proxy.wire.addresses import check_dialable, host_port
-from kvferry.proxy.wire.cluster_key import ClusterKey, ClusterKeyAuthenticator
+from kvferry.proxy.wire import registration as wire
 
 logger = logging.getLogger(__name__)
 

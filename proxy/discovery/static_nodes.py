@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.common.addresses import bracketed, check_dialable, host_port
 from kvferry.proxy.dialects import atom
 from kvferry.proxy.dialects.names import ATOM
-from kvferry.proxy.wire.addresses import bracketed, check_dialable, host_port
-from kvferry.proxy.wire.messages import Role, TransferMode
+from kvferry.proxy.wire.registration import Role, TransferMode
 
 EngineDialect = Literal["vllm-kvferry", "vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
 

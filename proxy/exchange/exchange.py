@@ -31,6 +31,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvferry.common.exceptions import release_locals
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect
@@ -53,8 +54,7 @@ from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.exceptions import release_locals
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

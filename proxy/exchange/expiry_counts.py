@@ -13,7 +13,7 @@ from kvferry.proxy.clock import now
 from kvferry.proxy.errors import AgentRejected, ProxyError
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.telemetry import prometheus_text
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 logger = logging.getLogger(__name__)
 

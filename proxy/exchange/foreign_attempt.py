@@ -72,7 +72,7 @@ from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 LOOKUP_MAX_AGE_S = 10.0
 """How long an engine id that was looked up is believed: its server may have restarted at the same address."""

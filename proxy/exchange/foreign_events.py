@@ -32,7 +32,7 @@ from kvferry.proxy.errors import NOT_JSON, AgentError, AgentLost, AgentRejected,
 from kvferry.proxy.exchange.event_templates import EventTemplates
 from kvferry.proxy.exchange.resume import SentTokens
 from kvferry.proxy.exchange.sub_requests import add_counts
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
 # Made once: with each call msgspec would look at the type anew, which takes longer than to decode.

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from kvferry.proxy.clock import now
 from kvferry.proxy.exchange.expiry_counts import ExpiryCount, ExpiryCounts
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 
 SHORTEST_LEASE_S = 1.0
 """vLLM's `kv_lease_duration` is an integer, and with 0 nothing could ever be read."""

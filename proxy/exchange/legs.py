@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
+from kvferry.common.exceptions import leaves
 from kvferry.proxy import sse
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import LegRequest
@@ -32,11 +33,10 @@ from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
-from kvferry.proxy.wire.exceptions import leaves
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Span
+    from kvferry.common.telemetry.spans import Span
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.http.pool import UpstreamResponse
 from kvferry.proxy.ids import TransferId, new_transfer_id
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 MAX_PROMPTS_AT_ONCE = 16
 """Of one request; each takes a connection or two."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.fleet.routing_request import routing_request
@@ -20,7 +21,6 @@ from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.logs import Facts
 
 logger = logging.getLogger(__name__)
 

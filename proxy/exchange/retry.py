@@ -16,7 +16,7 @@ from kvferry.proxy.exchange.legs import AgentFailure
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.fleet.registry import Place
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from kvferry.proxy.wire.messages import VERSIONS, OtherRegister, Register
+from kvferry.proxy.wire.registration import VERSIONS, OtherRegister, Register
 
 MAX_SHOWN = 64
 MAX_ADDRESS_CHARS = 200

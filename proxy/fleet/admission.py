@@ -21,7 +21,7 @@ from kvferry.proxy.fleet.load import Slots
 from kvferry.proxy.fleet.router import NoPair, Pair
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 MAX_RETRY_AFTER_S = 30
 

@@ -17,7 +17,7 @@ from kvferry.proxy.dialects.names import SERVING_ALONE
 from kvferry.proxy.fleet.groups import Groups, Matching, groups_of
 from kvferry.proxy.fleet.load import Candidates, Listed, Loads
 from kvferry.proxy.fleet.registry import Leg, Memo, Node, NodeState, Snapshot
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")

@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass
 
 from kvferry.proxy.state_machine import transition
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_pol
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Bye, Incarnation, Register
+from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.proxy.dialects.names import SERVING_ALONE, SUPPORTED
 from kvferry.proxy.fleet.registry import Leg, Snapshot
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register, Versions, common_version
+from kvferry.proxy.wire.registration import NATIVE_DIALECT, Register, Versions, common_version
 
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
 

@@ -21,7 +21,7 @@ import msgspec
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
-from kvferry.proxy.wire.messages import LENDS_SINCE, NATIVE_DIALECT, Incarnation, Register, common_version
+from kvferry.proxy.wire.registration import LENDS_SINCE, NATIVE_DIALECT, Incarnation, Register, common_version
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 

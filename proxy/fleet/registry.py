@@ -27,7 +27,7 @@ from kvferry.proxy.fleet.address_rules import (
 )
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
-from kvferry.proxy.wire.messages import (
+from kvferry.proxy.wire.registration import (
     NATIVE_DIALECT,
     NODE_EXPIRY_S,
     PING_INTERVAL_S,

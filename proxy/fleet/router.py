@@ -28,7 +28,7 @@ from kvferry.proxy.fleet.policy import (
 )
 from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 NO_AGENTS: frozenset[Incarnation] = frozenset()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.proxy.telemetry.metrics import Totals
-from kvferry.proxy.wire.messages import (
+from kvferry.proxy.wire.registration import (
     PULL_BUCKETS,
     REPORTS_WORK_VERSION,
     Bye,

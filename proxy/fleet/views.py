@@ -40,7 +40,7 @@ from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvferry.common.http.server import CLOSE, GuardedConnection, Header, response_head
 from kvferry.proxy.http.cors import CorsPolicy
-from kvferry.proxy.wire.http_server import CLOSE, GuardedConnection, Header, response_head
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from kvferry.proxy.wire.http_server import Header
+from kvferry.common.http.server import Header
 
 ANY = "*"
 PATHS = ("/v1/", "/tokenize", "/detokenize", "/version")

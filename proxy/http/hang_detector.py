@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation, Register
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation, Register
 
 CHECK_INTERVAL_S = 0.5
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from kvferry.common.http.tls import client_context
+from kvferry.common.work_pool import PoolBusy, WorkPool
 from kvferry.proxy.clock import now
 from kvferry.proxy.errors import (
     AgentLost,
@@ -35,9 +37,7 @@ from kvferry.proxy.http.upstream_connection import (
     StaleConnection,
     UpstreamConnection,
 )
-from kvferry.proxy.wire.messages import NATIVE_DIALECT, Register
-from kvferry.proxy.wire.tls import client_context
-from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
+from kvferry.proxy.wire.registration import NATIVE_DIALECT, Register
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spans of one request at the proxy: the request, and in it each try's route, queue and legs.
 
-Only where traces are on (`proxy.wire.tracing`). A leg's span is the parent of its agent's. The spans of
+Only where traces are on (`common.telemetry.tracing`). A leg's span is the parent of its agent's. The spans of
 another try link to the leg whose loss made it necessary, and say whether it is a retry or a migration.
 """
 
@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Attributes, Span
+    from kvferry.common.telemetry.spans import Attributes, Span
 
 CANCELLED = "cancelled"
 

@@ -22,7 +22,7 @@ from kvferry.proxy.fleet.views import Page, PageName
 from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
 from kvferry.proxy.telemetry.metrics import MetricFamily, Totals
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024

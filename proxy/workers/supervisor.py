@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvferry.common.stop import StopRequest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.discovery.discovery import Discovery
 from kvferry.proxy.errors import ProxyError
@@ -59,8 +60,7 @@ from kvferry.proxy.telemetry.metrics import (
     exposition,
     sum_families,
 )
-from kvferry.proxy.wire.messages import PULL_BUCKETS, Bye, Incarnation, Register
-from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,

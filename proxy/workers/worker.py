@@ -20,6 +20,9 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
+from kvferry.common.http.server import return_large_buffers, spare_full_collections
+from kvferry.common.stop import StopRequest
+from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
@@ -37,10 +40,7 @@ from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.http_server import return_large_buffers, spare_full_collections
-from kvferry.proxy.wire.logs import configure_logging
-from kvferry.proxy.wire.messages import Incarnation
-from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,

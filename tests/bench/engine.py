@@ -20,7 +20,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 
 MODEL = "stand-in"
 ENVELOPE = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1763600000, "model": MODEL}

@@ -29,7 +29,7 @@ from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.messages import Load, Register
+from kvferry.proxy.wire.registration import Load, Register
 from tests.bench.proxy_cost import PAIR, missing_rivals, request_cost, router
 
 SIZES = (2, 32, 128, 512, 1000)

@@ -20,7 +20,7 @@ from tests.deploy.containers import Containers
 
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = Path("deploy/images/cpu/Containerfile")
-SOURCES = ("agent", "deploy", "proxy", "transfer")
+SOURCES = ("agent", "common", "deploy", "proxy", "transfer")
 BASE = "localhost/debian:12"
 IMAGE = "localhost/kvferry:test"
 SUITE = "bookworm"

@@ -21,12 +21,12 @@ import pytest
 import yaml
 
 from kvferry.agent.cli import parse_config as agent_config
+from kvferry.common.curve import ClusterKey
+from kvferry.common.options import parse_flags
 from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.auth import ApiKeys, Unauthorized, authenticate
 from kvferry.proxy.config import parse_config as proxy_config
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.flags import parse_flags
 from tests.deploy.chart import CHART, EXAMPLES, HELM, KUBECTL, ROOT, TOOLS, helm, pods, render
 from tests.deploy.disaggregated_set import errors
 from tests.deploy.pages import blocks, needing, scripts

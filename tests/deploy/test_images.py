@@ -32,7 +32,7 @@ LAYOUT = {"cpu": "kvferry", "cuda": "kvferry-cuda", "rocm": "kvferry-rocm"}
 """What the page and the chart's values call the images."""
 # Debian's own versions are not pinned: its archive keeps the latest alone. `cd` is within one layer.
 IGNORED = ("DL3008", "DL3003")
-SOURCES = ("agent", "deploy", "proxy", "transfer")
+SOURCES = ("agent", "common", "deploy", "proxy", "transfer")
 PINNED = re.compile(r"ARG BASE=[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
 
 

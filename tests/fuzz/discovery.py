@@ -21,7 +21,7 @@ import zmq.asyncio
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import NodeState
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.builders import registration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.transfer.state_machine import IllegalTransition
+from kvferry.common.state_machine import IllegalTransition
 from tests.model.machines import Machines
 from tests.model.protocol import Protocol, Violation
 from tests.model.world import Bounds, World

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.mutants.defects import Defect
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("agent", "proxy", "tests", "transfer")
+COPIED = ("agent", "common", "proxy", "tests", "transfer")
 LINKED = ("deploy", "tools", "pyproject.toml", "docs")
 # A defect may make a test wait for ever.
 TIMEOUT_S = 120
@@ -76,7 +76,7 @@ def copied_tree() -> Iterator[Path]:
             shutil.copytree(ROOT / name, tree / name)
         for name in LINKED:
             (tree / name).symlink_to(ROOT / name)
-        for name in ("agent", "deploy", "proxy", "transfer"):
+        for name in ("agent", "common", "deploy", "proxy", "transfer"):
             (tree / "kvferry" / name).symlink_to(tree / name)
         (tree / "kvferry" / "models").symlink_to(tree / "deploy" / "models")
         yield tree

@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvferry.agent.config import START_TIMEOUT_S
-from kvferry.agent.process.children import die_with_parent
 from kvferry.agent.worker import process
+from kvferry.common.child_process import die_with_parent
 from tests.standins import faults
 
 SERVER = "KVFERRY_TESTS_RANK_SERVER"

@@ -29,8 +29,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from kvferry.proxy.wire import messages as wire
-from kvferry.proxy.wire.addresses import host_port
+from kvferry.common.addresses import host_port
+from kvferry.proxy.wire import registration as wire
 
 Leg = Literal["prefill", "decode", "alone"]
 CONTEXT_TOKENS = 4096

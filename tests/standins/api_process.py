@@ -25,7 +25,7 @@ from kvferry.agent.messages.requests import (
     ToEngine,
 )
 from kvferry.agent.messages.steps import Boot
-from kvferry.agent.process.children import ChildProcess
+from kvferry.common.child_process import ChildProcess
 
 Answer = list[Output | RequestFailed]
 

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.proxy.wire.tls import client_context
+from kvferry.common.http.tls import client_context
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from kvferry.agent.messages.requests import (
     Token,
     TokenLogprob,
 )
-from kvferry.agent.process.children import die_with_parent
+from kvferry.common.child_process import die_with_parent
 from kvferry.transfer.events import PlaneStats, PullTimes
 
 CACHED_TOKENS = 2

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 
 DIALECTS = ("native", "vllm-nixl")
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -14,7 +14,7 @@ from tests.patience import patient
 
 def main() -> int:
     """Run the proxy. Its limits are changed before the modules that copy them are imported."""
-    from kvferry.proxy.wire import messages
+    from kvferry.proxy.wire import registration as messages
 
     messages.NODE_EXPIRY_S = patient(messages.NODE_EXPIRY_S)
     from kvferry.proxy.fleet import registry

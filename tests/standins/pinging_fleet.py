@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 
 
 @dataclass(slots=True)

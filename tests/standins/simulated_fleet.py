@@ -18,7 +18,7 @@ from functools import partial
 
 from kvferry.agent.capacity import CapacityMeter
 from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
-from kvferry.proxy.wire.messages import Load, Register, Role
+from kvferry.proxy.wire.registration import Load, Register, Role
 from tests.unit.proxy.builders import registration
 
 QUEUE_TIMEOUT_S = 30.0

@@ -20,7 +20,7 @@ from kvferry.proxy.server import running_proxy
 from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.telemetry.history import SLICE_S, History
 from kvferry.proxy.telemetry.metrics import Metrics, Totals
-from kvferry.proxy.wire.messages import PULL_BUCKETS
+from kvferry.proxy.wire.registration import PULL_BUCKETS
 from tests.standins.agents import StandInAgent
 from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, open_page

@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 from kvferry.agent.cli import parse_config as agent_config
+from kvferry.common.options import parse_flags
 from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import parse_config as bench_config
 from kvferry.deploy.cli import COMMANDS, main
@@ -36,7 +37,6 @@ from kvferry.deploy.up import PassedOn, UpConfig
 from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.auth import admin_key
 from kvferry.proxy.config import parse_config as proxy_config
-from kvferry.proxy.wire.flags import parse_flags
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

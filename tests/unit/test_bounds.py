@@ -21,7 +21,7 @@ ROW = re.compile(r"^\| (?P<bound>.+?) \| (?P<default>[^|]+) \| (?P<names>`[^|]+`
 NAME = re.compile(r"`(?:(proxy|agent) --([a-z-]+)|([a-z_/]+)\.py::(\w+))`")
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "s": 1}
 CONFIGS = {"proxy": ProxyConfig, "agent": AgentConfig}
-BOUNDED = ("agent/api", "proxy", "transfer/control", "transfer/producer")
+BOUNDED = ("agent/api", "common", "proxy", "transfer/control", "transfer/producer")
 """Where strangers are listened to: what is named `MAX_…` there stands on the page."""
 INTERNAL = {
     "proxy/discovery/health_monitor.py::MAX_FAILED_PROBES": "when a server is down",
@@ -34,13 +34,13 @@ INTERNAL = {
     "proxy/telemetry/metrics.py::MAX_MODELS": "how many models have labels of their own in metrics",
     "proxy/scaling.py::MAX_MODELS": "how many models it is said of how many agents they want",
     "proxy/scaling.py::MAX_AGENTS": "of how many agents the last capacity is remembered",
-    "proxy/wire/messages.py::MAX_VERSION": "what may be the number of a version",
+    "proxy/wire/registration.py::MAX_VERSION": "what may be the number of a version",
     "proxy/http/upstream_connection.py::MAX_BUFFERED_BYTES": "back-pressure",
     "proxy/workers/messages.py::MAX_FRAME_BYTES": "between a supervisor and its workers",
     "proxy/workers/messages.py::MAX_UNSENT_BYTES": "between a supervisor and its workers",
     "proxy/workers/supervisor.py::MAX_DEATHS": "when a supervisor ends",
     "proxy/workers/supervisor.py::MAX_MISSED": "when a worker hangs",
-    "proxy/wire/flags.py::MAX_SHOWN_CHARS": "how much of a mistake is shown to its maker",
+    "common/options.py::MAX_SHOWN_CHARS": "how much of a mistake is shown to its maker",
     "agent/api/text/detokenizer.py::_MAX_HELD_IDS": "what a model may write",
 }
 

@@ -16,10 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
-    "transfer": {"transfer"},
-    "proxy": {"proxy"},
-    "agent": {"agent", "transfer", "proxy.wire"},
-    "deploy": {"deploy", "agent", "transfer", "proxy"},
+    "common": {"common"},
+    "transfer": {"transfer", "common"},
+    "proxy": {"proxy", "common"},
+    "agent": {"agent", "common", "transfer", "proxy.wire"},
+    "deploy": {"deploy", "agent", "common", "transfer", "proxy"},
 }
 Graph = Mapping[str, Set[str]]
 
@@ -30,13 +31,16 @@ def _rooms() -> dict[str, set[str]]:
     A room is a folder, or a module where a module is named. What has no line of its own in `agent` and
     `transfer` belongs to the room of that name, at the bottom of the package.
     """
-    ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry", "proxy.state_machine"}
+    ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
     fleet = {*texts, "proxy.dialects", "proxy.scaling", "proxy.fleet"}
     exchange = {*fleet, "proxy.http", "proxy.exchange"}
     parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
     rooms = {
+        "common": set(),
+        "common.telemetry": {"common"},
+        "common.http": {"common", "common.telemetry"},
         **{room: set() for room in ground},
         "proxy.telemetry": {"proxy.wire"},
         "proxy.errors": ground,
@@ -174,6 +178,7 @@ def test_rooms_are_imported_one_way() -> None:
         ("proxy.fleet.x → proxy.http.y", ("proxy.fleet", "proxy.http")),
         ("proxy.discovery.x → proxy.exchange.y", ("proxy.discovery", "proxy.exchange")),
         ("proxy.wire.x → proxy.errors", ("proxy.wire", "proxy.errors")),
+        ("common.x → common.http.y", ("common", "common.http")),
         ("proxy.api.x → proxy.config", ("proxy.api", "proxy.config")),
         ("proxy.server → proxy.workers.y", ("proxy.server", "proxy.workers")),
         ("agent.api.x → agent.engine.scheduler", ("agent.api", "agent.engine")),
@@ -230,7 +235,9 @@ def test_a_module_of_no_room_is_seen() -> None:
 
 def test_no_folder_is_crowded() -> None:
     folders = {
-        path.parent for package in ("proxy", "agent", "transfer") for path in (ROOT / package).rglob("*.py")
+        path.parent
+        for package in ("proxy", "agent", "common", "transfer")
+        for path in (ROOT / package).rglob("*.py")
     }
     crowded = {
         folder.relative_to(ROOT).as_posix(): number
@@ -298,7 +305,7 @@ def test_proxy_imports_nothing_of_the_others() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=ROOT, check=True
     )
-    assert done.stdout.strip() == "['proxy']"
+    assert done.stdout.strip() == "['common', 'proxy']"
 
 
 def test_every_package_is_installed() -> None:

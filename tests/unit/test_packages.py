@@ -16,13 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("agent", "common", "deploy", "proxy", "transfer")
 OF_EXTRA = {
     "agent": {"agent", "deploy/doctor", "transfer"},
     "bench": {"deploy/bench/plot"},
     "cuda": {"transfer/backends/cuda_ipc"},
     "mooncake": {"transfer/backends/mooncake"},
     "nixl": {"transfer/backends/nixl"},
-    "otel": {"proxy/wire/spans.py"},
+    "otel": {"common/telemetry/spans.py"},
     "ray": {"deploy/ray"},
 }
 """What runs only where an extra is installed; all else of ours needs nothing but `dependencies`."""
@@ -77,12 +78,12 @@ def undeclared(files: Iterable[Path]) -> dict[str, set[str]]:
 
 
 def test_everything_imported_is_declared() -> None:
-    files = [path for top in ("agent", "deploy", "proxy", "transfer") for path in (ROOT / top).rglob("*.py")]
+    files = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
     assert not undeclared(files)
 
 
 def test_everything_declared_is_imported() -> None:
-    files = [path for top in ("agent", "deploy", "proxy", "transfer") for path in (ROOT / top).rglob("*.py")]
+    files = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
     owners = DISTRIBUTIONS | packages_distributions()
     used = {normalized(dist) for path in files for name in imports(path) for dist in owners.get(name, ())}
     # The distribution `nixl` is a shell around those that hold the package.

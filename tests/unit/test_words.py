@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [
-    *("agent", "deploy", "proxy", "transfer", "tools", "docs"),
+    *("agent", "common", "deploy", "proxy", "transfer", "tools", "docs"),
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "tests/README.md", "tests/bench/README.md"),
 ]
 SUFFIXES = {".py", ".md", ".html", ".css", ".js", ".yml", ".json", ""}
@@ -97,7 +97,7 @@ def wrong_in_python(text: str) -> Iterator[tuple[int, str]]:
 def definitions() -> dict[str, list[str]]:
     """Return where classes and functions called by each word of `ONE_MEANING` are defined."""
     found: dict[str, list[str]] = {}
-    for path in files(["agent", "deploy", "proxy", "transfer"]):
+    for path in files(["agent", "common", "deploy", "proxy", "transfer"]):
         if path.suffix == ".py":
             for name, line in defined_in(path.read_text()):
                 found.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{line}")
@@ -123,7 +123,7 @@ def test_a_word_has_one_meaning() -> None:
 
 def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
-    for path in files(["agent", "deploy", "proxy", "transfer"]):
+    for path in files(["agent", "common", "deploy", "proxy", "transfer"]):
         if path.suffix == ".py":
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

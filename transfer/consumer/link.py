@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.curve import CurveKey
@@ -28,7 +29,6 @@ from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import Connect, Read, pack_spans
-from kvferry.transfer.state_machine import transition, transitions
 
 HANDSHAKE_S = 5.0
 RESPONSE_TIMEOUT_S = 2.0

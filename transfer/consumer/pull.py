@@ -12,13 +12,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
 from kvferry.transfer.sampled_tokens import SampledTokens
-from kvferry.transfer.state_machine import transition, transitions
 
 MAX_ATTEMPTS = 3
 """Times a control request is sent before the producer counts as unreachable."""

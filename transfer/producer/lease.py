@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import MAX_BLOCKS, GoneReason, Grant
 from kvferry.transfer.events import LeaseEndCause
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.plane import MAX_STAGED
 from kvferry.transfer.sampled_tokens import SampledTokens
-from kvferry.transfer.state_machine import transition, transitions
 
 MAX_ENDED = 8192
 

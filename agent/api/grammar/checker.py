@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.agent.api.grammar.constraint import Constraint
 from kvferry.agent.errors import ApiError, bad_request, unavailable
-from kvferry.agent.process.children import ChildProcess
+from kvferry.common.child_process import ChildProcess
 
 GRAMMAR_MODULE = "kvferry.agent.api.grammar.process"
 COMPILE_TIMEOUT_S = 5.0

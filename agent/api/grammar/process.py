@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.agent.process.children import die_with_parent
+from kvferry.common.child_process import die_with_parent
 
 MAX_COMPILE_CPU_S = 1.0
 """Ranks compile between two steps: for as long no stream gets a token."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvferry.agent.errors import unavailable
-from kvferry.proxy.wire.work_pool import PoolBusy, WorkPool
+from kvferry.common.work_pool import PoolBusy, WorkPool
 
 SHORT_BYTES = 64 * 1024
 MAX_QUEUED_BYTES = 64 * 1024 * 1024

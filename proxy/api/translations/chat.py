@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
+from kvferry.common.options import did_you_mean
 from kvferry.proxy import sse
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.request import invalid_field
-from kvferry.proxy.wire.flags import did_you_mean
 
 MAX_OBJECTS = 16384
 """Of a body. Decoding makes them all in one call, during which no other thread runs."""

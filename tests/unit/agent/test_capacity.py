@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.agent.capacity import MIN_STEPS, CapacityMeter, StepFit
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 
 
 def meter(**fields: int) -> CapacityMeter:

@@ -17,9 +17,10 @@ import zmq.asyncio
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.ids import host_id
 from kvferry.agent.ping import ACK_TIMEOUT_S, Announcer
+from kvferry.common.curve import ClusterKey
+from kvferry.common.state_machine import IllegalTransition
 from kvferry.deploy import keygen
-from kvferry.proxy.wire.cluster_key import ClusterKey
-from kvferry.proxy.wire.messages import (
+from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
     VERSIONS,
     Ack,
@@ -33,7 +34,6 @@ from kvferry.proxy.wire.messages import (
     decode_agent_message,
     encode,
 )
-from kvferry.transfer.state_machine import IllegalTransition
 
 DEADLINE_S = 20.0
 

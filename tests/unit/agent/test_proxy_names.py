@@ -19,7 +19,7 @@ import zmq
 
 from kvferry.agent.ping import Announcer
 from kvferry.agent.proxy_names import LOOKUP_INTERVAL_S, MAX_ADDRESSES, ProxyName, check_proxy, split_name
-from kvferry.proxy.wire.messages import Ack, Load, Register, decode_agent_message, encode
+from kvferry.proxy.wire.registration import Ack, Load, Register, decode_agent_message, encode
 
 DEADLINE_S = 30.0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.common.telemetry.logs import JsonFormatter, LogFormat, TextFormatter
 from kvferry.deploy import launcher
 from kvferry.deploy.launcher import LogFile, how_it_ended, reason_in
-from kvferry.proxy.wire.logs import JsonFormatter, LogFormat, TextFormatter
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.common.options import parse_flags
 from kvferry.deploy.launcher import AgentSpec
 from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
 from kvferry.deploy.vllm_engine import CannotStart, VllmEngineConfig
-from kvferry.proxy.wire.flags import parse_flags
 
 
 def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from kvferry.agent.config import BUNDLED_MODELS
+from kvferry.common.options import take_option
 from kvferry.deploy.vllm_engine import VllmEngineConfig, _port_kept, with_chosen_engine
-from kvferry.proxy.wire.flags import take_option
 from kvferry.transfer.net import CannotBind
 from tests.patience import patient
 from tests.servers import free_port

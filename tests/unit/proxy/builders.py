@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.proxy.fleet.registry import Node, NodeState, Snapshot
-from kvferry.proxy.wire.messages import Load, Register, Role
+from kvferry.proxy.wire.registration import Load, Register, Role
 
 
 def load(running: int = 0, **fields: Any) -> Load:

@@ -15,7 +15,7 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.exchange.request_log import Phase
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.messages import Role
+from kvferry.proxy.wire.registration import Role
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import aiohttp
 import pytest
 
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 from tests.unit.proxy.workers.test_workers import Workers, running

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kvferry.proxy.cli import SETTLE_S
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S
 from tests.standins.agents import StandInAgent
 
 BODY = {"model": "stand-in", "prompt": "p", "max_tokens": 3}

@@ -31,7 +31,7 @@ from kvferry.proxy.scaling import (
     signals_of,
 )
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Bye, Capacity, Incarnation, Register, Role
+from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
 from tests.standins.simulated_fleet import Mix, SimulatedFleet, Speed
 from tests.unit.proxy.builders import load, registration
 

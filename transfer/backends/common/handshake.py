@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from kvferry.common.state_machine import Transitions, transition, transitions
 from kvferry.transfer import access_tokens
 from kvferry.transfer.access_tokens import TOKEN_BYTES
 from kvferry.transfer.backends.common import sockets
@@ -34,7 +35,6 @@ from kvferry.transfer.backends.common.connection import Connection, ProtocolErro
 from kvferry.transfer.backends.common.sockets import Port
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.engine import PeerUnreachable
-from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 NONCE_BYTES = 16
 _HANDSHAKE_S = 5.0

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from kvferry.common.state_machine import Transitions, transition, transitions
 from kvferry.transfer.backends.common.wakeups import Waker
 from kvferry.transfer.backends.mooncake.library import (
     CANARY_BYTES,
@@ -19,7 +20,6 @@ from kvferry.transfer.backends.mooncake.library import (
 )
 from kvferry.transfer.engine import PeerUnreachable, Status
 from kvferry.transfer.layout import SpanTable, addresses
-from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 PIECE_BYTES = 64 << 20
 """Longest single read. Mooncake cancels none, so this is the most that a cancelled one still writes."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.common.state_machine import Transitions, transition, transitions
 from kvferry.transfer.backends.common.transfer import BaseTransfer
 from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable
-from kvferry.transfer.state_machine import Transitions, transition, transitions
 
 _FENCE_BYTES = 8
 _NEVER_POSTED = (

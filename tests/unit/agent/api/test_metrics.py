@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.messages.requests import Stats, Timing
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.control.messages import GoneReason
 from kvferry.transfer.events import PULL_FAILURE_REASONS, PlaneStats, PullTimes
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.agent.api.request_trace import end_trace
 from kvferry.agent.messages.requests import FailedPull, Timing
-from kvferry.proxy.wire.spans import Tracing
+from kvferry.common.telemetry.spans import Tracing
 from kvferry.transfer.events import RankRead
 from tests.standins.trace_collector import CollectedSpan, TraceCollector, trace_collector
 

@@ -25,8 +25,8 @@ import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.proxy.wire.http_server import MAX_HEAD_BYTES
-from kvferry.proxy.wire.messages import Ack, Bye, Register, decode_agent_message, encode
+from kvferry.common.http.server import MAX_HEAD_BYTES
+from kvferry.proxy.wire.registration import Ack, Bye, Register, decode_agent_message, encode
 from tests.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 from tests.standins.engine import CACHED_TOKENS, CONTROL_PORT, MAX_MODEL_LEN, Seed
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[4]
 START = (
-    "import os, sys; from kvferry.agent.process.children import die_with_parent; "
+    "import os, sys; from kvferry.common.child_process import die_with_parent; "
     "die_with_parent(os.getppid()); "
     "from kvferry.agent.__main__ import main; "
     "sys.exit(main(sys.argv[1:], engine_module='tests.standins.engine'))"

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
-from kvferry.transfer.state_machine import IllegalTransition
+from kvferry.common.state_machine import IllegalTransition
 from tests.unit.agent.local_engine import request
 
 W, P, R, F = (

@@ -18,7 +18,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import ROLES, Node
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.messages import Capacity, Incarnation, WorkReport
+from kvferry.proxy.wire.registration import Capacity, Incarnation, WorkReport
 from tests.unit.transfer.rig import GEOMETRY
 
 DEADLINE_S = 20.0

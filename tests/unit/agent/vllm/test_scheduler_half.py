@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf, prompt_hash
-from kvferry.proxy.wire.messages import Incarnation, LinkUse
+from kvferry.proxy.wire.registration import Incarnation, LinkUse
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt

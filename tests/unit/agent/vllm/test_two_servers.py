@@ -18,7 +18,7 @@ import torch
 from kvferry.agent.vllm.settings import NotServed, read_settings
 from kvferry.agent.vllm.startup import start_scheduler_half
 from kvferry.agent.vllm.worker_half import WorkerHalf, local_heads
-from kvferry.proxy.wire.messages import Role
+from kvferry.proxy.wire.registration import Role
 from tests.patience import patient
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 

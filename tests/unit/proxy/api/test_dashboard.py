@@ -18,7 +18,7 @@ from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
-from kvferry.proxy.wire.messages import Incarnation, LinkUse, WorkReport
+from kvferry.proxy.wire.registration import Incarnation, LinkUse, WorkReport
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 

@@ -26,7 +26,7 @@ from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
-from kvferry.proxy.wire.messages import NATIVE_DIALECT
+from kvferry.proxy.wire.registration import NATIVE_DIALECT
 from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"

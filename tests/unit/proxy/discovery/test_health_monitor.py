@@ -18,7 +18,7 @@ from kvferry.proxy.discovery import health_probe
 from kvferry.proxy.discovery.health_monitor import MAX_FAILED_PROBES, HealthMonitor, described
 from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, probe
 from kvferry.proxy.discovery.static_nodes import server_from_words
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
 from tests.standins.engines import SERVERS, Fabric
 from tests.standins.watched_server import WatchedServer
 from tests.unit.proxy.conftest import Stage, StartStage

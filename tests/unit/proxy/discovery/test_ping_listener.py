@@ -19,7 +19,7 @@ from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 from tests.unit.proxy.builders import registration
 
 PING = wire.encode(registration("decode", 1))

@@ -15,7 +15,7 @@ import zmq.asyncio
 from kvferry.proxy.discovery import health_probe
 from kvferry.proxy.discovery.health_monitor import PINGED_INTERVAL_S, PingedServers
 from kvferry.proxy.discovery.health_probe import ProbeResult
-from kvferry.proxy.wire.messages import Load
+from kvferry.proxy.wire.registration import Load
 from tests.standins.engines import SERVERS, AtomServer, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage

@@ -13,7 +13,7 @@ import pytest
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
 from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, join, read_events, require_json, require_stream
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration
 
 SERVER = registration("decode", 8001)

@@ -17,7 +17,7 @@ import pytest
 from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
 from kvferry.proxy.exchange.native_attempt import EarlyLeg, OpeningEvent
-from kvferry.proxy.wire.messages import LENDS_SINCE, Incarnation
+from kvferry.proxy.wire.registration import LENDS_SINCE, Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
 

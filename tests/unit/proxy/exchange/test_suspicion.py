@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from kvferry.proxy.exchange.retry import MAX_FELLED, OUTAGE_S
-from kvferry.proxy.wire.messages import Load
+from kvferry.proxy.wire.registration import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.conftest import Stage, StartStage

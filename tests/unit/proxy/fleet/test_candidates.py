@@ -18,7 +18,7 @@ from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Leg, Node, Registry
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.fleet.test_groups import AGENTS, INCARNATIONS
 

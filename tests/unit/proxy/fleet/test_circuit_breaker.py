@@ -14,7 +14,7 @@ from kvferry.proxy.fleet.circuit_breaker import (
     BreakerSettings,
     BreakerState,
 )
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 
 SETTINGS = BreakerSettings(failures=3, pause_s=1.0)
 CLOSED, OPEN, HALF_OPEN = BreakerState

@@ -34,7 +34,7 @@ from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.views import FleetView, nodes_page
 from kvferry.proxy.telemetry.event_log import EventLog
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 from tests.unit.proxy.builders import load, registration, snapshot
 
 INCARNATIONS = [f"{port:016x}" for port in range(100, 108)]

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import Node, NodeState
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import load, registration
 
 FREE = {"prefill": None, "decode": None}

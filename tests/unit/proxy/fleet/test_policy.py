@@ -24,7 +24,7 @@ from kvferry.proxy.fleet.policy import (
 )
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
 ASK = RoutingRequest(model="m")

@@ -12,7 +12,7 @@ from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import Snapshot
 from kvferry.proxy.fleet.router import Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
-from kvferry.proxy.wire.messages import FIRST_CONTROL_VERSIONS, LENDS_SINCE
+from kvferry.proxy.wire.registration import FIRST_CONTROL_VERSIONS, LENDS_SINCE
 from tests.unit.proxy.builders import registration, snapshot
 
 MIN_TOKENS = 2 * CHUNK_TOKENS

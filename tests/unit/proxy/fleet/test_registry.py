@@ -14,7 +14,7 @@ from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, Addr
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
 from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, NodeState, Place, Registry
 from kvferry.proxy.telemetry.event_log import EventKind
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Incarnation
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 from tests.unit.proxy.builders import load, registration
 
 ONE = registration("both", 1)

@@ -19,7 +19,7 @@ from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.wire.messages import Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import load, registration, snapshot
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.proxy.fleet import transfer_totals
 from kvferry.proxy.fleet.transfer_totals import MAX_PAIRS, MAX_REASONS, OTHER, TransferTotals
-from kvferry.proxy.wire.messages import PULL_BUCKETS, Bye, Incarnation, LinkUse, WorkReport
+from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, LinkUse, WorkReport
 from tests.unit.proxy.builders import registration
 
 PREFILL = registration("prefill", 1)

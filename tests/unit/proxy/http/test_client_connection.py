@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvferry.common.http.server import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvferry.proxy.exchange.native_attempt import NativeAttempt
 from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 

@@ -12,7 +12,7 @@ from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.fleet.registry import STALL_S
 from kvferry.proxy.http.hang_detector import CHECK_INTERVAL_S, HangDetector
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.messages import NODE_EXPIRY_S, Register
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Register
 from tests.standins.agents import Fault
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.conftest import StartStage

@@ -19,7 +19,7 @@ from kvferry.proxy.http import upstream_connection
 from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
 from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.http.upstream_connection import STALE_AFTER_S
-from kvferry.proxy.wire.messages import Register
+from kvferry.proxy.wire.registration import Register
 from tests.standins.agents import Fault, StandInAgent
 from tests.standins.raw_server import whole
 from tests.unit.proxy.builders import registration

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.common.stop import StopRequest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.admission import Reservation
@@ -23,8 +24,7 @@ from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.wire.messages import Incarnation
-from kvferry.proxy.wire.stop_request import StopRequest
+from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers import supervisor as supervisor_module
 from kvferry.proxy.workers import worker as worker_module
 from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, Start, ToSupervisor, ToWorker

@@ -22,7 +22,7 @@ import pytest
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.scaling import ARRIVALS_S, LEAST_AGE_S
-from kvferry.proxy.wire.messages import Capacity
+from kvferry.proxy.wire.registration import Capacity
 from kvferry.proxy.workers.supervisor import WorkersFailed, reserved_port, running_workers
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample

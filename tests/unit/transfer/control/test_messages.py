@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.proxy.wire.messages import LENDS_SINCE
+from kvferry.proxy.wire.registration import LENDS_SINCE
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.messages import BadControlFrame, EngineDescription
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES, SampledToken, SampledTokens

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import docstring_parser
 from jsonargparse import ArgumentError, ArgumentParser
 
-from kvferry.proxy.wire.exceptions import message_of
+from kvferry.common.exceptions import message_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

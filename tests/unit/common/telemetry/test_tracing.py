@@ -8,21 +8,21 @@ import sys
 
 import pytest
 
-from kvferry.proxy.wire.tracing import check_endpoint, open_tracing
+from kvferry.common.telemetry.tracing import check_endpoint, open_tracing
 
 LONG_STATE = ",".join(f"k{number}={'v' * 200}" for number in range(3))
 IMPORTS = """
 import sys
 import kvferry.proxy.cli, kvferry.agent.cli
-from kvferry.proxy.wire.tracing import open_tracing
+from kvferry.common.telemetry.tracing import open_tracing
 assert open_tracing(None, {"service.name": "x"}) is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
 NOT_INSTALLED = """
 import logging, sys
 sys.modules["opentelemetry"] = None
-from kvferry.proxy.wire.logs import configure_logging
-from kvferry.proxy.wire.tracing import open_tracing
+from kvferry.common.telemetry.logs import configure_logging
+from kvferry.common.telemetry.tracing import open_tracing
 configure_logging("proxy", "info", "text")
 assert open_tracing(None, {"service.name": "x"}) is None
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from kvferry.proxy.wire.spans import Attributes, Tracing
+    from kvferry.common.telemetry.spans import Attributes, Tracing
 
 FLUSH_TIMEOUT_S = 3.0
 """For the last export, when a process ends."""
@@ -32,7 +32,7 @@ def open_tracing(endpoint: str | None, about: Attributes) -> Tracing | None:
     if not _has_sdk():
         _log.warning("traces are off: OTEL_EXPORTER_OTLP_ENDPOINT %s", _LACKING)
         return None
-    from kvferry.proxy.wire.spans import Tracing
+    from kvferry.common.telemetry.spans import Tracing
 
     return Tracing(endpoint, about)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of a process, by OpenTelemetry's SDK; imported only where traces are on (`proxy.wire.tracing`).
+"""Spans of a process, by OpenTelemetry's SDK; imported only where traces are on (`common.telemetry.tracing`).
 
 Times are readings of the monotonic clock, in seconds.
 """

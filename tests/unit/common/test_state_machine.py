@@ -7,7 +7,7 @@ import enum
 
 import pytest
 
-from kvferry.transfer.state_machine import IllegalTransition, transition, transitions
+from kvferry.common.state_machine import IllegalTransition, transition, transitions
 
 
 class Door(enum.Enum):

@@ -12,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from kvferry.proxy.wire.logs import Facts, JsonFormatter, LogFormat, TextFormatter
+from kvferry.common.telemetry.logs import Facts, JsonFormatter, LogFormat, TextFormatter
 
 WRITES = """
 import logging, sys, warnings
-from kvferry.proxy.wire.logs import Facts, configure_logging
+from kvferry.common.telemetry.logs import Facts, configure_logging
 configure_logging("pro%cess", "info", sys.argv[1])
 log = logging.getLogger("kvferry.some.request")
 log.debug("not shown")

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.agent.process.children import ChildProcess, ParentGone
+from kvferry.common.child_process import ChildProcess, ParentGone
 from tests.deaths import assert_within
 
-CHILD = (
-    "import os; from kvferry.agent.process.children import die_with_parent; die_with_parent(os.getppid()); "
-)
+CHILD = "import os; from kvferry.common.child_process import die_with_parent; die_with_parent(os.getppid()); "
 
 
 async def wait_gone(pid: int, timeout_s: float) -> float:
@@ -59,7 +57,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
         f"time.sleep(0.5); {CHILD} time.sleep(60)"
     )
     code = (
-        "import asyncio; from kvferry.agent.process.children import ChildProcess\n"
+        "import asyncio; from kvferry.common.child_process import ChildProcess\n"
         "async def main():\n"
         f"    await (await ChildProcess.start(['-c', {grandchild!r}], b'', 'late')).wait()\n"
         "asyncio.run(main())"
@@ -75,7 +73,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
 
 def test_a_parent_that_is_gone_already_is_an_error() -> None:
     parent = os.getppid()
-    code = f"from kvferry.agent.process.children import die_with_parent; die_with_parent({parent})"
+    code = f"from kvferry.common.child_process import die_with_parent; die_with_parent({parent})"
     child = psutil.Popen([sys.executable, "-c", code], stderr=-1)
     _, errors = child.communicate(timeout=20)
     assert child.returncode != 0

@@ -15,12 +15,12 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire import messages as wire
-from kvferry.proxy.wire.cluster_key import BadClusterKey, ClusterKey
+from kvferry.proxy.wire import registration as wire
 from tests.standins.wiretap import Wiretap
 from tests.unit.proxy.builders import load, registration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.wire.addresses import check_host_port, host_port
+from kvferry.common.addresses import check_host_port, host_port
 
 
 @pytest.mark.parametrize(

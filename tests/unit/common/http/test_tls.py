@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvferry.common.http.tls import BadCertificate, client_context, server_context
 from kvferry.proxy.fleet.address_rules import RejectReason
-from kvferry.proxy.wire.tls import BadCertificate, client_context, server_context
 from tests.standins.agents import StandInAgent
 from tests.standins.certificates import Certificate, make_certificate
 from tests.unit.proxy.conftest import StartStage

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import uvicorn
 
-from kvferry.proxy.wire.http_server import (
+from kvferry.common.http.server import (
     MAX_CHUNKS,
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
@@ -425,7 +425,7 @@ async def test_only_100_continue_can_be_expected() -> None:
 
 GROWING_BODIES = """
 import psutil
-from kvferry.proxy.wire.http_server import return_large_buffers
+from kvferry.common.http.server import return_large_buffers
 return_large_buffers()
 rss = psutil.Process().memory_info
 bytearray(2**24)  # freed at once: glibc would keep as much from now on

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.wire import messages as wire
+from kvferry.proxy.wire import registration as wire
 from tests.unit.proxy.builders import registration
 
 
