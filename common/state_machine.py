@@ -5,8 +5,7 @@
 
     self.state = transition(self.transfer_id, LEASE_TRANSITIONS, self.state, LeaseState.READY)
 
-Every table is a public constant of its module, `*_TRANSITIONS`, and stands next to its enum. Used by transfer
-and agent; the proxy, which imports nothing of theirs, has its own (`proxy/state_machine.py`).
+Every table is a public constant of its module, `*_TRANSITIONS`, and stands next to its enum.
 """
 
 from __future__ import annotations
@@ -19,6 +18,12 @@ from typing import TypeAlias, TypeVar
 S = TypeVar("S", bound=Hashable)
 Transitions: TypeAlias = Mapping[S, frozenset[S]]
 """The states that each state may become. A terminal state has an empty set."""
+
+
+class State(enum.Enum):
+    """A state of what changes it several times a request. Hashed in C: an enum's own hash is Python."""
+
+    __hash__ = object.__hash__
 
 
 class IllegalTransition(RuntimeError):

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "versions"
 WITH_AGENT = [
     "tests/unit/proxy/dialects/test_dialect_table.py",
-    "tests/unit/common/http/test_tls.py::test_nothing_starts_without_the_configured_certificate[agent]",
+    "tests/unit/proxy/test_tls.py::test_nothing_starts_without_the_configured_certificate[agent]",
     "tests/unit/common/telemetry/test_tracing.py::test_off_nothing_of_opentelemetry_is_imported",
 ]
 """The proxy's tests that need an agent too."""
@@ -32,6 +32,7 @@ TESTS = {
     "proxy": (
         ["otel"],
         [
+            "tests/unit/common",
             "tests/unit/proxy",
             *(f"--{'deselect' if '::' in test else 'ignore'}={test}" for test in WITH_AGENT),
         ],

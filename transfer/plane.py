@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.curve import ClusterKey
 from kvferry.transfer.layout import KVGeometry
 
 RENEWALS = 3.3
@@ -70,6 +71,11 @@ class PlaneConfig:
     lends_prefixes: bool = False
     max_staged: int = MAX_STAGED
     curve_secret: str | None = field(default=None, repr=False)
+
+    @property
+    def cluster_key(self) -> ClusterKey | None:
+        """The key pair of `curve_secret`, if there is one. Raises `BadClusterKey` if it is no key."""
+        return None if self.curve_secret is None else ClusterKey.of(self.curve_secret)
 
     @property
     def renewal_interval_s(self) -> float:

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.common.addresses import check_dialable, host_port
-from kvferry.common.curve import ClusterKey, ClusterKeyAuthenticator
+from kvferry.common.curve import ClusterKey, CurveAuthenticator
 from kvferry.proxy.dialects import atom, vllm_moriio
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
@@ -59,9 +59,10 @@ class PingListener:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-        self._authenticator = (
-            None if key is None else ClusterKeyAuthenticator(self._context, self._socket, key)
-        )
+        self._authenticator: CurveAuthenticator | None = None
+        if key is not None:
+            key.secure_server(self._socket)
+            self._authenticator = CurveAuthenticator(self._context, key)
 
     def bind(self, host: str, port: int) -> int:
         """Bind and return the port; 0 lets the OS choose. Raises `OSError` when it is taken.
@@ -98,7 +99,7 @@ class PingListener:
         """Close the socket and its context. Idempotent."""
         self._socket.close()
         if self._authenticator is not None:
-            self._authenticator.stop()
+            self._authenticator.close()
         self._context.term()
 
     def handle(self, frames: list[bytes]) -> bytes | None:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.router import Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.state_machine import transition
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
@@ -112,7 +112,7 @@ class RequestLog:
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `IllegalTransition` when the table does not allow it."""
         before, metrics, now = self.phase, self._metrics, time.monotonic()
-        self.phase = transition(PHASE_TRANSITIONS, before, phase, self.request_id)
+        self.phase = transition(self.request_id, PHASE_TRANSITIONS, before, phase)
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)

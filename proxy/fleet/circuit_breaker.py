@@ -16,7 +16,7 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from kvferry.proxy.state_machine import transition
+from kvferry.common.state_machine import transition
 from kvferry.proxy.wire.registration import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,6 @@ class Breaker:
     def _transition(self, to: BreakerState) -> None:
         """Raises `IllegalTransition` when the table does not allow it."""
         subject = f"circuit breaker of agent {self._agent}"
-        previous, self.state = self.state, transition(BREAKER_TRANSITIONS, self.state, to, subject)
+        previous, self.state = self.state, transition(subject, BREAKER_TRANSITIONS, self.state, to)
         level = logging.WARNING if to is BreakerState.OPEN else logging.INFO
         logger.log(level, "%s: %s → %s", subject, previous, to)

@@ -13,8 +13,8 @@ from typing import cast
 
 import httptools
 
+from kvferry.common.state_machine import State, transition
 from kvferry.proxy.http.response_bounds import ResponseBounds
-from kvferry.proxy.state_machine import State, transition
 
 Sink = Callable[[bytes], None]
 """Consumes one piece of a body. What it raises closes the connection and is re-raised to the reader."""
@@ -418,7 +418,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_closed(self)
 
     def _transition(self, state: ConnectionState) -> None:
-        self.state = transition(CONNECTION_TRANSITIONS, self.state, state, "connection to an agent")
+        self.state = transition("connection to an agent", CONNECTION_TRANSITIONS, self.state, state)
 
 
 def _nothing() -> int:

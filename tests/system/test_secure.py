@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 import zmq
 
+from kvferry.common.curve import ClusterKey
 from kvferry.deploy.cli import main
 from kvferry.deploy.launcher import AgentSpec
 from kvferry.transfer.control import messages
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import ControlClient
 from tests.standins.certificates import make_certificate
 from tests.system.client import Answer, complete_all, heldout, session
@@ -88,9 +88,10 @@ async def test_only_holders_of_the_key_take_part(start_cluster: StartCluster, tm
             await asyncio.sleep(STRANGER_S)
             admitted = (await nodes(http, cluster.url))["nodes"]
             assert {node["address"] for node in admitted} == known
+            owned = ClusterKey.of(key.read_text().strip())
             for node in admitted:
                 assert await control_answer(node["control"], None) is None
-                assert await control_answer(node["control"], CurveKey.of(key.read_text().strip())) is not None
+                assert await control_answer(node["control"], owned) is not None
         logs = {process.name: process.log.read_text() for process in cluster.processes}
         assert {name for name, log in logs.items() if SECRET in log} == {"prefill-0"}
         assert all(key.read_text().strip() not in log for log in logs.values())
@@ -111,7 +112,7 @@ async def strangers_are_turned_away(
         assert response.status == 200
 
 
-async def control_answer(control: str, key: CurveKey | None) -> object:
+async def control_answer(control: str, key: ClusterKey | None) -> object:
     """What an agent's control channel answers to somebody who holds this key, None if nothing."""
     url, context = urlsplit(control), zmq.Context()
     answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()

@@ -55,7 +55,7 @@ ONE_MEANING = {"leg", "link", "take", "answer", "reply", "choice", "usage", "fir
 
 
 # Classes of one meaning that the import rule keeps apart: the proxy imports neither `agent` nor `transfer`.
-SAME_MEANING = {"IllegalTransition", "StreamOptions"}
+SAME_MEANING = {"StreamOptions"}
 
 
 def files(paths: list[str]) -> Iterator[Path]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvferry.common.curve import ClusterKey
 from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import LENDS_SINCE, VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
@@ -95,7 +95,7 @@ class Link:
         source: Source,
         config: PlaneConfig,
         ranks: RankGroup,
-        key: CurveKey | None,
+        key: ClusterKey | None,
         *,
         on_ready: Callable[[Link], None],
         on_lost: Callable[[Link, str, str], None],

@@ -10,7 +10,6 @@ from collections.abc import Callable, Set
 import zmq
 
 from kvferry.transfer.consumer.link import Link, LinkState, Source, source_of
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.group import RankGroup
 
@@ -35,7 +34,7 @@ class LinkPool:
     ) -> None:
         self._config = config
         self._ranks = ranks
-        self._key = CurveKey.of_optional(config.curve_secret)
+        self._key = config.cluster_key
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

@@ -18,8 +18,8 @@ from uuid import uuid4
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.common.curve import ClusterKey, CurveAuthenticator
 from kvferry.transfer.control.channel import Channel, ChannelFull, limit_socket, tcp_endpoint
-from kvferry.transfer.control.curve import CurveAuthenticator, CurveKey
 from kvferry.transfer.control.messages import (
     MAX_FRAME_BYTES,
     BadControlFrame,
@@ -63,7 +63,7 @@ class ControlServer:
     def __init__(
         self,
         on_request: Callable[[Caller, Received], None],
-        key: CurveKey | None = None,
+        key: ClusterKey | None = None,
     ) -> None:
         self._on_request = on_request
         self._key = key
@@ -83,6 +83,7 @@ class ControlServer:
         if self._key is not None:
             self._key.secure_server(socket)
             self._authenticator = CurveAuthenticator(context, self._key)
+            self._authenticator.start()
         try:
             socket.bind(tcp_endpoint(host, port or "*"))
         except zmq.ZMQError as error:
@@ -126,7 +127,7 @@ class ControlClient:
     def __init__(
         self,
         on_broken: Callable[[], None],
-        key: CurveKey | None = None,
+        key: ClusterKey | None = None,
     ) -> None:
         self._endpoint = ""
         self._on_broken = on_broken

@@ -14,7 +14,6 @@ import zmq
 from kvferry.transfer.access_tokens import mint
 from kvferry.transfer.checksum import SUM_BYTES
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
@@ -63,7 +62,7 @@ class Producer:
             max_staged=config.max_staged,
         )
         self._publisher = ChecksumPublisher(ranks, self._advance, self._ready) if config.verify_kv else None
-        self._server = ControlServer(self._requested, CurveKey.of_optional(config.curve_secret))
+        self._server = ControlServer(self._requested, config.cluster_key)
         self._timer: asyncio.TimerHandle | None = None
         self._hellos: dict[bytes, float] = {}
         """Control connections of peers whose ranks are awaited, and until when, in order."""

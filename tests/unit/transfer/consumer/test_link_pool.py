@@ -51,7 +51,7 @@ def test_a_link_to_an_incarnation_ends_when_another_one_answers_at_its_address(
     lost = []
     monkeypatch.setattr(link_pool, "Link", StandInLink)
     pool = LinkPool(
-        cast("Any", SimpleNamespace(curve_secret=None)),
+        cast("Any", SimpleNamespace(cluster_key=None)),
         cast("Any", None),
         on_ready=lambda link: None,
         on_lost=lambda link, reason, _: lost.append((link.source, reason)),

@@ -11,8 +11,8 @@ import pytest
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from kvferry.common.curve import ClusterKey
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.control.curve import CurveKey
 from kvferry.transfer.control.endpoints import Caller, ControlClient, ControlServer
 from kvferry.transfer.events import PullDone, PullFailed
 from tests.standins.wiretap import Wiretap
@@ -26,14 +26,14 @@ MARK = "a-transfer-id-that-must-stay-secret"
 Secure = Callable[[zmq.Socket[bytes]], None]
 
 
-def new_key() -> CurveKey:
-    return CurveKey.of(zmq.curve_keypair()[1].decode())
+def new_key() -> ClusterKey:
+    return ClusterKey.of(zmq.curve_keypair()[1].decode())
 
 
 class Server:
     """A control server that answers every drop."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: CurveKey | None) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None) -> None:
         self.server = ControlServer(self._requested, key=key)
         self.port = self.server.start(context, "127.0.0.1", 0)
         self.requests: list[wire.Request] = []
@@ -44,7 +44,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(key: CurveKey | None) -> AsyncIterator[Server]:
+async def serving(key: ClusterKey | None) -> AsyncIterator[Server]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = Server(context, key)
     try:
@@ -54,7 +54,7 @@ async def serving(key: CurveKey | None) -> AsyncIterator[Server]:
         context.term()
 
 
-async def send(port: int, key: CurveKey | None, timeout_s: float) -> tuple[wire.Response | None, bool]:
+async def send(port: int, key: ClusterKey | None, timeout_s: float) -> tuple[wire.Response | None, bool]:
     """One request by a client with this key: its answer, and whether the connection was reported broken."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     broken = asyncio.Event()
@@ -173,7 +173,7 @@ async def test_planes_with_the_key_pull_and_others_are_kept_out() -> None:
 def test_what_is_no_key_is_refused_without_being_shown() -> None:
     for wrong in ("", "x" * 39, "x" * 41):
         with pytest.raises(ValueError, match="not a CURVE secret key") as caught:
-            CurveKey.of(wrong)
+            ClusterKey.of(wrong)
         assert caught.value.__cause__ is None
     key = new_key()
     assert key.secret.decode() not in repr(key)
