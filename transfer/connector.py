@@ -91,13 +91,13 @@ class SchedulerConnector:
         """
         self._producer.ready(TransferId(transfer_id), first_tokens)
 
-    def fail(self, transfer_id: str) -> None:
-        """Withdraw a lease: the prefill was aborted or preempted.
+    def withdraw(self, transfer_id: str) -> None:
+        """End a lease whose request has ended before it was ready: nothing is left to decode.
 
         From the return on no release is valid, the blocks are the caller's, and no `LeaseEnded` follows, not
         even one that is queued already.
         """
-        self._producer.fail(TransferId(transfer_id))
+        self._producer.withdraw(TransferId(transfer_id))
         self._events = [
             event
             for event in self._events

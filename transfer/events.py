@@ -17,8 +17,13 @@ PULL_SECONDS_BOUNDS = (
 """Bounds of the buckets that pulls are counted in by how long they took; a last one has none."""
 PULL_FAILURE_REASONS = (
     "unreachable", "refused", "incarnation", "read_failed", "deadline", "invalid", "checksum", "mismatch",
-    "cancelled", "lease_unknown", "lease_expired", "lease_dropped", "lease_finished", "lease_failed",
+    "lease_unknown", "lease_expired", "lease_dropped", "lease_finished",
 )  # fmt: skip
+
+WITHDRAWN = "lease_withdrawn"
+"""How a pull ends whose prefill ended the whole response: there is nothing to compute again."""
+NO_FAULT = ("cancelled", WITHDRAWN)
+"""Ends of a pull that are not counted as failures: its client has left, or nothing is left to decode."""
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 
 _STATUSES = (200, 400, 404, 413, 499, 500, 503)
 _PHASES = ("queue", "prefix_pull", "prefill", "pull_wait", "pull", "pull_tail", "decode_queue", "first_step")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
-_LEASE_CAUSES = ("released", "expired", "dropped", "failed")
+_LEASE_CAUSES = ("released", "expired", "dropped", "withdrawn")
 _PROMPT_SOURCES = ("computed", "cached", "pulled", "pulled_prefix")
 
 

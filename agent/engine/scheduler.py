@@ -34,7 +34,7 @@ from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Ste
 from kvferry.agent.work_counts import WorkCounts
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed
+from kvferry.transfer.events import WITHDRAWN, LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 
 
@@ -255,6 +255,10 @@ class Scheduler:
             self._kv_cache.remember(sequence)
             self.counters.prompt_tokens["pulled"] += outcome.num_tokens
             self._prompt_done(sequence, now)
+            return
+        if outcome.failure == WITHDRAWN:
+            message = "The prefill ended without leaving anything to decode."
+            self._fail(request, 409, "transfer_withdrawn", message)
             return
         request.note_failed_pull(outcome.failure, outcome.backend, outcome.began_at, now)
         if self._limits.recompute_on_pull_failure:

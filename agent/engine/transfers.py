@@ -19,7 +19,7 @@ from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.agent.work_counts import WorkCounts
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 
@@ -107,7 +107,7 @@ class TransferLedger:
         transfer_id = _produced(request)
         lease = self._leases.pop(transfer_id, None)
         if lease is not None:
-            self._connector.fail(transfer_id)
+            self._connector.withdraw(transfer_id)
             self._allocator.end_lease(lease.blocks)
 
     def drop(self, transfer_id: str) -> None:
@@ -213,7 +213,7 @@ class TransferLedger:
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
-        if event.reason != "cancelled":  # by a client that left
+        if event.reason not in NO_FAULT:
             self._work.pull_failed(pull.producer, event)
         self._allocator.release(pull.shared)
         if event.quiescent:

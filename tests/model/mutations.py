@@ -102,7 +102,7 @@ MUTATIONS = (
     Mutation(
         sentence="A preempted prefill's lease goes on.",
         module="lease",
-        old="return self._end(lease, LeaseState.FAILED)",
+        old="return self._end(lease, LeaseState.WITHDRAWN)",
         new="return []",
     ),
     Mutation(

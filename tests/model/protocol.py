@@ -211,7 +211,7 @@ class Protocol:
 
     def preempt(self, world: World, request: int) -> World:
         """Abort or preemption: the table hears of it first, then the blocks are someone else's."""
-        handle, effects = self._machines.call(world.table, "fail", transfer_id(request))
+        handle, effects = self._machines.call(world.table, "withdraw", transfer_id(request))
         freed = [effect for effect in effects if isinstance(effect, self._machines.lease.Freed)]
         must(not freed, "I2: a withdrawn lease's blocks are the scheduler's already")
         world = self._perform(world._replace(table=handle), effects)

@@ -18,7 +18,7 @@ EVERY_STEP = {
 EVERY_END = {
     *("pull done", "pull checksum", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),
     *("pull unreachable", "pull lease_unknown", "pull lease_expired", "pull lease_dropped"),
-    *("pull lease_finished", "pull lease_failed", "pull lease_gone", "quarantine ended"),
+    *("pull lease_finished", "pull lease_withdrawn", "pull lease_gone", "quarantine ended"),
     *("lease released", "lease expired", "lease dropped"),
 }
 

@@ -55,7 +55,7 @@ class StandInConnector:
     """What each request for a loan got: tokens, blocks and the hash of the last."""
     prefix_pulls: dict[str, StandInPrefixPull] = field(default_factory=dict)
     unquiet: set[str] = field(default_factory=set)
-    failed: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
     released_early: list[str] = field(default_factory=list)
     """Holds that were given up, so that the producer frees its blocks at once."""
     events: list[PlaneEvent] = field(default_factory=list)
@@ -94,11 +94,11 @@ class StandInConnector:
             self.first_tokens[transfer_id] = first_tokens
             self.ready_leases.add(transfer_id)
 
-    def fail(self, transfer_id: str) -> None:
+    def withdraw(self, transfer_id: str) -> None:
         assert transfer_id not in self.ready_leases
         self.leases.pop(transfer_id, None)
         self.lease_blocks.pop(transfer_id, None)
-        self.failed.append(transfer_id)
+        self.withdrawn.append(transfer_id)
         self.events = [
             event
             for event in self.events
@@ -205,12 +205,17 @@ class StandInConnector:
             self.unquiet.add(transfer_id)
 
     def fail_pull(
-        self, transfer_id: str, *, quiescent: bool, first_tokens: SampledTokens | None = None
+        self,
+        transfer_id: str,
+        *,
+        quiescent: bool,
+        first_tokens: SampledTokens | None = None,
+        reason: str = "read_failed",
     ) -> None:
         del self.pulls[transfer_id]
         failed = PullFailed(
             transfer_id=transfer_id,
-            reason="read_failed",
+            reason=reason,
             quiescent=quiescent,
             first_tokens=first_tokens,
             backend="tcp",

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHUNK = 128
 BLOCK = 16
 TRIES = 10
+EOS_ID = 935
 LONGEST = sorted(heldout(), key=lambda prompt: -prompt.prompt_tokens)
 
 
@@ -105,6 +106,25 @@ async def test_a_client_that_leaves_while_both_legs_run_frees_everything(cluster
     asking.cancel()
     await asyncio.wait([asking])
     await idle(cluster, tuple(cluster.agents))
+
+
+async def test_a_prompt_that_ends_with_its_first_token_fails_no_pull(cluster: Cluster) -> None:
+    """What the decode agent has pulled by then is of no use. Nothing failed or is computed twice."""
+    decode, prefills = cluster.agents["decode-0"].url, [cluster.agents[f"prefill-{i}"].url for i in range(2)]
+    names = ("kvferry_transfer_failures_total", "kvferry_agent_recomputes_total")
+    before = await scrape(decode)
+    ended = {"logit_bias": {str(EOS_ID): 100}}
+    bodies = [body(prompt, n=2, stream=bool(i % 2), **ended) for i, prompt in enumerate(LONGEST[14:34])]
+    replies = await complete_all(cluster.url, bodies, concurrency=2)
+    assert all(isinstance(reply, Answer) for reply in replies), replies
+    withdrawn = 0
+    for url in prefills:
+        name = "kvferry_transfer_leases_ended_total"
+        withdrawn += total(await settled(url, name, 1, cause="withdrawn"), name, cause="withdrawn")
+    assert withdrawn >= len(bodies)
+    await idle(cluster, tuple(cluster.agents))
+    after = await scrape(decode)
+    assert [total(after, name) for name in names] == [total(before, name) for name in names]
 
 
 async def test_prefill_agents_that_die_in_the_midst_change_no_answer(cluster: Cluster) -> None:

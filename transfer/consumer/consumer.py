@@ -30,7 +30,7 @@ from kvferry.transfer.consumer.pull import (
 )
 from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, PullTimes
+from kvferry.transfer.events import NO_FAULT, PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
 from kvferry.transfer.plane import RENEWALS, PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -422,7 +422,7 @@ class Consumer:
             self.descriptors += event.descriptors
             self.times.setdefault(event.backend, PullTimes()).add(event.pull_s)
             self.streamed_pulls += event.early_blocks > 0
-        elif isinstance(event, PullFailed):
+        elif isinstance(event, PullFailed) and event.reason not in NO_FAULT:
             failures = self.prefix_pull_failures if entry.of_prefix else self.failures
             failures[event.reason] += 1
             _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)

@@ -54,7 +54,7 @@ MAX_BLOCKS = 1 << 17
 """Blocks named in one `opened`."""
 _Blocks = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCKS)]
 
-GoneReason = Literal["unknown", "expired", "dropped", "finished", "failed"]
+GoneReason = Literal["unknown", "expired", "dropped", "finished", "withdrawn"]
 
 
 class BadControlFrame(ValueError):

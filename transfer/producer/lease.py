@@ -37,7 +37,8 @@ class LeaseState(enum.Enum):
     RELEASED = "released"
     EXPIRED = "expired"
     DROPPED = "dropped"
-    FAILED = "failed"
+    WITHDRAWN = "withdrawn"
+    """The request ended early, or with its first tokens: nothing is left to decode."""
 
 
 LEASE_TRANSITIONS = transitions(
@@ -48,13 +49,13 @@ LEASE_TRANSITIONS = transitions(
             LeaseState.RELEASED,
             LeaseState.EXPIRED,
             LeaseState.DROPPED,
-            LeaseState.FAILED,
+            LeaseState.WITHDRAWN,
         },
         LeaseState.READY: {
             LeaseState.RELEASED,
             LeaseState.EXPIRED,
             LeaseState.DROPPED,
-            LeaseState.FAILED,
+            LeaseState.WITHDRAWN,
         },
     }
 )
@@ -64,7 +65,7 @@ _GONE_REASONS: Mapping[LeaseState, GoneReason] = MappingProxyType(
         LeaseState.RELEASED: "finished",
         LeaseState.EXPIRED: "expired",
         LeaseState.DROPPED: "dropped",
-        LeaseState.FAILED: "failed",
+        LeaseState.WITHDRAWN: "withdrawn",
     }
 )
 
@@ -297,12 +298,12 @@ class LeaseTable:
         self._note(lease.deadline)
         return self._complete_parked(lease)
 
-    def fail(self, transfer_id: TransferId) -> list[Effect]:
-        """Withdraw a lease: the prefill was aborted or preempted. Never returns `Freed`."""
+    def withdraw(self, transfer_id: TransferId) -> list[Effect]:
+        """End a lease whose request has ended: nothing is left to decode. Never returns `Freed`."""
         lease = self._live.get(transfer_id)
         if lease is None or lease.state is LeaseState.STAGED:
             return []
-        return self._end(lease, LeaseState.FAILED)
+        return self._end(lease, LeaseState.WITHDRAWN)
 
     # A reader's calls.
 

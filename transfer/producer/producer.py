@@ -153,12 +153,12 @@ class Producer:
         else:
             self._ready(transfer_id)
 
-    def fail(self, transfer_id: TransferId) -> None:
+    def withdraw(self, transfer_id: TransferId) -> None:
         if self._table.is_registered(transfer_id):
-            self.ended["failed"] += 1
+            self.ended["withdrawn"] += 1
         self._forget(transfer_id)
         self._serve_on()
-        self._perform(self._table.fail(transfer_id))
+        self._perform(self._table.withdraw(transfer_id))
 
     def drop(self, transfer_id: TransferId) -> bool:
         dropped, effects = self._table.drop(time.monotonic(), transfer_id)

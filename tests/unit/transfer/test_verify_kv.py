@@ -90,7 +90,7 @@ async def test_a_lease_that_ends_while_it_is_summed_is_over() -> None:
     """The sums come late, to a transfer whose blocks are someone else's by now."""
     async with Agent(seed=1, verify_kv=True) as prefill:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        prefill.plane.fail(transfer_id)
+        prefill.plane.withdraw(transfer_id)
         other = prefill.lend(THEIRS, TOKENS)
         assert prefill.plane.drop(other)
         assert (await prefill.event(LeaseEnded)).transfer_id == other

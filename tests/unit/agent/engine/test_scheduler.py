@@ -353,7 +353,7 @@ def test_nothing_stays_pinned_when_no_choice_goes_on(changes: dict[str, object])
     answer = engine.last("p")
     assert isinstance(answer, Output)
     assert (answer.done, answer.leased) == (True, False)
-    assert engine.connector.failed == ["t"]
+    assert engine.connector.withdrawn == ["t"]
     engine.assert_all_free()
 
 
@@ -389,7 +389,7 @@ def test_an_aborted_prefill_fails_its_lease_before_its_blocks_are_free() -> None
     engine.submit(request("p", numbers(0, 30), produce="t"))
     engine.step()
     engine.scheduler.abort("p")
-    assert engine.connector.failed == ["t"]
+    assert engine.connector.withdrawn == ["t"]
     engine.assert_all_free()
     engine.run()
     assert "p" not in engine.messages

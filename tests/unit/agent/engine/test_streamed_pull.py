@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvferry.agent.messages.requests import Output, RequestFailed, SamplingParams, Submit
+from kvferry.transfer.events import WITHDRAWN
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers
@@ -154,6 +155,22 @@ def test_a_failed_pull_fails_the_request_where_that_is_asked_for() -> None:
     answer = engine.last("d")
     assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code) == (502, "pull_failed")
+    engine.assert_all_free()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_prefill_that_left_nothing_to_decode_is_no_failure(recompute: bool) -> None:
+    """Every choice has ended with its first token, or the client has left: the proxy ends this leg too."""
+    engine = pulling(recompute_on_pull_failure=recompute)
+    engine.connector.fail_pull("t", quiescent=True, reason=WITHDRAWN)
+    engine.run()
+    answer = engine.last("d")
+    assert isinstance(answer, RequestFailed)
+    assert (answer.status, answer.code) == (409, "transfer_withdrawn")
+    assert not chunks_run(engine), "nothing is computed again"
+    assert engine.scheduler.counters.recomputes == 0
+    report = engine.scheduler.work.work(0)
+    assert (report.recomputes, report.failures) == (0, {})
     engine.assert_all_free()
 
 

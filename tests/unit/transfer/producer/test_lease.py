@@ -254,7 +254,7 @@ def test_a_staged_open_without_a_registration_ends() -> None:
     ("end", "reason"),
     [
         (lambda table: table.drop(1.0, T), "dropped"),
-        (lambda table: table.fail(T), "failed"),
+        (lambda table: table.withdraw(T), "withdrawn"),
         (lambda table: table.expire(100.0), "expired"),
         (lambda table: (open_lease(table, 1.0), table.release(1.0, T, READER, True)), "finished"),
     ],
@@ -264,14 +264,14 @@ def test_an_ended_lease_is_gone_for_its_reason(end: Any, reason: str) -> None:
     end(table)
     assert only_result(open_lease(table, 100.0)) == Denied(reason)
     assert table.renew(100.0, READER, [T])[1] == [T]
-    assert table.ready(100.0, T) == table.advance(100.0, T, 1) == table.fail(T) == []
+    assert table.ready(100.0, T) == table.advance(100.0, T, 1) == table.withdraw(T) == []
 
 
 def test_a_failed_prefill_answers_the_waiting_reader_and_frees_nothing_itself() -> None:
     """The scheduler that calls `fail` has the blocks back already."""
     table = filling()
     open_lease(table, 0.0)
-    assert only_result(table.fail(T)) == Denied("failed")
+    assert only_result(table.withdraw(T)) == Denied("withdrawn")
 
 
 def test_a_drop_is_idempotent_and_remembered_for_a_late_prefill() -> None:
@@ -434,7 +434,7 @@ class Leases(RuleBasedStateMachine):
     def fail(self, transfer_id: TransferId) -> None:
         if transfer_id in self.truth:
             self.free_blocks(transfer_id)
-            self.apply(self.table.fail(transfer_id))
+            self.apply(self.table.withdraw(transfer_id))
 
     @rule(transfer_id=ids)
     def drop(self, transfer_id: TransferId) -> None:
