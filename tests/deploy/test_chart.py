@@ -35,7 +35,10 @@ SCHEMAS = "1.34"
 NOWHERE = "http://127.0.0.1:1"
 SECURE = ("--set", "security.clusterKeySecret=c", "--set", "security.apiKeysSecret=k")
 # Their schemas come with what defines them, not with Kubernetes.
-CUSTOM = {"DisaggregatedSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {
+    *("DisaggregatedSet", "PodMonitor", "PrometheusRule", "ScaledObject"),
+    *("HTTPRoute", "InferencePool"),
+}
 SET = ("--set", "agents.kind=DisaggregatedSet")
 
 pytestmark = [
@@ -121,6 +124,102 @@ def test_one_role_alone_is_no_disaggregated_set() -> None:
     assert "two roles" in refused.stderr
 
 
+def test_the_defaults_pass_lint() -> None:
+    """As a GitOps pipeline runs it: with no values at all."""
+    linted = helm("lint", "--strict", CHART)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "DisaggregatedSet"])
+def test_a_cluster_without_a_free_gpu_can_be_upgraded(kind: str) -> None:
+    """The example for eight GPUs uses them all, and never asks for more of them."""
+    path = CHART / "examples" / "nvidia-vllm.yaml"
+    values = yaml.safe_load(path.read_text())
+    gpus = 0
+    for role, settings in values["agents"]["roles"].items():
+        most = values["autoscaling"][role]["maxReplicas"]
+        gpus += max(most, settings["replicas"]) * settings["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus <= 8
+    objects = render("--values", path, "--set", f"agents.kind={kind}")
+    if kind == "Deployment":
+        updates = [
+            each["spec"]["strategy"]["rollingUpdate"]
+            for each in objects
+            if each["kind"] == "Deployment" and "kvferry/role" in each["metadata"]["labels"]
+        ]
+    else:
+        [made] = [each for each in objects if each["kind"] == kind]
+        updates = [
+            role["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] for role in made["spec"]["roles"]
+        ]
+    assert updates == [{"maxSurge": 0, "maxUnavailable": 1}] * 2
+
+
+EXTRAS = """
+proxy: {affinity: {nodeAffinity: {}}, podAnnotations: {a: b}, priorityClassName: high, serviceAccountName: s}
+agents:
+  affinity: {podAffinity: {}}
+  topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone, whenUnsatisfiable: DoNotSchedule}]
+  podAnnotations: {c: d}
+  runtimeClassName: nvidia
+  hfTokenSecret: hf
+  nodeSelector: {pool: any}
+  initContainers: [{name: fetch, image: i}]
+  volumes: [{name: cache, emptyDir: {}}]
+  volumeMounts: [{name: cache, mountPath: /cache}]
+  roles: {decode: {nodeSelector: {pool: decode}}}
+"""
+
+
+def test_what_a_cluster_adds_to_pods_is_there(tmp_path: Path, validate: Any) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(EXTRAS)
+    made = pods(render("--values", values))
+    whole = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": pod["spec"]} for pod in made
+    ]
+    assert validate(whole) == ""
+    of = {pod["metadata"]["labels"].get("kvferry/role", "proxy"): pod for pod in made}
+    assert of["proxy"]["metadata"]["annotations"] == {"a": "b"}
+    assert of["proxy"]["spec"]["affinity"] == {"nodeAffinity": {}}
+    assert (of["proxy"]["spec"]["priorityClassName"], of["proxy"]["spec"]["serviceAccountName"]) == (
+        "high",
+        "s",
+    )
+    for role, pool in (("prefill", "any"), ("decode", "decode")):
+        spec = of[role]["spec"]
+        assert (spec["nodeSelector"], spec["affinity"]) == ({"pool": pool}, {"podAffinity": {}})
+        assert (spec["runtimeClassName"], of[role]["metadata"]["annotations"]) == ("nvidia", {"c": "d"})
+        assert [each["name"] for each in spec["initContainers"]] == ["fetch"]
+        assert len(spec["topologySpreadConstraints"]) == 1
+        [agent] = spec["containers"]
+        assert {"name": "cache", "mountPath": "/cache"} in agent["volumeMounts"]
+        token = {"secretKeyRef": {"name": "hf", "key": "token"}}
+        assert {"name": "HF_TOKEN", "valueFrom": token} in agent["env"]
+
+
+def test_a_gateway_routes_to_the_proxies() -> None:
+    route = (
+        "--set",
+        "httpRoute.enabled=true,httpRoute.parentRefs[0].name=public,httpRoute.hostnames[0]=llm.example",
+    )
+    pool = ("--set", "inferencePool.enabled=true,inferencePool.endpointPicker.name=epp")
+    [made] = [each for each in render(*SECURE, *route) if each["kind"] == "HTTPRoute"]
+    assert (made["spec"]["parentRefs"], made["spec"]["hostnames"]) == ([{"name": "public"}], ["llm.example"])
+    [backend] = made["spec"]["rules"][0]["backendRefs"]
+    assert (backend["name"], backend["port"]) == ("r-kvferry", 10001)
+    made = render(*SECURE, *route, *pool)
+    [found] = [each for each in made if each["kind"] == "InferencePool"]
+    assert found["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == "proxy"
+    assert found["spec"]["endpointPickerRef"] == {"name": "epp", "port": {"number": 9002}}
+    [[backend]] = [
+        rule["backendRefs"] for each in made if each["kind"] == "HTTPRoute" for rule in each["spec"]["rules"]
+    ]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", found["metadata"]["name"])
+    nameless = helm("template", "r", CHART, *SECURE, "--set", "httpRoute.enabled=true")
+    assert nameless.returncode != 0 and "parentRefs" in nameless.stderr
+
+
 def test_a_misspelt_field_is_seen(validate: Any) -> None:
     assert validate(
         [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}, "spec": {"prts": []}}]
@@ -183,7 +282,7 @@ def test_pods_have_time_to_drain_and_few_rights() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ((), "clusterKeySecret"),
+        (("--set", "security.clusterKeySecret="), "clusterKeySecret"),
         ((*SECURE, "--set", "proxy.prt=1"), "prt"),
         ((*SECURE, "--set", "agents.engine=other"), "engine"),
         ((*SECURE, "--set", "agents.engine=vllm,agents.transfer=mori"), "transfer"),
@@ -310,7 +409,7 @@ def test_the_page_makes_the_secrets_that_the_values_name(tmp_path: Path) -> None
     taken = {"clusterKeySecret": secrets[0], "apiKeysSecret": secrets[1]}
     assert [each for each in named if not each.get("insecure")] == [
         {name: secret["metadata"]["name"] for name, secret in taken.items()}
-    ] * 3
+    ] * 4
     for secret in secrets:
         for name, content in secret["data"].items():
             path = tmp_path / "mounted" / name

@@ -47,6 +47,20 @@ capabilities:
 {{- end }}
 {{- end }}
 
+{{/* Where a Pod runs, and as whom. Call with the values of the proxies or agents. */}}
+{{- define "kvferry.scheduling" -}}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with index $ $field }}
+{{ $field }}: {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- range $field := list "priorityClassName" "serviceAccountName" }}
+{{- with index $ $field }}
+{{ $field }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The Pod of one role. Call with a dict: root, role, settings. */}}
 {{- define "kvferry.agentPod" -}}
 {{- $root := .root }}
@@ -59,6 +73,9 @@ metadata:
     {{- include "kvferry.selector" $root | nindent 4 }}
     app.kubernetes.io/component: agent
     kvferry/role: {{ .role }}
+  {{- with $agents.podAnnotations }}
+  annotations: {{ toJson . }}
+  {{- end }}
 spec:
   automountServiceAccountToken: false
   # The agent ends by itself once nobody needs it: drain, then leases that have lapsed; see docs/rolling.md.
@@ -78,11 +95,12 @@ spec:
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
-  {{- with $agents.nodeSelector }}
-  nodeSelector: {{ toJson . }}
+  {{- include "kvferry.scheduling" (merge (dict "nodeSelector" .settings.nodeSelector "affinity" .settings.affinity) $agents) | nindent 2 }}
+  {{- with $agents.runtimeClassName }}
+  runtimeClassName: {{ . }}
   {{- end }}
-  {{- with $agents.tolerations }}
-  tolerations: {{ toJson . }}
+  {{- with $agents.initContainers }}
+  initContainers: {{ toJson . }}
   {{- end }}
   containers:
     - name: agent
@@ -128,6 +146,9 @@ spec:
       env:
         - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
         - {name: HOME, value: /tmp}
+        {{- with $agents.hfTokenSecret }}
+        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+        {{- end }}
         {{- with $agents.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -172,6 +193,9 @@ spec:
         {{- if $agents.modelVolume }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
+        {{- range $agents.volumeMounts }}
+        - {{ toJson . }}
+        {{- end }}
     {{- if eq $agents.engine "sidecar" }}
     - name: sidecar
       image: {{ include "kvferry.image" $root }}
@@ -211,5 +235,8 @@ spec:
     {{- end }}
     {{- with $agents.modelVolume }}
     - {{ merge (dict "name" "models") . | toJson }}
+    {{- end }}
+    {{- range $agents.volumes }}
+    - {{ toJson . }}
     {{- end }}
 {{- end }}
