@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
+
+from kvferry.common.hashing import Purpose, digest
 
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 1024
@@ -29,15 +30,18 @@ def weights_fingerprint(directory: Path) -> str:
 
     Raises ValueError if the directory holds no weights.
     """
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for path in weight_files(directory):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            header_len = int.from_bytes(file.read(8), "little")
-            digest.update(size.to_bytes(8, "little") + file.read(header_len))
-            body = 8 + header_len
-            last = max(size - _SAMPLE_BYTES, body)
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(body + (last - body) * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    files = (_file_digest(path) for path in weight_files(directory))
+    return digest(Purpose.WEIGHTS, *files, size=DIGEST_BYTES).hex()
+
+
+def _file_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        header_len = int.from_bytes(file.read(8), "little")
+        fields: list[bytes | str] = [str(size), file.read(header_len)]
+        body = 8 + header_len
+        last = max(size - _SAMPLE_BYTES, body)
+        for sample in range(_SAMPLES_PER_FILE):
+            file.seek(body + (last - body) * sample // (_SAMPLES_PER_FILE - 1))
+            fields.append(file.read(_SAMPLE_BYTES))
+    return digest(Purpose.WEIGHT_FILE, *fields, size=2 * DIGEST_BYTES)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from pathlib import Path
 from typing import Literal, NewType
 
+from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.wire.registration import Incarnation
 
 RequestId = NewType("RequestId", str)
@@ -45,4 +45,4 @@ def is_plain_id(text: str) -> bool:
 
 def host_id() -> str:
     """16 hex digits that are equal for processes of one booted host, and for no others."""
-    return hashlib.blake2b(_BOOT_ID.read_bytes(), digest_size=8).hexdigest()
+    return digest(Purpose.HOST, _BOOT_ID.read_bytes(), size=8).hex()

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that authorize a peer's ranks to read from ours.
 
-A token is a random nonce and its HMAC under a secret that only one agent's own processes know. So
+A token is a random nonce and its MAC under a secret that only one agent's own processes know. So
 the engine process can mint one in its response to `hello`, without a message to any rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 
+from kvferry.common.hashing import Purpose, digest
+
 SECRET_BYTES = 32
 NONCE_BYTES = 16
-TOKEN_BYTES = NONCE_BYTES + hashlib.sha256().digest_size
+_SEAL_BYTES = 32
+TOKEN_BYTES = NONCE_BYTES + _SEAL_BYTES
 
 
 def new_secret() -> bytes:
@@ -34,4 +36,4 @@ def verify(secret: bytes, token: bytes) -> bool:
 
 
 def _seal(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, hashlib.sha256)
+    return digest(Purpose.TRANSFER_TOKEN, nonce, size=_SEAL_BYTES, key=secret)

@@ -15,7 +15,6 @@ region i begins at `i << REGION_SHIFT`. So runs of different regions never touch
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,6 +24,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
+
+from kvferry.common.hashing import Purpose, digest
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def fingerprint(self) -> str:
         """16 hex digits over every field; TP size is not one of them."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+        return digest(Purpose.LAYOUT, msgspec.json.encode(self), size=8).hex()
 
     @property
     def item_bytes(self) -> int:

@@ -8,7 +8,6 @@ one end together (I8): the death of either ends the other at once.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import socket
@@ -39,6 +38,7 @@ from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.curve import ClusterKey
+from kvferry.common.hashing import Purpose, digest
 from kvferry.common.http.server import HttpServer
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
@@ -360,8 +360,7 @@ def _text_fingerprint(tokenizer: Tokenizer, defaults: SamplingDefaults) -> str:
     """Fingerprint how a request is read: agents that differ in it are not paired."""
     if defaults == SamplingDefaults():
         return tokenizer.fingerprint
-    seed = tokenizer.fingerprint.encode() + msgspec.json.encode(defaults)
-    return hashlib.blake2b(seed, digest_size=8).hexdigest()
+    return digest(Purpose.READING, tokenizer.fingerprint, msgspec.json.encode(defaults), size=8).hex()
 
 
 def _url(scheme: str, host: str, port: int) -> str:

@@ -10,15 +10,17 @@ Nothing here waits or does I/O; every method either changes the state completely
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.common.hashing import Purpose, chain, digest
+
 BlockHash = bytes
 
 _DIGEST_BYTES = 16
+_ID_BYTES = 8
 
 
 class OutOfBlocks(RuntimeError):
@@ -48,31 +50,22 @@ def hash_blocks(
         token_ids: Tokens from position 0 on.
         block_size: Tokens per block.
         known: Hashes of the first blocks, computed earlier with the same salt; they are taken over.
-        salt: Keeps the prefixes of those who have another one apart.
+        salt: Keeps the prefixes of those who have another one apart; "" for none.
 
     Returns:
         One hash per full block, the known ones included.
     """
-    hashes = list(known)
-    for index in range(len(hashes), len(token_ids) // block_size):
-        ids = array("q", token_ids[index * block_size : (index + 1) * block_size])
-        parent = hashes[-1] if hashes else _root(salt)
-        hashes.append(hashlib.blake2b(parent + ids.tobytes(), digest_size=_DIGEST_BYTES).digest())
-    return hashes
-
-
-def _root(salt: str) -> BlockHash:
-    """Return what the first block's hash is based on."""
-    return (
-        hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest()
-        if salt
-        else b""
-    )
+    parent = known[-1] if known else digest(Purpose.PREFIX_ROOT, salt, size=_DIGEST_BYTES)
+    end = len(token_ids) // block_size * block_size
+    new = array("q", token_ids[len(known) * block_size : end]).tobytes()
+    step = block_size * _ID_BYTES
+    blocks = (new[start : start + step] for start in range(0, len(new), step))
+    return [*known, *chain(Purpose.PREFIX_BLOCK, parent, blocks)]
 
 
 def hash_prompt(token_ids: Sequence[int]) -> str:
     """Hash a whole prompt; producer and consumer compare it to see that they mean the same one."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+    return digest(Purpose.PROMPT, array("q", token_ids).tobytes(), size=_DIGEST_BYTES).hex()
 
 
 class BlockAllocator:

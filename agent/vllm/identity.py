@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, cast
 
 from kvferry.agent.checkpoint import weights_fingerprint
 from kvferry.agent.vllm.settings import NotServed
+from kvferry.common.hashing import Purpose, digest
 from kvferry.transfer.layout import ITEM_BYTES, DType, KVGeometry
 
 _TOKENIZER_FILES = (
@@ -58,11 +58,12 @@ def weights_of(config: Any) -> str:
     loaded = f"{model.quantization} {model.dtype}"
     directory = Path(model.model)
     if str(load.load_format) == "dummy":
-        return _digest("dummy", loaded, _config_digest(model), str(model.seed))
+        return _digest(Purpose.VLLM_WEIGHTS, "dummy", loaded, _config_digest(model), str(model.seed))
     if directory.is_dir():
-        return _digest("files", loaded, _files_of(directory))
+        return _digest(Purpose.VLLM_WEIGHTS, "files", loaded, _files_of(directory))
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return _digest("by name", loaded, model.model, str(model.revision), str(commit), _config_digest(model))
+    named = (model.model, str(model.revision), str(commit), _config_digest(model))
+    return _digest(Purpose.VLLM_WEIGHTS, "by name", loaded, *named)
 
 
 def is_continuable(config: Any) -> bool:
@@ -87,7 +88,8 @@ def adapter_of(name: str, path: str) -> str:
     What is read is kept, as vLLM keeps an adapter that it has loaded under a name.
     """
     directory = Path(path)
-    return _digest(name, _files_of(directory) if directory.is_dir() else path)
+    kind, what = ("files", _files_of(directory)) if directory.is_dir() else ("by name", path)
+    return _digest(Purpose.VLLM_ADAPTER, name, kind, what)
 
 
 def tokenizer_of(config: Any) -> str:
@@ -95,28 +97,30 @@ def tokenizer_of(config: Any) -> str:
     model = config.model_config
     directory = Path(model.tokenizer)
     if not directory.is_dir():
-        return _digest("by name", model.tokenizer, str(model.tokenizer_revision))
+        return _digest(Purpose.VLLM_TOKENIZER, "by name", model.tokenizer, str(model.tokenizer_revision))
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    return _digest(*(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files))
+    fields = (field for path in files for field in (path.name, path.read_bytes()))
+    return _digest(Purpose.VLLM_TOKENIZER, "files", *fields)
 
 
 def _files_of(directory: Path) -> str:
     try:
         return weights_fingerprint(directory)
     except ValueError:  # of a format that is read by other loaders
-        return _digest("sizes", *_sizes(directory))
+        return _digest(Purpose.VLLM_FILES, *_sizes(directory))
 
 
 def _config_digest(model: Any) -> str:
     """Of the model's own config: rope, windows, sizes and all else that its KV depends on."""
     fields = model.hf_text_config.to_dict()
     kept = {name: value for name, value in fields.items() if name not in _UNNAMED}
-    return _digest(json.dumps(kept, sort_keys=True, default=str))
+    return _digest(Purpose.VLLM_CONFIG, json.dumps(kept, sort_keys=True, default=str))
 
 
 def _sizes(directory: Path) -> list[str]:
-    return sorted(f"{path.name} {path.stat().st_size}" for path in directory.iterdir() if path.is_file())
+    sizes = sorted((path.name, str(path.stat().st_size)) for path in directory.iterdir() if path.is_file())
+    return [field for each in sizes for field in each]
 
 
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+def _digest(purpose: Purpose, *fields: bytes | str) -> str:
+    return digest(purpose, *fields, size=_DIGEST_BYTES).hex()

@@ -10,7 +10,6 @@ only after the producer's proof (I1), and writes a failed pull's blocks only whe
 from __future__ import annotations
 
 import enum
-import hashlib
 import logging
 import time
 from collections import Counter, defaultdict
@@ -33,6 +32,7 @@ from kvferry.agent.vllm.params import (
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.step_meter import StepMeter
 from kvferry.agent.work_counts import WorkCounts
+from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
@@ -485,14 +485,11 @@ class SchedulerHalf:
 
 def prompt_hash(request: Any, num_tokens: int) -> str:
     """A hash of all that the KV of a prompt's first tokens depends on, but for the weights."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
-    adapter = getattr(request, "lora_request", None)
-    if adapter is not None:
-        digest.update(f"|lora {adapter_of(adapter.lora_name, adapter.lora_path)}".encode())
-    for feature in getattr(request, "mm_features", None) or ():
-        digest.update(f"|mm {feature.identifier}".encode())
-    return digest.hexdigest()
+    ids = np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes()
+    lora = getattr(request, "lora_request", None)
+    adapter = "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
+    features = (each.identifier for each in getattr(request, "mm_features", None) or ())
+    return digest(Purpose.VLLM_PROMPT, ids, adapter, *features, size=16).hex()
 
 
 def _has_ids(request: Any) -> bool:

@@ -7,7 +7,6 @@ part in a transfer.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.settings import ConnectorSettings, NotServed
+from kvferry.common.hashing import Purpose, digest
 from kvferry.transfer.memory import KVPool, pool_of_layers
 from kvferry.transfer.ranks.worker import WorkerConnector
 
@@ -63,7 +63,7 @@ class WorkerHalf:
             rank=rank,
             address=str(address),
             num_layers=len(pool.placement.layers),
-            layer_names=hashlib.blake2b("\0".join(caches).encode(), digest_size=8).hexdigest(),
+            layer_names=digest(Purpose.VLLM_LAYERS, *caches, size=8).hex(),
             num_blocks=num_blocks,
             head_dim=head_dim,
             order="token,kv,dim" if pool.placement.planes == 1 else "kv,token,dim",

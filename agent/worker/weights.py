@@ -7,7 +7,6 @@ weights on a device, or split them over ranks, without the accelerate package.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvferry.agent.architectures import UnsupportedModel
 from kvferry.agent.checkpoint import DIGEST_BYTES, weight_files, weights_fingerprint
+from kvferry.common.hashing import Purpose, digest
 
 _MOST_NAMED = 3
 
@@ -76,8 +76,7 @@ class DummyWeights:
 
     def fingerprint(self) -> str:
         """Generators differ by device type, hence so do the weights."""
-        seed = f"dummy {self._device.type} {self._config_json}".encode()
-        return hashlib.blake2b(seed, digest_size=DIGEST_BYTES).hexdigest()
+        return digest(Purpose.DUMMY_WEIGHTS, self._device.type, self._config_json, size=DIGEST_BYTES).hex()
 
     def conversions(self, model: Any) -> list[Any]:
         return []
@@ -109,7 +108,7 @@ class DummyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if len(self._shape) == 1 and self._name.endswith("weight"):
             return torch.ones(self._shape, device=self._device)[index]
-        seed = int.from_bytes(hashlib.blake2b(self._name.encode(), digest_size=7).digest(), "little")
+        seed = int.from_bytes(digest(Purpose.DUMMY_TENSOR, self._name, size=7), "little")
         generator = torch.Generator(self._device).manual_seed(seed)
         values = torch.randn(self._shape, generator=generator, device=self._device) * self._spread
         return values[index].clone()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quart import Quart, Response, request
 
+from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.api.rate_limit import Rate, RateLimit
 from kvferry.proxy.errors import Unauthorized
 
@@ -26,6 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 """For load balancers, Prometheus and client generators; they reveal nothing that users sent."""
 CLIENT_PATHS = frozenset({"/detokenize", "/tokenize", "/version"})
 CLIENT_PREFIX = "/v1/"
+_DIGEST_BYTES = 32
 
 
 class BadKeyFile(ValueError):
@@ -148,7 +149,7 @@ def _needed(path: str) -> Access:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return digest(Purpose.API_KEY, key.encode("utf-8", "surrogateescape"), size=_DIGEST_BYTES)
 
 
 def _password(credentials: str) -> str:

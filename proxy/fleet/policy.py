@@ -8,7 +8,6 @@ compare the ids of tokens.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
@@ -238,4 +238,4 @@ def _can_lend(lender: Register, borrower: Register) -> bool:
 
 
 def _rank(session: str, address: str) -> bytes:
-    return hashlib.blake2b(f"{session}\0{address}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return digest(Purpose.SESSION, session, address, size=8)

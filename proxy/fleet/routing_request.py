@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from kvferry.common.hashing import Purpose, chain, digest
 from kvferry.proxy.request import ClientRequest
 
 BYTES_PER_TOKEN = 4
@@ -64,12 +64,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Two prompts share as many leading digests as they share whole chunks.
         """
-        digest = self.model.encode(errors="surrogatepass") + b"\0" + self.cache_salt
-        digests = []
-        for chunk in self._chunks_of_ids() if self._has_ids else self._chunks_of_text():
-            digest = hashlib.blake2b(digest + chunk, digest_size=_DIGEST_BYTES).digest()
-            digests.append(digest)
-        return tuple(digests)
+        kind, chunks = ("ids", self._chunks_of_ids()) if self._has_ids else ("text", self._chunks_of_text())
+        root = digest(Purpose.ROUTE_ROOT, self.model, self.cache_salt, kind, size=_DIGEST_BYTES)
+        return tuple(chain(Purpose.ROUTE_CHUNK, root, chunks))
 
     @property
     def _json(self) -> bytes:

@@ -26,6 +26,7 @@ SAMPLER = "tests/unit/agent/worker/test_sampler.py"
 REFERENCE = "tests/unit/agent/worker/test_sampler_reference.py"
 SCHEDULER = f"{AGENT}/test_scheduler.py"
 BLOCKS = f"{AGENT}/test_blocks.py"
+HASHES = "tests/unit/test_hashes.py"
 PREFIXES = f"{AGENT}/test_prefix_transfers.py"
 LEASE = "tests/unit/transfer/producer/test_lease.py"
 PULL = "tests/unit/transfer/consumer/test_pull.py"
@@ -81,10 +82,24 @@ DEFECTS = (
     ),
     Defect(
         sentence="A block's hash does not cover the blocks before it.",
-        file="agent/engine/blocks.py",
-        old="parent = hashes[-1] if hashes else _root(salt)",
-        new="parent = _root(salt)",
+        file="common/hashing.py",
+        old="        parent = hasher.digest()\n        yield parent",
+        new="        yield hasher.digest()",
         tests=(BLOCKS, SCHEDULER),
+    ),
+    Defect(
+        sentence="The fields of a hash are joined.",
+        file="common/hashing.py",
+        old='        hasher.update(len(raw).to_bytes(8, "little"))\n',
+        new="",
+        tests=(HASHES,),
+    ),
+    Defect(
+        sentence="A prefix is shared by requests of any salt.",
+        file="agent/engine/blocks.py",
+        old="digest(Purpose.PREFIX_ROOT, salt, size",
+        new="digest(Purpose.PREFIX_ROOT, size",
+        tests=(HASHES,),
     ),
     Defect(
         sentence="A block that the prefix cache names may be quarantined.",

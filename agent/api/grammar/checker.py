@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from kvferry.agent.api.grammar.constraint import Constraint
 from kvferry.agent.errors import ApiError, bad_request, unavailable
 from kvferry.common.child_process import ChildProcess
+from kvferry.common.hashing import Purpose, digest
 
 GRAMMAR_MODULE = "kvferry.agent.api.grammar.process"
 COMPILE_TIMEOUT_S = 5.0
@@ -50,7 +50,7 @@ class GrammarChecker:
         Raises:
             ApiError: 400, it cannot, or takes too long to compile; 503, too many wait to be tried.
         """
-        key = hashlib.blake2b(constraint.grammar.encode(), digest_size=16).digest()
+        key = digest(Purpose.GRAMMAR, constraint.grammar, size=16)
         if key not in self._verdicts:
             await self._try(key, constraint.grammar)
         self._verdicts.move_to_end(key)

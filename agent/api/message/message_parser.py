@@ -8,7 +8,6 @@ message is its pieces joined.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvferry.agent.api.message.call_syntax import CallPiece, CallReader, call_piece
 from kvferry.agent.api.message.response_form import REGION_KINDS, ResponseForm
 from kvferry.agent.ids import AnswerId
+from kvferry.common.hashing import Purpose, digest
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
@@ -118,8 +118,7 @@ class MessageDelta:
 
 def call_id(answer: AnswerId, choice: int, index: int) -> str:
     """Return the id of a call: every agent that goes on with an answer gives the same one."""
-    digest = hashlib.blake2b(f"{answer}:{choice}:{index}".encode(), digest_size=8).digest()
-    number, letters = int.from_bytes(digest), ""
+    number, letters = int.from_bytes(digest(Purpose.TOOL_CALL, answer, str(choice), str(index), size=8)), ""
     for _ in range(_ID_CHARS):
         number, letter = divmod(number, len(_ID_LETTERS))
         letters += _ID_LETTERS[letter]

@@ -6,7 +6,6 @@ Loads `tokenizer.json` with the `tokenizers` package alone; importing transforme
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.agent.api.text.chat_template import ChatTemplate
+from kvferry.common.hashing import Purpose, digest
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -178,11 +178,9 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _fingerprint(directory: Path) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for name in _FILES:
-        content = (directory / name).read_bytes() if (directory / name).exists() else b""
-        digest.update(f"{name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
+    files = (directory / name for name in _FILES)
+    fields = (field for path in files if path.exists() for field in (path.name, path.read_bytes()))
+    return digest(Purpose.TOKENIZER, *fields, size=8).hex()
 
 
 def _vocab_size(directory: Path, fast: FastTokenizer) -> int:
