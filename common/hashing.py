@@ -45,6 +45,8 @@ class Purpose(enum.Enum):
     SESSION = b"session"
     # Keys, and what is derived from them.
     API_KEY = b"api key"
+    SALT_KEY = b"salt key"
+    CACHE_SALT = b"cache salt"
     TRANSFER_TOKEN = b"transfer token"
 
 

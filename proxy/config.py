@@ -71,6 +71,8 @@ class ProxyConfig:
         drain_s: Seconds that running requests may take to finish when the proxy is asked to end by SIGTERM.
             Ctrl-C gives 3 s at most; a second signal ends it at once.
         api_keys: File of the API keys that clients must send. Default: no authentication.
+        share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
+            find out, by the number of cached tokens and by time, which prompts others have sent.
         cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
             Default: none but the proxy's own.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
@@ -121,6 +123,7 @@ class ProxyConfig:
     client_stall_s: float = 60.0
     drain_s: float = 60.0
     api_keys: Path | None = None
+    share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
     allow_address: str = ""
     cluster_key: Path | None = None

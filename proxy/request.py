@@ -13,17 +13,21 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, field
 
+from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest
 from kvferry.proxy.ids import Endpoint
 
 MAX_CHOICES = 128
 MAX_MODEL_CHARS = 1024
+MAX_CACHE_SALT_CHARS = 512
+"""Of a client with an API key: agents see what is derived from it."""
 MAX_SETTING_BYTES = 64 * 1024
 """Of `stop` and of `logit_bias`, as JSON."""
 MAX_MEMBERS = 32768
 """Of all objects in a body, those within prompts, messages, tools and documents not counted."""
 MAX_MESSAGES_CHECKED = 16384
 """Of a chat with more objects than these in it, roles are left to the agent to check."""
+_CACHE_SALT_BYTES = 16
 _NOT_GIVEN = (b"", b"null")
 _EMPTY = (b'""', b"[]")
 _SPACE = b" \t\r\n"
@@ -144,6 +148,7 @@ _MESSAGES = msgspec.json.Decoder(Annotated[list[Message], Meta(min_length=1)])
 _TEXTS = msgspec.json.Decoder(list[str])
 _STOP = msgspec.json.Decoder(str | list[str] | None)
 _LOGIT_BIAS = msgspec.json.Decoder(dict[str, float] | None)
+_CACHE_SALT = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)])
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
@@ -201,6 +206,22 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         continuous_usage=bool(fields.stream_options and fields.stream_options.continuous_usage_stats),
         cache_salt=Raw() if bytes(fields.cache_salt) == b"null" else fields.cache_salt,
     )
+
+
+def salted(request: ClientRequest, salt_key: bytes) -> ClientRequest:
+    """Derive the request's `cache_salt` from the key, and from its own one if it has one.
+
+    Clients without the key cannot make that salt, whatever they send. Raises `InvalidRequest`.
+    """
+    own = bytes(request.cache_salt)
+    try:
+        text = _CACHE_SALT.decode(own) if own else ""
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"cache_salt: {error}", param="cache_salt") from error
+    salt = digest(Purpose.CACHE_SALT, text, size=_CACHE_SALT_BYTES, key=salt_key)
+    cache_salt = Raw(b'"%b"' % salt.hex().encode())
+    body = {**request.body, "cache_salt": cache_salt}
+    return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
 
 
 def check_context(request: ClientRequest, max_model_len: int | None) -> None:

@@ -129,6 +129,7 @@ class Services:
         return Completions(
             new_exchange=partial(Exchange, context),
             api_keys=self.api_keys,
+            share_prefixes=config.share_prefixes,
             metrics=self.metrics,
             failures=self.failures,
             timelines=self.timelines,

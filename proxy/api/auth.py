@@ -43,13 +43,14 @@ class Access(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The holder of a key."""
+    """The holder of a key. `salt_key`: by which the salts of its requests are made (`proxy.request`)."""
 
     access: Access
     rate_limit: RateLimit
+    salt_key: bytes | None
 
 
-ANONYMOUS = Client(Access.NONE, RateLimit(None, None))
+ANONYMOUS = Client(Access.NONE, RateLimit(None, None), None)
 
 
 class ApiKeys:
@@ -70,7 +71,7 @@ class ApiKeys:
                     continue
                 case [key, *words] if len(key) >= MIN_KEY_CHARS:
                     try:
-                        clients[_digest(key)] = _client(words)
+                        clients[_digest(key)] = _client(key, words)
                     except ValueError as error:
                         raise BadKeyFile(f"{path}, line {number}, after the key: {error}") from error
                 case _:
@@ -127,7 +128,7 @@ def authenticate(keys: ApiKeys, path: str, method: str, authorization: str | Non
     return Unauthorized("no API key, or one without access to this path", basic=needed is Access.ADMIN)
 
 
-def _client(words: Sequence[str]) -> Client:
+def _client(key: str, words: Sequence[str]) -> Client:
     """Parse the words after a key. Raises `ValueError`."""
     access, rates = Access.CLIENT, dict[str, Rate]()
     for word in words:
@@ -138,7 +139,8 @@ def _client(words: Sequence[str]) -> Client:
             rates[name] = Rate.parse(value)
         else:
             raise ValueError("only admin, requests=RATE and tokens=RATE are allowed, each once")
-    return Client(access, RateLimit(rates.get("requests"), rates.get("tokens")))
+    salt_key = digest(Purpose.SALT_KEY, _raw(key), size=_DIGEST_BYTES)
+    return Client(access, RateLimit(rates.get("requests"), rates.get("tokens")), salt_key)
 
 
 def _needed(path: str) -> Access:
@@ -149,7 +151,12 @@ def _needed(path: str) -> Access:
 
 
 def _digest(key: str) -> bytes:
-    return digest(Purpose.API_KEY, key.encode("utf-8", "surrogateescape"), size=_DIGEST_BYTES)
+    return digest(Purpose.API_KEY, _raw(key), size=_DIGEST_BYTES)
+
+
+def _raw(key: str) -> bytes:
+    """The bytes of a key, as they stand in the file."""
+    return key.encode("utf-8", "surrogateescape")
 
 
 def _password(credentials: str) -> str:

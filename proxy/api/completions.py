@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvferry.common.exceptions import release_locals
 from kvferry.common.work_pool import PoolBusy, WorkPool
-from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, authenticate
-from kvferry.proxy.api.rate_limit import RateLimit
+from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
 from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter, send_error
 from kvferry.proxy.api.translations import messages, responses
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, TooManyBodies, WrongMethod
@@ -23,7 +22,7 @@ from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
-from kvferry.proxy.request import ClientRequest, parse_request
+from kvferry.proxy.request import ClientRequest, parse_request, salted
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
@@ -77,6 +76,7 @@ class Completions:
         *,
         new_exchange: NewExchange,
         api_keys: ApiKeys | None,
+        share_prefixes: bool,
         metrics: Metrics,
         failures: FailureLog,
         timelines: Timelines,
@@ -87,6 +87,7 @@ class Completions:
     ) -> None:
         self._new_exchange = new_exchange
         self._api_keys = api_keys
+        self._share_prefixes = share_prefixes
         self._metrics = metrics
         self._failures = failures
         self._timelines = timelines
@@ -106,16 +107,16 @@ class Completions:
         translation = None if make_translation is None else make_translation()
         if scope["path"] == messages.PATH and b"x-api-key" in headers:
             headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
-        rate_limit = self._authorize(scope, headers)
-        if isinstance(rate_limit, ProxyError):
-            send_error(response, request_id, rate_limit, translation)
+        client = self._authorize(scope, headers)
+        if isinstance(client, ProxyError):
+            send_error(response, request_id, client, translation)
         else:
             endpoint = ENDPOINTS[scope["path"]]
             log = self._begin(endpoint, scope["path"], request_id, headers)
-            await self._serve(log, headers, response, receive, rate_limit, translation)
+            await self._serve(log, headers, response, receive, client, translation)
 
-    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> RateLimit | ProxyError:
-        """The client's rate limit, or why the request is rejected."""
+    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Client | ProxyError:
+        """The client, or why the request is rejected."""
         keys, method, client = self._api_keys, scope["method"], ANONYMOUS
         if keys is not None:
             authorization = _text(headers.get(b"authorization"))
@@ -125,7 +126,7 @@ class Completions:
             client = authenticated
         if method != "POST":
             return WrongMethod(f"{method} is not allowed for this path", allowed="POST")
-        return client.rate_limit
+        return client
 
     def _begin(
         self, endpoint: Endpoint, path: str, request_id: RequestId, headers: dict[bytes, bytes]
@@ -147,17 +148,18 @@ class Completions:
         headers: dict[bytes, bytes],
         response: ClientResponse,
         receive: Receive,
-        rate_limit: RateLimit,
+        client: Client,
         translation: Translation | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         writer = ResponseWriter(response, log, translation)
         try:
-            rate_limit.admit(time.monotonic())
-            if rate_limit.counts_tokens:
-                log.charge_tokens_to(rate_limit)
+            client.rate_limit.admit(time.monotonic())
+            if client.rate_limit.counts_tokens:
+                log.charge_tokens_to(client.rate_limit)
             raw = await self._body(headers, response, receive)
-            parse = partial(_parse_body, log.endpoint, raw, translation)
+            salt_key = None if self._share_prefixes else client.salt_key
+            parse = partial(_parse_body, log.endpoint, raw, translation, salt_key)
             request = await self._run_beside(len(raw), parse)
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
@@ -216,8 +218,11 @@ class Completions:
         return body
 
 
-def _parse_body(endpoint: Endpoint, raw: bytes, translation: Translation | None) -> ClientRequest:
-    return parse_request(endpoint, raw if translation is None else translation.chat_request(raw))
+def _parse_body(
+    endpoint: Endpoint, raw: bytes, translation: Translation | None, salt_key: bytes | None
+) -> ClientRequest:
+    request = parse_request(endpoint, raw if translation is None else translation.chat_request(raw))
+    return request if salt_key is None else salted(request, salt_key)
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:

@@ -478,7 +478,8 @@ class _SubExchange:
         """
         if prefilled.params is not None:
             once = {"max_tokens": 1, "stream": False}
-            body = {k: v for k, v in self._sub.body.items() if k in ("model", "prompt", "messages")} | once
+            kept = ("model", "prompt", "messages", "cache_salt")
+            body = {name: value for name, value in self._sub.body.items() if name in kept} | once
             leg = self._dialect.decode_leg(structs.replace(self._sub, body=body), endpoints, prefilled, None)
             self._tools.drops.send(endpoints.decode, leg)
 

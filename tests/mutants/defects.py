@@ -102,6 +102,13 @@ DEFECTS = (
         tests=(HASHES,),
     ),
     Defect(
+        sentence="Clients with different API keys share prefixes.",
+        file="proxy/request.py",
+        old="size=_CACHE_SALT_BYTES, key=salt_key)",
+        new="size=_CACHE_SALT_BYTES)",
+        tests=("tests/unit/proxy/exchange/test_cache_salts.py::test_no_client_can_name_anothers_salt",),
+    ),
+    Defect(
         sentence="A block that the prefix cache names may be quarantined.",
         file="agent/engine/blocks.py",
         old="self._references[block] != 1 or block in self._hash_of or",

@@ -51,8 +51,9 @@ def test_a_chain_is_of_its_root_and_of_all_links_so_far() -> None:
 
 
 def test_a_digest_stays_what_it_is_from_version_to_version() -> None:
-    """Agents of several versions compare them."""
+    """Agents of several versions compare them, and keys keep their prefixes over an upgrade of the proxy."""
     assert digest(Purpose.LAYOUT, "a", b"b", size=8).hex() == "a67517efdca33451"
+    assert digest(Purpose.CACHE_SALT, "a", size=8, key=b"k" * 32).hex() == "113773732f41e9b3"
     assert next(chain(Purpose.PREFIX_BLOCK, bytes(8), [b"a"])).hex() == "aa0100079241270d"
 
 

@@ -48,6 +48,7 @@ def test_the_flags_are_these() -> None:
         "client_stall_s",
         "drain_s",
         "api_keys",
+        "share_prefixes",
         "cors_origins",
         "allow_address",
         "cluster_key",
