@@ -48,6 +48,7 @@ def start_cluster(log_dir: Path) -> StartCluster:
         proxy_args: tuple[str, ...] = (),
         model: str = MODEL,
         trust: ssl.SSLContext | None = None,
+        admin_key: str | None = None,
     ) -> AsyncIterator[Cluster]:
         agents = [
             AgentSpec(name=f"{role}-{index}", role=role, args=(*COMMON_ARGS, *args, *own_args), module=module)
@@ -65,6 +66,7 @@ def start_cluster(log_dir: Path) -> StartCluster:
             log_dir=log_dir / f"{number}",
             proxy_args=proxy_args,
             trust=trust,
+            admin_key=admin_key,
         )
         async with Cluster(spec) as cluster:
             await cluster.wait_ready()
