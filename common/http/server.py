@@ -303,26 +303,45 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Give the parser what was received, no more of a head at a time than it may still have."""
-        now, later = data[: self._head_room], data[self._head_room :]
-        self._head_room -= len(now)
+        while True:
+            now = data[: self._head_room]
+            self._head_room -= len(now)
+            try:
+                data = data[self._feed(now) :]
+            except httptools.HttpParserError:
+                if not self.transport.is_closing():
+                    self._reject(400, "bad_request", "this is not HTTP")
+            if self.transport.is_closing():
+                return
+            if self._body_bytes and self.cycle.more_body:
+                self._is_partial = True
+                self._bounds.note_partial(self, self._body_bytes)
+            if not data:
+                self._start_head_deadline()
+                return
+            if not self._head_room:
+                self._reject(431, "head_too_large", f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
+                return
+
+    def _feed(self, data: bytes) -> int:
+        """Feed the parser; return how many bytes it took. Raises `HttpParserError`.
+
+        It stops behind a head that offers another protocol, as if the next byte were that protocol's. No
+        offer is accepted here, so a new one gets the head again, without the offer: the request is served as
+        any other (RFC 9110 §7.8), its body and what follows included.
+        """
         try:
-            self.parser.feed_data(now)
-        except httptools.HttpParserUpgrade:
-            pass  # what the client would like to speak is ignored, or was refused
-        except httptools.HttpParserError:
-            if not self.transport.is_closing():
-                self._reject(400, "bad_request", "this is not HTTP")
-        if self.transport.is_closing():
-            return
-        if self._body_bytes and self.cycle.more_body:
-            self._is_partial = True
-            self._bounds.note_partial(self, self._body_bytes)
-        if not later:
-            self._start_head_deadline()
-        elif self._head_room:
-            self._parse(later)
-        else:
-            self._reject(431, "head_too_large", f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(b"".join((line, *fields, b"\r\n")))
+            taken: int = offer.args[0]
+            return taken
+        return len(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -335,11 +354,13 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_room = sys.maxsize
         self._cancel_head_deadline()
         headers = dict(self.headers)
-        refusal = _refusal(self.headers, headers, self.parser.get_http_version())
+        refusal = _refusal(self.headers, headers, self.parser)
         if refusal is not None:
             status, message = refusal
             self._reject(status, "bad_request", message)
             raise RequestRejected(message)
+        if self.parser.should_upgrade():
+            return  # see `_feed`
         self.expect_100_continue = b"expect" in headers
         super().on_headers_complete()
         if self._is_stopping:
@@ -365,6 +386,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._head_room = MAX_HEAD_BYTES
         self._note_whole()
@@ -502,12 +525,17 @@ class GuardedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def _refusal(fields: Sequence[Header], headers: dict[bytes, bytes], version: str) -> tuple[int, str] | None:
+def _refusal(
+    fields: Sequence[Header], headers: dict[bytes, bytes], parser: httptools.HttpRequestParser
+) -> tuple[int, str] | None:
     """Return the status and the reason with which a request's head is refused; None if it is not.
 
     Args:
         fields: All header fields, names in lower case; `headers`: the last of each name.
     """
+    version, method = parser.get_http_version(), parser.get_method()
+    if method == b"CONNECT":
+        return 400, "there are no tunnels here"
     if len(headers) < len(fields) or b"host" not in headers:
         hosts = sum(name == b"host" for name, _ in fields)
         if hosts > 1 or (not hosts and version == "1.1"):
@@ -518,8 +546,9 @@ def _refusal(fields: Sequence[Header], headers: dict[bytes, bytes], version: str
             return 400, "no transfer coding but chunked is understood"
     if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
         return 417, "only 100-continue can be expected"
-    # Other protocols may be ignored, and h2c must be: some clients offer it with every request.
-    if b"websocket" in headers.get(b"upgrade", b"").lower() and version == "1.1":
+    # Any other offer is ignored, and h2c must be: some clients offer it with every request.
+    is_handshake = parser.should_upgrade() and method == b"GET" and version == "1.1"
+    if is_handshake and b"websocket" in headers[b"upgrade"].lower():
         return 426, "there are no WebSockets here"
     return None
 

@@ -38,6 +38,7 @@ class Held:
     port: int = 0
     gates: list[asyncio.Event] = field(default_factory=list)
     scopes: list[Any] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
     answer: bytes = b"ok"
     server: Any = None
 
@@ -45,8 +46,11 @@ class Held:
         gate = asyncio.Event()
         self.scopes.append(scope)
         self.gates.append(gate)
-        while (await receive()).get("more_body"):
-            pass
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.bodies.append(body)
         asking = asyncio.ensure_future(receive())
         await gate.wait()
         asking.cancel()
@@ -226,18 +230,30 @@ async def test_websockets_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-async def test_other_upgrades_are_ignored() -> None:
-    """Java's client offers h2c with every request."""
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+@pytest.mark.parametrize("protocol", [b"h2c", b"WebSocket"])
+@pytest.mark.parametrize("size", [2, 2 * MAX_HEAD_BYTES])
+async def test_other_upgrades_are_ignored(protocol: bytes, size: int) -> None:
+    """F1: Java's client offers h2c with every request. Its body was lost, or taken for the next request."""
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        % protocol
+    )
+    head = b"POST / HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n" % (offer, size)
+    body = (GET * size)[:size]
     async with served() as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
-        for count, (method, end) in enumerate([(b"GET", b""), (b"POST", b"Content-Length: 2\r\n")] * 2):
-            body = b"{}" if end else b""
-            writer.write(method + b" / HTTP/1.1\r\nHost: x\r\n" + offer + end + b"\r\n" + body)
+        for count, is_split in enumerate([False, True] * 2):
+            writer.write(head if is_split else head + body)
             await until(lambda count=count: len(app.gates) > count)
+            if is_split:
+                writer.write(body)
+            await until(lambda count=count: len(app.bodies) > count)
+            assert app.bodies[count] == body
             app.gates[count].set()
             async with asyncio.timeout(WAIT_S):
                 assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+        assert len(app.scopes) == 4
+        assert not [name for scope in app.scopes for name, _ in scope["headers"] if name == b"upgrade"]
         writer.close()
 
 
