@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,7 @@ import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
@@ -361,7 +362,7 @@ class GuardedConnection(HttpToolsProtocol):
             raise RequestRejected(message)
         if self.parser.should_upgrade():
             return  # see `_feed`
-        self.expect_100_continue = b"expect" in headers
+        self.expect_100_continue = b"expect" in headers and self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
         if self._is_stopping:
             self.cycle.keep_alive = False
@@ -394,6 +395,9 @@ class GuardedConnection(HttpToolsProtocol):
         # uvicorn stopped reading at 64 KiB, and resumes when the application asks for more. It does not ask
         # after the end of the body, but a disconnect is noticed only while reading.
         self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, app if may_chunk(cycle) else partial(_run_unframed, app, cycle))
 
     def on_response_complete(self) -> None:
         """As uvicorn's, but with one timer for the connection instead of one for each response."""
@@ -534,6 +538,8 @@ def _refusal(
         fields: All header fields, names in lower case; `headers`: the last of each name.
     """
     version, method = parser.get_http_version(), parser.get_method()
+    if version not in ("1.0", "1.1"):
+        return 505, "only HTTP/1.1 and HTTP/1.0 are spoken here"
     if method == b"CONNECT":
         return 400, "there are no tunnels here"
     if len(headers) < len(fields) or b"host" not in headers:
@@ -544,13 +550,38 @@ def _refusal(
         codings = [value.strip().lower() for name, value in fields if name == b"transfer-encoding"]
         if codings != [b"chunked"]:  # RFC 9112 §6.1; the parser would take any before it for none
             return 400, "no transfer coding but chunked is understood"
-    if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
+    if version == "1.1" and headers.get(b"expect", b"100-continue").lower() != b"100-continue":
         return 417, "only 100-continue can be expected"
     # Any other offer is ignored, and h2c must be: some clients offer it with every request.
     is_handshake = parser.should_upgrade() and method == b"GET" and version == "1.1"
     if is_handshake and b"websocket" in headers[b"upgrade"].lower():
         return 426, "there are no WebSockets here"
     return None
+
+
+def may_chunk(cycle: RequestResponseCycle) -> bool:
+    """Whether the client understands chunks. HTTP/1.0 does not (RFC 9112 §6.1)."""
+    return cycle.scope["http_version"] == "1.1"
+
+
+async def _run_unframed(app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any) -> None:
+    """Run an ASGI application; a response whose length it does not give ends with the connection.
+
+    uvicorn would send that in chunks. It closes the connection after every response to HTTP/1.0.
+    """
+    has_length = True
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn takes it for excess
+        await send(message)
+
+    await app(scope, receive, send_unframed)
 
 
 def response_head(status: int, headers: Iterable[Header]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvferry.common.http.server import CLOSE, GuardedConnection, Header, response_head
+from kvferry.common.http.server import CLOSE, GuardedConnection, Header, may_chunk, response_head
 from kvferry.proxy.http.cors import CorsPolicy
 
 Scope = Any
@@ -44,6 +44,7 @@ class ClientResponse:
         self._connection = connection
         self._cycle = cycle
         self._transport = connection.transport
+        self._is_chunked = may_chunk(cycle)
         self.on_disconnect: Callable[[], object] = _ignore_disconnect
         self.on_pause: Callable[[bool], None] = _ignore_pause
         self.was_dropped = False
@@ -70,16 +71,17 @@ class ClientResponse:
 
     def start(self, status: int, headers: Iterable[Header]) -> None:
         """Start a streamed response."""
-        self._cycle.chunked_encoding = True
-        self._transport.write(self._head(status, ((b"transfer-encoding", b"chunked"), *headers)))
+        framing = ((b"transfer-encoding", b"chunked"),) if self._is_chunked else ()
+        self._transport.write(self._head(status, (*framing, *headers)))
 
     def write(self, piece: bytes) -> None:
         """Write a piece of a streamed response; not empty."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece)
 
     def end(self) -> None:
         """End a streamed response."""
-        self._transport.write(b"0\r\n\r\n")
+        if self._is_chunked:
+            self._transport.write(b"0\r\n\r\n")
         self._complete()
 
     def abort(self) -> None:

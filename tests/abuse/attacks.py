@@ -308,6 +308,8 @@ UPGRADE = (
     "Sec-WebSocket-Key: YQ==",
 )
 PAD = b"a" * 2**18
+SEGMENT_S = 0.1
+"""Between two segments: the server reads the first one alone."""
 
 
 def is_400(reply: Reply | None) -> None:
@@ -324,6 +326,27 @@ def keeps_its_own_id(reply: Reply | None) -> None:
     assert reply is not None
     assert reply.status == 200
     assert b"smuggled" not in reply.head
+
+
+H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+
+
+def offered(to: Server) -> Callable[[], Action]:
+    """Offer h2c with each request, whose body comes in a segment of its own: it spells a request, or asks."""
+    bodies = [(head("/metrics"), is_400), (completion(max_tokens=4), is_served)]
+
+    def make() -> Action:
+        async def action(target: Target) -> None:
+            async with asyncio.timeout(REPLY_S), connected(target.urls[to]) as (reader, writer):
+                for body, check in bodies * 2:
+                    writer.write(head(COMPLETIONS, "POST", *H2C, f"Content-Length: {len(body)}"))
+                    await asyncio.sleep(SEGMENT_S)
+                    writer.write(body)
+                    check(await read_reply(reader))
+
+        return action
+
+    return make
 
 
 TRAILERS = head(
@@ -614,6 +637,7 @@ def _attacks() -> list[Attack]:
             f"an upgrade at the {to}",
             sent_raw(head("/health", "GET", *UPGRADE), is_no_websocket, to),
         )
+        add("F1", f"bodies behind an offer of h2c to the {to}", offered(to))
         add("D9", f"a request id in a trailer to the {to}", sent_raw(TRAILERS, keeps_its_own_id, to))
         add("D16", f"no Host at the {to}", sent_raw(b"GET /health HTTP/1.1\r\n\r\n", is_400, to))
         add("D16", f"two Hosts at the {to}", sent_raw(head("/health", "GET", "Host: y"), is_400, to))

@@ -300,6 +300,26 @@ async def test_a_client_is_disconnected_that_sends_too_much(agent: Agent, sent: 
 # Legs of a request (docs/architecture.md#one-request).
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_gets_no_chunks(agent: Agent, stream: bool) -> None:
+    """F12."""
+    host, _, port = agent.url.removeprefix("http://").partition(":")
+    body = json.dumps(agent.body(stream=stream)).encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(DEADLINE_S):
+        head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    if stream:
+        assert answer.startswith(b"data: {")
+        assert answer.endswith(b"}\n\ndata: [DONE]\n\n")
+    else:
+        assert json.loads(answer)["choices"][0]["text"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_two_legs_give_the_answer_of_one_agent(agent: Agent, path: str, stream: bool) -> None:

@@ -40,6 +40,8 @@ class Held:
     scopes: list[Any] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     answer: bytes = b"ok"
+    has_length: bool = True
+    """Whether it says how long its responses are."""
     server: Any = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -54,9 +56,11 @@ class Held:
         asking = asyncio.ensure_future(receive())
         await gate.wait()
         asking.cancel()
-        length = (b"content-length", b"%d" % len(self.answer))
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
-        await send({"type": "http.response.body", "body": self.answer})
+        headers = [(b"content-length", b"%d" % len(self.answer))] if self.has_length else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for byte in self.answer[:2]:
+            await send({"type": "http.response.body", "body": bytes([byte]), "more_body": True})
+        await send({"type": "http.response.body", "body": self.answer[2:]})
 
     @property
     def connection(self) -> GuardedConnection:
@@ -254,6 +258,36 @@ async def test_other_upgrades_are_ignored(protocol: bytes, size: int) -> None:
                 assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
         assert len(app.scopes) == 4
         assert not [name for scope in app.scopes for name, _ in scope["headers"] if name == b"upgrade"]
+        writer.close()
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("keeps", [b"", b"Connection: keep-alive\r\n", b"Host: x\r\n"])
+async def test_http_1_0_gets_no_chunks(has_length: bool, method: bytes, keeps: bytes) -> None:
+    """F12: the end of the connection ends the response (RFC 9112 §6.1)."""
+    async with served() as app:
+        app.has_length, app.answer = has_length, b"streamed"
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(method + b" / HTTP/1.0\r\nExpect: 100-continue\r\n" + keeps + b"\r\n")
+        await until(lambda: app.gates)
+        app.gates[0].set()
+        head, _, body = (await rest(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close" in head
+        assert b"transfer-encoding" not in head
+        assert (b"content-length" in head) is has_length
+        assert body == (b"streamed" if method == b"GET" else b"")
+        writer.close()
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"2.0"])
+async def test_other_versions_are_refused(version: bytes) -> None:
+    async with served() as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        writer.write(b"GET / HTTP/%b\r\nHost: x\r\n\r\n" % version)
+        assert await typed(reader) == (505, "bad_request")
+        assert not app.scopes
         writer.close()
 
 

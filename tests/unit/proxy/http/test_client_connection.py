@@ -195,6 +195,54 @@ async def test_a_flood_of_pipelined_requests_ends_the_connection(stage: Stage) -
             assert (await client.rest()).count(b"HTTP/1.1 200") <= MAX_PIPELINED
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keeps", [b"", b"Connection: keep-alive\r\n"], ids=["plain", "keep-alive"])
+async def test_http_1_0_gets_no_chunks(stage: Stage, path: str, stream: bool, keeps: bytes) -> None:
+    """F12: nothing frames a stream but the end of the connection (RFC 9112 §6.1)."""
+    await stage.pair()
+    chat = [{"role": "user", "content": "a b c"}]
+    prompt = {"/v1/completions": {"prompt": "a b c"}, "/v1/responses": {"input": chat}}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    fields = {"model": "stand-in", limit: 3, "stream": stream, **prompt.get(path, {"messages": chat})}
+    body = json.dumps(fields).encode()
+    async with client_of(stage) as client:
+        client.send(
+            b"POST %b HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (path.encode(), keeps, len(body)) + body
+        )
+        head, _, answer = (await client.rest()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    if stream:
+        assert answer.endswith((b"}\n\n", b"}\n\ndata: [DONE]\n\n"))
+        assert all(
+            event.startswith((b"data: ", b"event: ")) for event in answer.removesuffix(b"\n\n").split(b"\n\n")
+        )
+    else:
+        assert json.loads(answer)["model"] == "stand-in"
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/nodes", b"/metrics", b"/ui", b"/ui/ui.js", b"/missing"])
+async def test_nor_does_any_other_page(stage: Stage, path: bytes) -> None:
+    """F12."""
+    async with client_of(stage) as client:
+        client.send(b"GET %b HTTP/1.0\r\n\r\n" % path)
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"content-length: %d\r\n" % len(body) in head
+
+
+async def test_nor_do_the_events_of_the_page(stage: Stage) -> None:
+    """F12: a stream of Quart's."""
+    async with client_of(stage) as client:
+        client.send(b"GET /ui/events HTTP/1.0\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            assert b"transfer-encoding" not in await client.reader.readuntil(b"\r\n\r\n")
+            assert (await client.reader.readuntil(b"\n\n")).startswith(b"retry: ")
+            assert (await client.reader.readuntil(b"\n\n")).startswith(b"data: ")
+
+
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 async def test_a_websocket_upgrade_is_refused(
     stage: Stage, path: bytes, caplog: pytest.LogCaptureFixture
