@@ -35,7 +35,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the status: `Retry-After` for 429 and 503."""
+        """Return the headers of the status: `Retry-After` for 429 and 503, what is accepted for 415."""
+        if self.status == 415:
+            return {"Accept-Encoding": "identity"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 

@@ -126,6 +126,18 @@ class BodyTooLarge(ProxyError):
     code = "body_too_large"
 
 
+class UnsupportedEncoding(ProxyError):
+    """The request's body is compressed."""
+
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_media_type"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Accept-Encoding": "identity"}
+
+
 class NoAgent(ProxyError):
     """The model is known, but no pair of agents can serve it now."""
 

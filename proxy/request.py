@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from kvferry.common.hashing import Purpose, digest
-from kvferry.proxy.errors import NOT_JSON, InvalidRequest
+from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
 from kvferry.proxy.ids import Endpoint
 
 MAX_CHOICES = 128
@@ -149,6 +149,12 @@ _TEXTS = msgspec.json.Decoder(list[str])
 _STOP = msgspec.json.Decoder(str | list[str] | None)
 _LOGIT_BIAS = msgspec.json.Decoder(dict[str, float] | None)
 _CACHE_SALT = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)])
+
+
+def check_encoding(coding: str | None) -> None:
+    """Check a request's `Content-Encoding`. Raises `UnsupportedEncoding`: no body is decompressed."""
+    if coding is not None and coding.lower() != "identity":
+        raise UnsupportedEncoding(f"the body is compressed ({coding}): send it as it is")
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:

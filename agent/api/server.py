@@ -274,7 +274,12 @@ def listen_http(host: str, port: int) -> socket.socket:
 
 
 async def _read_body() -> bytes:
-    """Read the request's body. Quart raises 413 when it is over the limit, 408 when it does not come."""
+    """Read the request's body. Raises 415 when it is compressed; Quart raises 413 when it is over the limit,
+    408 when it does not come.
+    """
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, "unsupported_media_type", f"the body is compressed ({coding}): send it as it is")
     try:
         data = await request.get_data(cache=False)
     finally:

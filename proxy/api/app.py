@@ -21,6 +21,7 @@ from kvferry.proxy.errors import ModelNotFound, NotFound, ProxyError, WrongMetho
 from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import RequestId, request_id_from
+from kvferry.proxy.request import check_encoding
 from kvferry.proxy.wire.registration import Incarnation
 
 FOLDER = str(Path(__file__).parent)
@@ -160,6 +161,7 @@ async def _from_agent(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Respo
         if keys is not None:
             client = keys.client(request.headers.get("Authorization"), request.method)
             client.rate_limit.admit(time.monotonic())
+        check_encoding(request.headers.get("Content-Encoding"))
         body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         answer = await tokenizers.forward(request.path, body, request_id)
     except ProxyError as error:

@@ -22,7 +22,7 @@ from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
-from kvferry.proxy.request import ClientRequest, parse_request, salted
+from kvferry.proxy.request import ClientRequest, check_encoding, parse_request, salted
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
@@ -205,7 +205,8 @@ class Completions:
             raise TooManyBodies(f"large bodies wait to be read: {busy}") from None
 
     async def _body(self, headers: dict[bytes, bytes], response: ClientResponse, receive: Receive) -> bytes:
-        """The request's whole body. Raises `BodyTooLarge` or `BodyTooSlow`."""
+        """The request's whole body. Raises `UnsupportedEncoding`, `BodyTooLarge` or `BodyTooSlow`."""
+        check_encoding(_text(headers.get(b"content-encoding")))
         limit, body = self._max_body_bytes, response.take_request_body()
         if body is None and int(headers.get(b"content-length", b"0")) <= limit:
             try:

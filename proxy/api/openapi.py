@@ -203,6 +203,7 @@ _FAILURES = {
     "404": "No agent serves the model.",
     "408": "The head or the body did not arrive in time.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "417": "Anything but `100-continue` was expected.",
     "429": "All agents are busy, or the key's rate limit is reached; see `Retry-After`.",
     "431": "The head is too large.",

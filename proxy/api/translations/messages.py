@@ -255,7 +255,7 @@ class MessagesRewriter(chat.StreamRewriter):
 
     def error(self, error: ProxyError) -> bytes:
         """The body of an error."""
-        kind = _ERROR_TYPES.get(error.status, "api_error")
+        kind = _ERROR_TYPES.get(error.status, error.kind if error.status < 500 else "api_error")
         return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
 
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:

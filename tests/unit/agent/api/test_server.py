@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -595,6 +596,20 @@ async def test_bad_input_gets_its_status_and_openais_error_shape(
     got, answer, _ = await agent.post(path, body)
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/kv/drop"]
+)
+async def test_a_compressed_body_is_a_415(agent: Agent, path: str) -> None:
+    """F15: it was called invalid JSON."""
+    raw = gzip.compress(json.dumps(agent.body()).encode())
+    status, answer, headers = await agent.post(path, raw, **{"Content-Encoding": "gzip"})
+    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+    assert "gzip" in answer["error"]["message"]
+    assert headers["Accept-Encoding"] == "identity"
+    status, _, _ = await agent.post("/v1/completions", agent.body(), **{"Content-Encoding": "identity"})
+    assert status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -69,6 +70,39 @@ async def test_what_the_proxy_can_reject_reaches_no_agent(
     if status == 404:
         assert "unheard-of" in answer["error"]["message"]
     assert not prefill.asked and not decode.asked
+
+
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("coding", ["gzip", "BR", "identity, deflate"])
+async def test_a_compressed_body_is_a_415(stage: Stage, path: str, coding: str) -> None:
+    """F15: it was called invalid JSON."""
+    prefill, decode = await stage.pair()
+    raw = gzip.compress(json.dumps(BODY).encode())
+    async with stage.http.post(
+        stage.proxy.url + path, data=raw, headers={"Content-Encoding": coding}
+    ) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["type"]) == (415, "invalid_request_error")
+        assert coding in error["message"]
+        assert path == "/v1/messages" or error["code"] == "unsupported_media_type"
+        assert response.headers["Accept-Encoding"] == "identity"
+    assert not prefill.asked and not decode.asked
+
+
+async def test_a_body_may_say_that_it_is_not_compressed(stage: Stage) -> None:
+    await stage.pair()
+    async with stage.post(BODY, headers={"Content-Encoding": "Identity"}) as response:
+        assert response.status == 200
 
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(
