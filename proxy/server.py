@@ -25,7 +25,7 @@ from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.completions import ENDPOINTS, Completions
-from kvferry.proxy.api.dashboard import DashboardFeed
+from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import other_dialects
@@ -341,6 +341,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
                 bounds=ServerBounds(),
                 last_request_s=LAST_REQUEST_S,
                 stall_s=services.config.client_stall_s,
+                unread_s={EVENTS_PATH: UNREAD_S},
                 cors=CorsPolicy(services.config.cors_origins) if services.config.cors_origins else None,
             ),
         ),

@@ -19,6 +19,9 @@ from kvferry.proxy.fleet.views import JSON, OperatorViews
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
+UNREAD_S = 10.0
+"""How long what was sent to a viewer may stay unread, before it loses its place. Its page connects again."""
+EVENTS_PATH = "/ui/events"
 RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
 PAGE = "index.html"
@@ -55,14 +58,14 @@ class DashboardFeed:
         self._views = views
         self._lock = asyncio.Lock()
         self._closed = asyncio.Event()
-        self._viewers = 0
+        self.num_viewers = 0
         self._event = b""
         self._made_at = float("-inf")
 
     @property
     def is_full(self) -> bool:
         """Whether the limit of viewers is reached."""
-        return self._viewers >= MAX_VIEWERS
+        return self.num_viewers >= MAX_VIEWERS
 
     def close(self) -> None:
         """End every feed, so that a stopping proxy does not wait for its viewers."""
@@ -70,7 +73,7 @@ class DashboardFeed:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """One event a second until the viewer disconnects (which closes the generator) or the proxy stops."""
-        self._viewers += 1
+        self.num_viewers += 1
         try:
             yield RECONNECT
             while not self._closed.is_set():
@@ -81,7 +84,7 @@ class DashboardFeed:
                 except TimeoutError:
                     continue
         finally:
-            self._viewers -= 1
+            self.num_viewers -= 1
 
     async def _latest(self) -> bytes:
         async with self._lock:
@@ -121,7 +124,7 @@ def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorViews) -> None
             return Response(error.body(), error.status, error.headers, content_type=JSON)
         return Response(made.body, made.status, HEADERS, content_type=made.content_type)
 
-    @app.get("/ui/events")
+    @app.get(EVENTS_PATH)
     async def events() -> Response:
         if feed.is_full:
             error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")

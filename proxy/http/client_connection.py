@@ -9,7 +9,10 @@ parsing, keep-alive, TLS, shutdown.
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -115,6 +118,13 @@ class ClientResponse:
         self.forget()
 
 
+def _limit_unread(transport: asyncio.Transport, seconds: float) -> None:
+    """Have the system end a connection when nothing of what waits for the client moves for so long."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None and sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
 class ClientConnection(GuardedConnection):
     """A guarded connection whose client must read, and of which some paths are served without ASGI.
 
@@ -122,6 +132,8 @@ class ClientConnection(GuardedConnection):
         handlers: By path; all other paths are the ASGI application's.
         stall_s: How long a client may read nothing, while the transport's buffer (64 KiB) is full, before it
             is disconnected.
+        unread_s: By path, how long what was sent may stay unread, also what is in the system's buffers: these
+            hold megabytes (Linux; elsewhere only `stall_s` holds).
         cors: What pages of other origins may do, if anything.
     """
 
@@ -130,6 +142,7 @@ class ClientConnection(GuardedConnection):
         *args: Any,
         handlers: Mapping[str, Handler],
         stall_s: float,
+        unread_s: Mapping[str, float] = MappingProxyType({}),
         cors: CorsPolicy | None = None,
         **kwargs: Any,
     ) -> None:
@@ -137,6 +150,7 @@ class ClientConnection(GuardedConnection):
         self._cors = cors
         self._handlers = handlers
         self._stall_s = stall_s
+        self._unread_s = unread_s
         self._stall_deadline: asyncio.TimerHandle | None = None
         self._response: ClientResponse | None = None
 
@@ -144,6 +158,8 @@ class ClientConnection(GuardedConnection):
         self._response = response = ClientResponse(self, cycle)
         if self._cors is not None and self._apply_cors(self._cors, cycle, response):
             return
+        if (unread_s := self._unread_s.get(cycle.scope["path"])) is not None:
+            _limit_unread(self.transport, unread_s)
         handler = self._handlers.get(cycle.scope["path"])
         if handler is None:
             super()._start_asgi_task(cycle, app)

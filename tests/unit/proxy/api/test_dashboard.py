@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import sys
 from contextlib import AsyncExitStack
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +15,7 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
+from kvferry.proxy import server
 from kvferry.proxy.api import dashboard
 from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
@@ -226,6 +229,28 @@ async def test_viewers_are_limited_and_a_disconnect_frees_a_slot(
     async with asyncio.timeout(20):
         while stage.proxy.services.dashboard.is_full:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only --client-stall-s holds")
+async def test_viewers_that_do_not_read_make_way(
+    start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N9: the system buffered megabytes for each of them, so they had their places for ever."""
+    monkeypatch.setattr(server, "UNREAD_S", 1.0)
+    stage = await start_stage()
+    feed, url = stage.proxy.services.dashboard, f"{stage.proxy.url}/ui/events"
+    async with stage.http.get(url) as reading, AsyncExitStack() as stack:
+        for _ in range(dashboard.MAX_VIEWERS - 1):
+            viewer = stack.enter_context(socket.create_connection(("127.0.0.1", stage.proxy.port)))
+            viewer.sendall(b"GET /ui/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(15):
+            while not feed.is_full:
+                await next_snapshot(reading)
+            while feed.num_viewers > 1:
+                await next_snapshot(reading)
+        async with stage.http.get(url) as newcomer:
+            await next_snapshot(newcomer)
+        await next_snapshot(reading)
 
 
 async def test_a_stopping_proxy_does_not_wait_for_viewers() -> None:
