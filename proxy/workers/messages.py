@@ -27,6 +27,7 @@ from kvferry.proxy.wire.registration import Incarnation, Register
 _LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 16 * 1024 * 1024
+HEARTBEAT_INTERVAL_S = 0.5
 
 
 class Registration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -88,6 +89,10 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """The worker takes requests."""
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The worker's event loop runs. Sent every `HEARTBEAT_INTERVAL_S`."""
+
+
 class AgentStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one worker makes of an agent. `in_flight`: its sequences there."""
 
@@ -144,7 +149,9 @@ class EndRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 ToWorker = Start | Registration | Departure | SetDrained | Collect | FindTimeline | PageResponse | Stop
-ToSupervisor = Listening | Report | FoundTimeline | PageRequest | DrainRequest | EndRequest | TimelineRequest
+ToSupervisor = (
+    Listening | Heartbeat | Report | FoundTimeline | PageRequest | DrainRequest | EndRequest | TimelineRequest
+)
 
 Out = TypeVar("Out")
 In = TypeVar("In")

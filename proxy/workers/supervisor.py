@@ -21,7 +21,7 @@ import socket
 import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ from kvferry.proxy.telemetry.metrics import (
 )
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
+    HEARTBEAT_INTERVAL_S,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -70,6 +71,7 @@ from kvferry.proxy.workers.messages import (
     EndRequest,
     FindTimeline,
     FoundTimeline,
+    Heartbeat,
     Listening,
     PageRequest,
     PageResponse,
@@ -95,8 +97,8 @@ DEATHS_WITHIN_S = 60.0
 COLLECT_TIMEOUT_S = 2.0
 """For a worker's report; until a late one arrives, the one before stands."""
 WATCH_INTERVAL_S = SLICE_S
-MAX_MISSED = 4
-"""Reports in a row; then a worker counts as hung and is replaced."""
+MAX_MISSED = 8
+"""Heartbeats in a row; then a worker counts as hung, is killed and replaced."""
 
 # What an operator must see first, last. A worker adds to pings only what it found when it used the agent.
 _STATES = (NodeState.READY, NodeState.TRIPPED, NodeState.REFUSING)
@@ -142,6 +144,7 @@ async def running_workers(
             asyncio.TaskGroup() as tasks,
         ):
             watching = tasks.create_task(supervisor.watch())
+            killing = tasks.create_task(supervisor.kill_hung())
             monitoring = tasks.create_task(registry.monitor_pauses(clock))
             hurrying = tasks.create_task(supervisor.hurry(stop))
             kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
@@ -151,7 +154,7 @@ async def running_workers(
             finally:
                 supervisor.stop(stop.limit_s)
                 await asyncio.wait(kept, timeout=stop.limit_s + 2 * END_TIMEOUT_S)
-                for task in (hurrying, watching, monitoring, *kept):
+                for task in (hurrying, watching, killing, monitoring, *kept):
                     task.cancel()
 
 
@@ -212,13 +215,20 @@ class Supervisor:
         self.stop(0.0)
 
     async def watch(self) -> None:
-        """Collect reports regularly: little is lost with a worker, and one that hangs is replaced."""
+        """Collect reports regularly: little is lost with a worker."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             await self._collect()
             self._history.record(self._totals().plus(self._transfers.totals()), self._clock())
+
+    async def kill_hung(self) -> None:
+        """Kill workers that are silent, until cancelled. Rounds count, not seconds: while this process or its
+        host stands still, there are none.
+        """
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             for worker in self._workers:
-                worker.end_if_hung()
+                worker.kill_if_hung()
 
     async def keep_worker(self) -> None:
         """Keep one worker running until stopped. Raises `WorkersFailed`."""
@@ -313,7 +323,8 @@ class Supervisor:
                 start_new_session=True,
             )
         try:
-            worker = WorkerSession(await ProcessChannel.open(ours, ToSupervisor), self, child.pid)
+            channel: WorkerChannel = await ProcessChannel.open(ours, ToSupervisor)
+            worker = WorkerSession(channel, self, child.pid, child.kill)
             worker.channel.send(self._start_message())
             self._workers.add(worker)
             if self.is_stopping:
@@ -404,17 +415,19 @@ class Supervisor:
 
 
 class WorkerSession:
-    """The supervisor's side of one worker's channel."""
+    """The supervisor's side of one worker's channel. `kill` ends its process."""
 
-    def __init__(self, channel: WorkerChannel, supervisor: Supervisor, pid: int) -> None:
+    def __init__(
+        self, channel: WorkerChannel, supervisor: Supervisor, pid: int, kill: Callable[[], object]
+    ) -> None:
         self.channel = channel
         self.pid = pid
+        self._kill = kill
         self.report: Report | None = None
         """The latest one."""
         self.is_listening = False
         self._num_missed = 0
-        """Rounds without a report, in a row."""
-        self._has_reported = False
+        """Rounds without a message, in a row."""
         self._supervisor = supervisor
         self._seq = itertools.count()
         self._collecting: dict[int, asyncio.Future[None]] = {}
@@ -426,11 +439,15 @@ class WorkerSession:
             async with asyncio.TaskGroup() as tasks:
                 starting = tasks.create_task(self._limit_start())
                 while True:
-                    match message := await self.channel.receive():
+                    message = await self.channel.receive()
+                    self._num_missed = 0
+                    match message:
                         case Listening():
                             starting.cancel()
                             self.is_listening = True
                             num_listening.release()
+                        case Heartbeat():
+                            pass
                         case Report():
                             self._take_report(message)
                         case FoundTimeline(seq=seq, timeline=timeline):
@@ -456,13 +473,13 @@ class WorkerSession:
                 if not found.done():
                     found.set_result(None)
 
-    def end_if_hung(self) -> None:
-        """Count a round of reports; close the channel when the last `MAX_MISSED` were missed."""
-        self._num_missed = 0 if self._has_reported or not self.is_listening else self._num_missed + 1
-        self._has_reported = False
-        if self._num_missed >= MAX_MISSED:
-            logger.error("worker %d does not respond", self.pid)
-            self.channel.close()
+    def kill_if_hung(self) -> None:
+        """Count a heartbeat as missed until a message comes; kill a worker that has missed `MAX_MISSED`."""
+        self._num_missed += self.is_listening
+        if self._num_missed == MAX_MISSED:
+            logger.error("worker %d does not respond, and is killed", self.pid)
+            with suppress(ProcessLookupError):  # it has just ended
+                self._kill()
 
     async def collect(self) -> None:
         """Ask for a report and wait for it, for `COLLECT_TIMEOUT_S` at most."""
@@ -495,7 +512,6 @@ class WorkerSession:
 
     def _take_report(self, report: Report) -> None:
         self.report = report
-        self._has_reported = True
         if (collected := self._collecting.get(report.seq)) is not None and not collected.done():
             collected.set_result(None)
 

@@ -42,6 +42,7 @@ from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
+    HEARTBEAT_INTERVAL_S,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -50,6 +51,7 @@ from kvferry.proxy.workers.messages import (
     EndRequest,
     FindTimeline,
     FoundTimeline,
+    Heartbeat,
     Listening,
     PageRequest,
     PageResponse,
@@ -124,6 +126,12 @@ class Worker(OperatorViews):
         for response in self._pending.values():
             if not response.done():
                 response.set_exception(SupervisorUnavailable("the supervisor has ended"))
+
+    async def beat(self) -> None:
+        """Show the supervisor that this event loop runs, until cancelled."""
+        while True:
+            self._channel.send(Heartbeat())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def handle(self, message: ToWorker) -> None:
         """Act on one message."""
@@ -240,12 +248,13 @@ async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) 
     worker.learn(start)
     with listening_socket(config.host, start.port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
-            receiving = tasks.create_task(worker.receive())
+            talking = [tasks.create_task(worker.receive()), tasks.create_task(worker.beat())]
             async with serving(config, keys, fleet, metrics, failures, timelines, worker, listener, stop):
                 spare_full_collections()
                 channel.send(Listening())
                 await stop.made.wait()
-            receiving.cancel()
+            for task in talking:
+                task.cancel()
     return 1 if worker.is_orphaned else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers import supervisor as supervisor_module
 from kvferry.proxy.workers import worker as worker_module
 from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, Start, ToSupervisor, ToWorker
-from kvferry.proxy.workers.supervisor import Supervisor, WorkerSession
+from kvferry.proxy.workers.supervisor import MAX_MISSED, Supervisor, WorkerSession
 from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.exposition import sample
@@ -51,6 +52,7 @@ class Process:
     failures: FailureLog
     session: WorkerSession
     channel: ProcessChannel[Any, Any]
+    beating: asyncio.Task[None]
 
     def die(self) -> None:
         self.channel.close()
@@ -80,8 +82,10 @@ class Office:
     async def _process(self) -> AsyncIterator[Process]:
         supervisor = self.supervisor
         ours, theirs = socket.socketpair()
-        session = WorkerSession(await ProcessChannel.open(ours, ToSupervisor), supervisor, 1)
         channel: ProcessChannel[Any, Any] = await ProcessChannel.open(theirs, ToWorker)
+        session = WorkerSession(
+            await ProcessChannel.open(ours, ToSupervisor), supervisor, 1, kill=channel.close
+        )
         session.channel.send(supervisor._start_message())
         start = await channel.receive()
         assert isinstance(start, Start)
@@ -98,10 +102,12 @@ class Office:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(serve())
             tasks.create_task(worker.receive())
+            beating = tasks.create_task(worker.beat())
             channel.send(Listening())
             try:
-                yield Process(worker, fleet, metrics, failures, session, channel)
+                yield Process(worker, fleet, metrics, failures, session, channel, beating)
             finally:
+                beating.cancel()
                 channel.close()
 
 
@@ -308,11 +314,12 @@ async def test_the_dashboard_shows_what_all_have_seen(
     assert shown["in_flight"] == {"decode": 1}
 
 
-async def test_a_worker_that_hangs_is_ended_and_delays_a_page_no_longer_than_its_deadline(
+async def test_a_worker_that_hangs_is_killed_and_delays_a_page_no_longer_than_its_deadline(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that is stopped keeps its channel open."""
-    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.02)
+    for module in (supervisor_module, worker_module):
+        monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_S", 0.02)
     monkeypatch.setattr(supervisor_module, "COLLECT_TIMEOUT_S", 0.02)
     hung, other = await office.process(), await office.process()
     hung.metrics.requests.add(OK, 3)
@@ -326,9 +333,15 @@ async def test_a_worker_that_hangs_is_ended_and_delays_a_page_no_longer_than_its
     monkeypatch.setattr(Worker, "handle", handle)
     assert sample((await other.worker.page("metrics")).body.decode(), REQUESTS) == 3, "its last report stands"
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(office.supervisor.watch())
+        killing = tasks.create_task(office.supervisor.kill_hung())
+        await asyncio.sleep(0.02 * 2 * MAX_MISSED)
+        assert hung.session.is_listening, "a late report is no sign of a hang"
+        time.sleep(0.02 * 2 * MAX_MISSED)  # noqa: ASYNC251  # the host stands still
+        await asyncio.sleep(0.02)
+        assert hung.session.is_listening and other.session.is_listening
+        hung.beating.cancel()
         await until(lambda: not hung.session.is_listening)
-        watching.cancel()
+        killing.cancel()
     assert other.session.is_listening
     assert sample((await other.worker.page("metrics")).body.decode(), REQUESTS) == 3
 

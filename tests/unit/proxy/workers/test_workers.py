@@ -23,7 +23,8 @@ import pytest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.scaling import ARRIVALS_S, LEAST_AGE_S
 from kvferry.proxy.wire.registration import Capacity
-from kvferry.proxy.workers.supervisor import WorkersFailed, reserved_port, running_workers
+from kvferry.proxy.workers.messages import HEARTBEAT_INTERVAL_S
+from kvferry.proxy.workers.supervisor import MAX_MISSED, WorkersFailed, reserved_port, running_workers
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample
 from tests.unit.proxy.test_process import process
@@ -249,6 +250,34 @@ async def test_a_killed_worker_costs_its_own_streams_and_is_replaced_by_one_that
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
         await decode.until(lambda: not decode.running, DEADLINE_S)
         assert await proxy.sample(OK) >= counted + served + len(streams[survivor])
+
+
+async def test_a_stopped_worker_is_replaced_within_seconds() -> None:
+    """N9: after 25 s only, and meanwhile its share of the clients' connections hung."""
+    async with running(2) as proxy:
+        victim, other = proxy.processes()
+        victim.suspend()
+        stopped_at = time.monotonic()
+        await until(lambda: not runs(victim))
+        assert time.monotonic() - stopped_at < 2 * MAX_MISSED * HEARTBEAT_INTERVAL_S
+        await until(lambda: len(proxy.processes()) == 2 and not runs(victim))
+        assert runs(other)
+        assert (await proxy.get("/health"))[0] == 200
+
+
+async def test_a_host_that_pauses_costs_no_worker() -> None:
+    """N9: silence counts only while the supervisor itself runs."""
+    async with running(2) as proxy:
+        workers = proxy.processes()
+        paused = [psutil.Process(proxy.supervisor.pid), *workers]
+        for each in paused:
+            each.suspend()
+        await asyncio.sleep(1.5 * MAX_MISSED * HEARTBEAT_INTERVAL_S)
+        for each in paused:  # the supervisor first
+            each.resume()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        await asyncio.sleep(MAX_MISSED * HEARTBEAT_INTERVAL_S)
+        assert {each.pid for each in workers} == {each.pid for each in proxy.processes()}
 
 
 async def test_when_the_supervisor_hangs_clients_are_served_and_when_it_dies_its_workers_end() -> None:
