@@ -2,8 +2,9 @@
 """Make an environment for each client of docs/clients.md, as the page says. Used by `make test-clients`.
 
 `python -m tests.clients.install DIRECTORY [NAME…]` leaves those alone that are there. One that cannot be
-installed is left out, with pip's reason in DIRECTORY/NAME.failed, which the tests show. Where the variable
-`TORCH_INDEX` names a package index, torch comes from there.
+installed is left out, with the reason in DIRECTORY/NAME.failed, which the tests show. Programs of Debian are
+linked to; one that is missing is installed by apt-get, which only root can. Where the variable `TORCH_INDEX`
+names a package index, torch comes from there.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def main(directory: Path, names: list[str]) -> int:
         print(f"installing {client.name}", flush=True)
         try:
             _install(client, environment)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            reason = (error.stderr or str(error))[-SHOWN_CHARS:]
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+            reason = (getattr(error, "stderr", None) or str(error))[-SHOWN_CHARS:]
             failed.write_text(reason)
             print(f"left out: {client.name} cannot be installed here: {reason}", flush=True)
         else:
@@ -45,13 +46,22 @@ def main(directory: Path, names: list[str]) -> int:
 
 
 def _install(client: Client, environment: Path) -> None:
-    """Raises `CalledProcessError` or `TimeoutExpired` when pip fails."""
+    """Raises `CalledProcessError`, `TimeoutExpired` or `OSError` when pip or apt-get fails."""
     if client.name == "vllm":
         vllm_install.main(VLLM)
         environment.parent.mkdir(parents=True, exist_ok=True)
         environment.symlink_to(VLLM)
         return
     shutil.rmtree(environment, ignore_errors=True)
+    if client.installer == "apt-get":
+        if shutil.which(client.name) is None:
+            _run("apt-get", "install", "--yes", "--no-install-recommends", *client.packages)
+        program = shutil.which(client.name)
+        assert program is not None
+        (environment / "bin").mkdir(parents=True)
+        (environment / "bin" / client.name).symlink_to(program)
+        (environment / DONE).touch()
+        return
     venv.create(environment, with_pip=True)
     if client.name in WITH_TORCH and os.environ.get("TORCH_INDEX"):
         _pip(environment, "--index-url", os.environ["TORCH_INDEX"], "torch")
@@ -60,10 +70,11 @@ def _install(client: Client, environment: Path) -> None:
 
 
 def _pip(environment: Path, *words: str) -> None:
-    subprocess.run(
-        [environment / "bin" / "python", "-m", "pip", "install", "--quiet", *words],
-        stderr=subprocess.PIPE, text=True, timeout=INSTALL_TIMEOUT_S, check=True,
-    )  # fmt: skip
+    _run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", *words)
+
+
+def _run(*words: str | Path) -> None:
+    subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=INSTALL_TIMEOUT_S, check=True)
 
 
 if __name__ == "__main__":

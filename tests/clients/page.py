@@ -16,12 +16,14 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One section: what pip installs, then what is run."""
+    """One section: what is installed, then what is run. One that Debian has is named as its program."""
 
     name: str
+    installer: str
+    """`pip` or `apt-get`."""
     packages: tuple[str, ...]
     scripts: tuple[str, ...]
-    """Python programs; what each of their lines prints stands behind it, as a comment."""
+    """Programs in Python, or in Java for it; what each of their lines prints is a comment behind it."""
     commands: tuple[tuple[str, ...], ...]
     """Command lines, in words."""
 
@@ -36,18 +38,21 @@ def clients() -> dict[str, Client]:
 
 def printed(script: str) -> list[str]:
     """What the script is to print, line by line."""
-    return re.findall(r"^ *print\(.*\)  # (.*)$", script, flags=re.MULTILINE)
+    return re.findall(
+        r"^ *(?:print\(.*\)  #|System.out.println\(.*\);  //) (.*)$", script, flags=re.MULTILINE
+    )
 
 
 def _client(name: str, blocks: list[tuple[str, str]]) -> Client:
     (_, install), *rest = blocks
-    pip, verb, *packages = shlex.split(install)
-    if (pip, verb) != ("pip", "install"):
+    installer, verb, *packages = shlex.split(install)
+    if installer not in ("pip", "apt-get") or verb != "install":
         raise ValueError(f"{name}: the first block installs it")
     lines = "".join(text for language, text in rest if not language).replace("\\\n", " ").splitlines()
     return Client(
         name,
+        installer,
         tuple(packages),
-        tuple(text for language, text in rest if language == "python"),
+        tuple(text for language, text in rest if language in ("python", "java")),
         tuple(tuple(shlex.split(line)) for line in lines),
     )

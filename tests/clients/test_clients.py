@@ -96,8 +96,27 @@ async def test_a_script_prints_what_the_page_says(
     expected = printed(script)
     assert expected
     address = with_tools.url if "bind_tools" in script else cluster.url
-    output = await run(client, ["python", "-c", script], address, folder)
+    words = ["python", "-c", script]
+    if client.name == "java":
+        (folder / "Ask.java").write_text(script.replace(PRINTED_ADDRESS, address))
+        words = ["java", "Ask.java"]
+    output = await run(client, words, address, folder)
     assert output.splitlines() == expected
+
+
+async def test_curl(cluster: Cluster, folder: Path) -> None:
+    """An offer of HTTP/2, and HTTP/1.0, which would show the sizes of chunks as text: whole and streamed."""
+    client = installed("curl")
+    assert len(client.commands) == 4
+    for command in client.commands:
+        output = await run(client, list(command), cluster.url, folder)
+        if '"stream"' in command[-1]:
+            *events, done, end = output.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            answers = [json.loads(event.removeprefix("data: ")) for event in events]
+        else:
+            answers = [json.loads(output)]
+        assert "".join(answer["choices"][0]["text"] for answer in answers) == "469"
 
 
 async def evaluate(client: Client, address: str, folder: Path) -> tuple[dict[str, Any], list[Any]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from tests.clients.page import PAGE, ROOT, clients, printed
@@ -23,8 +24,9 @@ def test_every_command_is_run_and_every_script_is_compared() -> None:
         assert client.packages, client.name
         assert client.scripts or client.commands, client.name
         for script in client.scripts:
-            ast.parse(script)
-            assert len(printed(script)) == script.count("print(") > 0
+            if client.name != "java":
+                ast.parse(script)
+            assert len(printed(script)) == len(re.findall(r"\bprint(?:ln)?\(", script)) > 0
 
 
 def test_every_block_of_the_page_is_in_a_section() -> None:
