@@ -171,8 +171,9 @@ async def check(pieces: list[bytes], expected: tuple[list[Seen], bool], may_refu
         assert closed is not goes_on
 
 
-def head(method: str, fields: bytes) -> bytes:
-    return f"{method} {TARGETS.get(method, '/first?a=b')} HTTP/1.1\r\nHost: x\r\n".encode() + fields + b"\r\n"
+def head(method: str, fields: bytes, version: str = "1.1") -> bytes:
+    line = f"{method} {TARGETS.get(method, '/first?a=b')} HTTP/{version}\r\nHost: x\r\n"
+    return line.encode() + fields + b"\r\n"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -203,3 +204,15 @@ async def test_every_split(offer: str, framing: str) -> None:
     expected = by_h11(whole)
     for at in range(1, len(whole)):
         await check([whole[:at], whole[at:]], expected, may_be_refused("POST", offer, framing))
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_http_1_0_has_one_request_a_connection(offer: str) -> None:
+    """F1."""
+    for framing in ("no body", "length"):
+        fields, body = FRAMINGS[framing]
+        whole = head("POST", OFFERS[offer] + fields, "1.0") + body + NEXT
+        expected = by_h11(whole)
+        assert len(expected[0]) == 1
+        for pieces in ([whole], [whole[at : at + 1] for at in range(len(whole))]):
+            await check(pieces, expected, may_refuse=False)
