@@ -4,7 +4,7 @@
 Source: vLLM 0.33.0, `mooncake_connector_proxy.py` (docs/sources.md#vllm-mooncake). A prefill server's
 `control` is its bootstrap server's URL, whose `/query` names the engine id of each data-parallel rank. A
 restarted engine has another id, so what was looked up is kept for a short while only
-(`proxy.dialects.kv_endpoint_cache`).
+(`KvEndpointCache`).
 """
 
 from __future__ import annotations

@@ -35,16 +35,15 @@ from kvferry.common.exceptions import release_locals
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect
-from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
-from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.foreign_attempt import ForeignAttempt, ForeignTools
-from kvferry.proxy.exchange.kv_drops import KvDrops
+from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache
 from kvferry.proxy.exchange.legs import Attempt, KeptResponses, Legs, ResponseSink
 from kvferry.proxy.exchange.native_attempt import NativeAttempt, PromptPart
+from kvferry.proxy.exchange.poison import Suspicion
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.resume import SentTokens
-from kvferry.proxy.exchange.retry import Retries, RetryBudget, Suspicion
+from kvferry.proxy.exchange.retry import Retries, RetryBudget
 from kvferry.proxy.exchange.sub_requests import split_by_prompt
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet

@@ -37,7 +37,6 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     pick_rank,
 )
-from kvferry.proxy.dialects.kv_endpoint_cache import KvEndpointCache
 from kvferry.proxy.errors import (
     AgentLost,
     AgentRejected,
@@ -47,10 +46,8 @@ from kvferry.proxy.errors import (
     LeaseUnknown,
     StreamBroken,
 )
-from kvferry.proxy.exchange.expiry_counts import ExpiryCounts
 from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
-from kvferry.proxy.exchange.kv_drops import KvDrops
-from kvferry.proxy.exchange.lease_check import LeaseCheck, Verdict
+from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache, LeaseCheck, Verdict
 from kvferry.proxy.exchange.legs import (
     AGENT_FAILURES,
     Attempt,

@@ -22,7 +22,7 @@ from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.dialects.native import NativePrefill
 from kvferry.proxy.errors import AgentLost, AgentRejected, agent_error
-from kvferry.proxy.exchange.kv_drops import KvDrops
+from kvferry.proxy.exchange.kv_lifetime import KvDrops
 from kvferry.proxy.exchange.legs import (
     Attempt,
     KeptResponses,

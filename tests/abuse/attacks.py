@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.common.http.server import MAX_PARTIAL_BYTES_HELD
-from kvferry.proxy.exchange.retry import MAX_FELLED
+from kvferry.proxy.exchange.poison import MAX_FELLED
 from kvferry.proxy.http.pool import MAX_BODY_BYTES
 from kvferry.proxy.wire import registration as wire
 from tests.abuse.raw import REPLY_S, Reply, connected, exchange, flood, post, read_reply

@@ -302,7 +302,7 @@ DEFECTS = (
     ),
     Defect(
         sentence="KV at another engine is proven by the operator's number.",
-        file="proxy/exchange/lease_check.py",
+        file="proxy/exchange/kv_lifetime.py",
         old="if now() < self._sent_at + SURE_S:",
         new="if now() < self._sent_at + SURE_S or not self.is_over:",
         tests=("tests/unit/proxy/exchange/test_lease_check.py",),
@@ -310,7 +310,7 @@ DEFECTS = (
     ),
     Defect(
         sentence="A count of expired leases that came too late proves KV at another engine.",
-        file="proxy/exchange/lease_check.py",
+        file="proxy/exchange/kv_lifetime.py",
         old="in_time = count is not None and count.came_at < self._sent_at + SURE_S",
         new="in_time = count is not None",
         tests=("tests/unit/proxy/exchange/test_lease_check.py",),

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.exchange.lease_check import SURE_S
+from kvferry.proxy.exchange.kv_lifetime import SURE_S
 from tests.standins.agents import Fault
 from tests.standins.engines import (
     CACHED_AT_PREFILL,

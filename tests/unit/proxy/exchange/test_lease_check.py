@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvferry.proxy.exchange import expiry_counts
-from kvferry.proxy.exchange.expiry_counts import READ_TIMEOUT_S, ExpiryCounts
-from kvferry.proxy.exchange.lease_check import SURE_S, LeaseCheck, Verdict
+from kvferry.proxy.exchange import kv_lifetime
+from kvferry.proxy.exchange.kv_lifetime import READ_TIMEOUT_S, SURE_S, ExpiryCounts, LeaseCheck, Verdict
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
@@ -123,7 +122,7 @@ async def test_a_server_without_the_counter_is_asked_again_after_a_while(
     counts: ExpiryCounts, server: VllmNixlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked for all its metrics with every request."""
-    monkeypatch.setattr(expiry_counts, "ABSENT_S", 0.3)
+    monkeypatch.setattr(kv_lifetime, "ABSENT_S", 0.3)
     info = server.registration()
     server.counts = False
     for _ in range(5):

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.exchange.retry import MAX_FELLED, OUTAGE_S
+from kvferry.proxy.exchange.poison import MAX_FELLED, OUTAGE_S
 from kvferry.proxy.wire.registration import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
