@@ -28,9 +28,10 @@ from kvferry.proxy.api.completions import ENDPOINTS, Completions
 from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
 from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
+from kvferry.proxy.exchange.attempt import AttemptContext
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache
 from kvferry.proxy.exchange.retry import RetryBudget
@@ -117,12 +118,14 @@ class Services:
             ),
             fleet=self.fleet,
             retry_budget=self.retry_budget,
-            upstream=self.upstream,
-            drops=self.drops,
-            dialects=other_dialects(nixl_lease_s=config.nixl_lease_s, moriio_lease_s=config.moriio_lease_s),
-            kv_endpoints=KvEndpointCache(),
-            expiry_counts=ExpiryCounts(self.upstream),
-            metrics=self.metrics,
+            attempts=AttemptContext(
+                upstream=self.upstream,
+                drops=self.drops,
+                dialects=all_dialects(nixl_lease_s=config.nixl_lease_s, moriio_lease_s=config.moriio_lease_s),
+                kv_endpoints=KvEndpointCache(),
+                expiry_counts=ExpiryCounts(self.upstream),
+                metrics=self.metrics,
+            ),
         )
         return Completions(
             new_exchange=partial(Exchange, context),

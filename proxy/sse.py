@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,6 +16,31 @@ DONE = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
 TIMING = b'"kvferry_timing"'
 MAX_EVENT_BYTES = 8 * 1024 * 1024
+
+
+class EventReader(Protocol):
+    """What is done with a stream on its way to the client."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `[DONE]` has been passed on."""
+
+    def feed(self, piece: bytes) -> None:
+        """Read the next bytes; those after `[DONE]` are dropped."""
+
+    def num_held(self) -> int:
+        """Bytes that are kept of the stream."""
+
+
+class EventWriter(Protocol):
+    """Where events for the client go."""
+
+    def write(self, events: bytes) -> None:
+        """Send one or more whole events."""
+
+    @property
+    def write_event(self) -> Callable[[bytes], None]:
+        """`write` for the one event of a token."""
 
 
 class Scanner:

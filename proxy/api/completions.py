@@ -154,9 +154,11 @@ class Completions:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         writer = ResponseWriter(response, log, translation)
         try:
-            client.rate_limit.admit(time.monotonic())
-            if client.rate_limit.counts_tokens:
-                log.charge_tokens_to(client.rate_limit)
+            rate_limit = client.rate_limit
+            if not rate_limit.is_unlimited:
+                rate_limit.admit(time.monotonic())
+                if rate_limit.counts_tokens:
+                    log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
             salt_key = None if self._share_prefixes else client.salt_key
             parse = partial(_parse_body, log.endpoint, raw, translation, salt_key)

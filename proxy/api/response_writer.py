@@ -109,8 +109,9 @@ class ResponseWriter:
     @property
     def num_unprepared(self) -> int:
         """How many bytes `prepare` has to work on."""
-        is_read = self._rewriter is not None or self._log.counts_tokens
-        return len(self._whole[1]) if is_read and self._whole is not None else 0
+        if self._whole is None or (self._rewriter is None and not self._log.counts_tokens):
+            return 0
+        return len(self._whole[1])
 
     def prepare(self) -> None:
         """Make a whole response what `end` is to send. May run in a thread. Raises `BadResponse`."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of another engine's dialect: two legs per sub-request, in one of two orders.
+"""The interface of a dialect: two legs per sub-request, in one of three orders.
 
-A dialect is pure: it turns a share of the client's body (`SubRequest`), the two servers (`Endpoints`) and
-the prefill server's response (`Prefilled`) into the next request (`LegRequest`). It knows neither clock
-nor socket; the exchange (`proxy.exchange.foreign_attempt`) knows neither fields nor headers of any engine.
+A dialect is pure: it turns a share of the client's body (`SubRequest`), the two servers (`Endpoints`), the
+prefill server's response (`Prefilled`) and what the client has (`SentTokens`) into the next request
+(`LegRequest`). It knows neither clock nor socket; an attempt (`proxy.exchange.attempt`) knows neither fields
+nor headers of any engine.
 
-Most of these engines sample one choice of one prompt per transfer and no more: n > 1 and batched prompts
-strand or mix up their KV (vLLM #43509, SGLang #24223). So a request is split into sub-requests of one choice
-each, or of one prompt each where an engine samples all choices from one transfer
-(`proxy.exchange.sub_requests`). Each has a transfer id of its own, from which all ids, rooms and ranks of its
-legs follow.
+Most engines sample one choice of one prompt per transfer and no more: n > 1 and batched prompts strand or mix
+up their KV (vLLM #43509, SGLang #24223). So a request is split into sub-requests of one choice each, or of
+one prompt each where an engine samples all choices from one transfer (`proxy.exchange.sub_requests`). Each
+has a transfer id of its own, from which all ids, rooms and ranks of its legs follow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
@@ -37,6 +38,9 @@ class LegOrder(enum.Enum):
 
     SERIAL = "prefill, then decode with the params of its response"
     CONCURRENT = "both at once; the prefill's response is read and discarded"
+    EARLY = (
+        "both at once; the decode's response is read after the prefill's, and goes on from its first tokens"
+    )
 
 
 class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +56,8 @@ class SubRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `body` is the client's, narrowed to this share: one prompt, one choice and that choice's seed, or one
     prompt with all its choices; or all of it when one server serves it `alone`. `choices` are its choices'
-    indices in the client's response, `prompt` that of its prompt.
+    indices in the client's response, `prompt` that of its prompt. `ids` are the request's; the seed is the
+    prompt's.
     """
 
     request: ClientRequest
@@ -71,27 +76,40 @@ class SubRequest(msgspec.Struct, frozen=True, kw_only=True):
         """63 random bits of the transfer id's 128."""
         return int(self.transfer_id, 16) >> 65
 
-    def endpoints(self, prefill: Register, decode: Register) -> Endpoints:
+    def endpoints(
+        self,
+        prefill: Register,
+        decode: Register,
+        *,
+        early: bool = False,
+        prefix_source: dict[str, Any] | None = None,
+    ) -> Endpoints:
         """The two servers with a rank for each, picked independently of the other's."""
-        low = int(self.transfer_id, 16) & (2**64 - 1)
+        number = int(self.transfer_id, 16)
         return Endpoints(
             prefill=prefill,
             decode=decode,
-            prefill_rank=pick_rank(self.room, prefill),
-            decode_rank=pick_rank(low, decode),
+            prefill_rank=(number >> 65) % prefill.dp_size if prefill.dp_size > 1 else None,
+            decode_rank=(number & (2**64 - 1)) % decode.dp_size if decode.dp_size > 1 else None,
+            early=early,
+            prefix_source=prefix_source,
         )
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """The two servers of a sub-request, and the data-parallel rank of each, within its server's range.
 
-    A rank is None where the server has but one.
+    A rank is None where the server has but one. `early`: whether an early decode leg is wanted, where the
+    dialect has such. `prefix_source`: from where the prefill server may pull the prompt's beginning
+    (`Dialect.prefix_source`).
     """
 
     prefill: Register
     decode: Register
     prefill_rank: int | None
     decode_rank: int | None
+    early: bool = False
+    prefix_source: dict[str, Any] | None = None
 
 
 class KvEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,12 +149,12 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a prefill leg.
 
     `params` say where the decode server finds the KV, and may be used once; None: there is none. `whole` is
-    the complete response of a choice that ended at token 1. `kv_endpoint` is what was learned for later
+    the complete response where it ended at token 1. `kv_endpoint` is what was learned for later
     requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
     `opening` is there if `Dialect.may_continue`, and the server says how the stream can go on.
     """
 
-    params: dict[str, Any] | None = None
+    params: Any = None
     whole: bytes | None = None
     kv_endpoint: KvEndpoint | None = None
     prompt_tokens_details: bytes | None = None
@@ -150,6 +168,12 @@ class Dialect(ABC):
     which a decode server does not notice. `lease_s`: how many seconds that is, as the operator says; None
     if unknown. `lease_flag`: where the operator says it. `expiry_counter`: its Prometheus counter of KV that
     expired unread, if it has one. `forks`: whether all choices of a prompt are sampled from one transfer.
+    `uses_kv_endpoints`: whether legs may need a `KvEndpoint`, looked up or learned. `drop_status`: the HTTP
+    status of a drop that was delivered.
+
+    `is_native`: whether the servers are our agents. Their responses are the client's as they come
+    (`proxy.exchange.relay`), they free KV by a drop whether or not the prefill has been answered, and they
+    report their own timing.
     """
 
     name: ClassVar[str]
@@ -158,6 +182,9 @@ class Dialect(ABC):
     expiry_counter: ClassVar[str | None] = None
     lease_s: float | None = None
     forks: ClassVar[bool] = False
+    uses_kv_endpoints: ClassVar[bool] = False
+    drop_status: ClassVar[int] = 404
+    is_native: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, request: ClientRequest) -> None:
@@ -189,17 +216,37 @@ class Dialect(ABC):
     ) -> LegRequest:
         """The decode leg's request. In the concurrent order `prefilled` is empty."""
 
+    def early_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
+        """The decode leg's request in the early order."""
+        raise NotImplementedError
+
+    def early_event(self, prefilled: Prefilled) -> bytes:
+        """What the stream of an early leg begins with, if it goes on from the prefill's first tokens."""
+        raise NotImplementedError
+
+    def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:
+        """From where a prefill server may pull a prompt's beginning, if it lacks at least so many tokens of
+        it; None where it cannot.
+        """
+        return None
+
     def may_continue(self, sub: SubRequest) -> bool:
         """Whether the client may get the prefill's first token, and a server go on with a stream that another
         has begun: both by a prompt that is longer by the ids that the client has.
         """
         return False
 
+    def opening_events(self, sub: SubRequest, prefilled: Prefilled, sent: SentTokens) -> bytes | None:
+        """The prefill's first tokens, as far as the client has not got them; None where the decode server has
+        to begin the response.
+        """
+        return None
+
     def continued_leg(
-        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, ids: bytes
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, sent: SentTokens
     ) -> LegRequest | None:
-        """The decode leg of a stream of which the client has the tokens with these ids (the inside of a JSON
-        list); None where these servers might not take it. `prefilled` has an opening.
+        """The decode leg of a stream of which the client has `sent`, or will have the opening's events; None
+        where these servers might not take it.
         """
         raise NotImplementedError
 
@@ -208,8 +255,8 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def drop_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest | None:
-        """What has the prefill server free KV that will not be read, and is answered by a 404; None where it
-        offers no way.
+        """What has the prefill server free KV that will not be read, and is answered with `drop_status`; None
+        where it offers no way.
         """
         return None
 

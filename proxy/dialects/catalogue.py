@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
+from kvferry.proxy.dialects.native import Native
 from kvferry.proxy.dialects.sglang import Sglang
 from kvferry.proxy.dialects.vllm_kvferry import VllmKvferry
 from kvferry.proxy.dialects.vllm_mooncake import VllmMooncake
@@ -14,14 +15,15 @@ from kvferry.proxy.dialects.vllm_moriio import VllmMoriio
 from kvferry.proxy.dialects.vllm_nixl import VllmNixl
 
 
-def other_dialects(
+def all_dialects(
     *, nixl_lease_s: float | None = None, moriio_lease_s: float | None = None
 ) -> Mapping[str, Dialect]:
-    """Return the dialects of other engines, by name.
+    """Return the dialects, by name.
 
     The leases are how long prefill servers keep KV, as the operator says; None if unknown.
     """
     made = (
+        Native(),
         Atom(),
         Sglang(),
         VllmKvferry(),

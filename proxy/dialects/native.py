@@ -1,28 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native dialect (docs/architecture.md): bodies of the legs, and events made of a prefill's response.
+"""The native dialect (docs/architecture.md): our own agents.
 
-Pure functions: ids and the clock's reading come in as arguments, and nothing here waits.
+An agent samples all choices of a prompt from one transfer, and sends the client's own events and responses
+(`Dialect.is_native`). The prefill agent's first tokens are the client's; a decode agent goes on from what
+the client has (`SentTokens`). Its leg may be sent early, together with the prefill leg, and waits for the KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvferry.proxy import sse
-from kvferry.proxy.dialects.base import reject_unsupported
+from kvferry.proxy.dialects.base import (
+    Dialect,
+    Endpoints,
+    KvEndpoint,
+    LegOrder,
+    LegRequest,
+    Prefilled,
+    SubRequest,
+)
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.kv_params import FirstToken, running_usage
-from kvferry.proxy.wire.registration import Register
+from kvferry.proxy.wire.registration import NATIVE_DIALECT, Incarnation, Register
 
 NULL = msgspec.Raw(b"null")
 DROP_PATH = "/kv/drop"
 _RESERVED = ("kvferry_first_choice", "kvferry_token_lines")
+_NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens"})
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,25 +47,165 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 _STREAM_OPTIONS = msgspec.json.Decoder(_StreamOptions | None)
 
 
-def check(request: ClientRequest) -> None:
-    """Raise `InvalidRequest` for what no native agent supports."""
-    for name in _RESERVED:
-        if request.asks_for(name):
-            raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
-    reject_unsupported(request, "kvferry agents", "use_beam_search")
-    # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
+@dataclass(frozen=True, kw_only=True)
+class Native(Dialect):
+    """Our agents."""
+
+    name: ClassVar[str] = NATIVE_DIALECT
+    forks: ClassVar[bool] = True
+    is_native: ClassVar[bool] = True
+    drop_status: ClassVar[int] = 200
+
+    def check(self, request: ClientRequest) -> None:
+        """Also reject fields by which the proxy and agents understand each other."""
+        for name in _RESERVED:
+            if request.asks_for(name):
+                raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
+        if request.asks_for("use_beam_search"):
+            raise InvalidRequest(
+                "use_beam_search is not supported with kvferry agents", param="use_beam_search"
+            )
+        # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
+        try:
+            _STREAM_OPTIONS.decode(request.body.get("stream_options", NULL))
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+        if request.continuous_usage and not request.include_usage:
+            message = "continuous_usage_stats needs include_usage to be true"
+            raise InvalidRequest(message, param="stream_options")
+
+    def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
+        """Early, if that is wanted and the prefill agent can be found before it has answered."""
+        is_early = endpoints.early and control_address(endpoints.prefill) is not None
+        return LegOrder.EARLY if is_early else LegOrder.SERIAL
+
+    def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
+        """The client's own body; events count choices from the sub-request's first."""
+        return _leg(sub, _whole_body(sub))
+
+    def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
+        """The client's own sampling settings and `n`, one token each, the KV to be kept."""
+        body = {name: value for name, value in sub.body.items() if name not in _NOT_FOR_PREFILL}
+        params: dict[str, Any] = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": sub.transfer_id,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+            "client_max_tokens": sub.request.max_tokens,
+        }
+        if endpoints.prefix_source is not None:
+            params["prefix_source"] = endpoints.prefix_source
+        body |= {"stream": False, "max_tokens": 1, "seed": sub.ids.seed, "kv_transfer_params": params}
+        return _leg(sub, body)
+
+    def read_prefill(self, sub: SubRequest, raw: bytes) -> NativePrefilled:
+        """First tokens and where their KV lies, or the whole response, with nothing pinned."""
+        try:
+            answer = msgspec.json.decode(raw, type=_NativeBody)
+            if bytes(answer.kv_transfer_params) == b"null":
+                params = None
+            else:
+                params = msgspec.json.decode(answer.kv_transfer_params, type=_NativeParams)
+        except NOT_JSON as error:
+            raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
+        tokens = () if params is None else params.first_tokens
+        num_choices, asked = len(answer.choices) if params is None else len(tokens), len(sub.choices)
+        if num_choices != asked:
+            raise BadResponse(
+                f"the prefill agent answered {num_choices} choices where {asked} were asked for"
+            )
+        if params is not None and params.transfer_id != sub.transfer_id:
+            raise BadResponse("the prefill agent answered for another transfer")
+        return NativePrefilled(
+            params=None if params is None else answer.kv_transfer_params,
+            whole=raw if params is None else None,
+            answer=answer,
+            first_tokens=tokens,
+            prompt_tokens=_prompt_tokens(answer) if params is None else params.remote_num_tokens,
+        )
+
+    def decode_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
+    ) -> LegRequest:
+        """The client's own body, and where the KV lies."""
+        return _leg(sub, _whole_body(sub) | {"kv_transfer_params": prefilled.params})
+
+    def early_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
+        """The client's own body, and where the KV will lie."""
+        control = control_address(endpoints.prefill)
+        assert control is not None, "the order would not be early"
+        host, port = control
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "streamed": True,
+            "transfer_id": sub.transfer_id,
+            "remote_engine_id": endpoints.prefill.incarnation,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_tp_size": endpoints.prefill.tp_size,
+            "remote_dp_rank": 0,
+        }
+        return _leg(sub, _whole_body(sub) | {"kv_transfer_params": params})
+
+    def early_event(self, prefilled: Prefilled) -> bytes:
+        """For SSE a comment: the first tokens that the stream goes on from."""
+        assert isinstance(prefilled, NativePrefilled)
+        return b": first " + b",".join(b"%d" % token.id for token in prefilled.first_tokens) + b"\n\n"
+
+    def opening_events(self, sub: SubRequest, prefilled: Prefilled, sent: SentTokens) -> bytes | None:
+        """One event for each choice whose first token the client has not; they are noted."""
+        if not sub.request.stream:
+            return None
+        assert isinstance(prefilled, NativePrefilled)
+        return first_events(sub, prefilled, sent.begin(prefilled.first_tokens))
+
+    def continued_leg(
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, sent: SentTokens
+    ) -> LegRequest:
+        """The decode leg with what the client has, if that is more than first tokens."""
+        body = _whole_body(sub) | {"kv_transfer_params": prefilled.params}
+        resume = sent.resume()
+        if resume is not None:
+            body["resume"] = resume
+        return _leg(sub, body)
+
+    def drop_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
+        """Free this transfer's KV, which will not be read."""
+        return drop_request(sub.transfer_id, endpoints.prefill.incarnation)
+
+    def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:
+        """Where a prefill agent finds the lender."""
+        control = control_address(lender)
+        if control is None:
+            return None
+        host, port = control
+        return {
+            "remote_engine_id": lender.incarnation,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_tp_size": lender.tp_size,
+            "min_tokens": min_tokens,
+        }
+
+
+def drop_request(transfer_id: TransferId, incarnation: Incarnation) -> LegRequest:
+    """Ask a prefill agent to free a transfer's KV."""
+    body = msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
+    return LegRequest(path=DROP_PATH, headers={"Content-Type": "application/json"}, body=body)
+
+
+def control_address(agent: Register) -> tuple[str, int] | None:
+    """Host and port of an agent's control channel; None if its registration has none that can be parsed."""
     try:
-        _STREAM_OPTIONS.decode(request.body.get("stream_options", NULL))
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
-    if request.continuous_usage and not request.include_usage:
-        message = "continuous_usage_stats needs include_usage to be true"
-        raise InvalidRequest(message, param="stream_options")
-
-
-def path(request: ClientRequest) -> str:
-    """The path of every leg."""
-    return f"/v1/{request.endpoint}"
+        control = urlsplit(agent.control)
+        host, port = control.hostname, control.port
+    except ValueError:
+        return None
+    return (host, port) if host and port else None
 
 
 def headers(ids: Identity) -> dict[str, str]:
@@ -68,124 +221,19 @@ def headers(ids: Identity) -> dict[str, str]:
     return made
 
 
-def alone_body(request: ClientRequest, ids: Identity, first_choice: int = 0) -> bytes:
-    """The only leg where one agent serves the whole request; its events count choices from `first_choice`."""
-    return msgspec.json.encode(_whole_body(request, ids, first_choice))
+def _leg(sub: SubRequest, body: dict[str, Any]) -> LegRequest:
+    path = f"/v1/{sub.request.endpoint}"
+    return LegRequest(path=path, headers=headers(sub.ids), body=msgspec.json.encode(body))
 
 
-def prefill_body(
-    request: ClientRequest,
-    ids: Identity,
-    transfer_id: TransferId,
-    prefix_source: dict[str, Any] | None = None,
-) -> bytes:
-    """The prefill leg: the client's own sampling settings and `n`, one token each, the KV to be kept.
-
-    `prefix_source` (`prefix_source_params`) is whom the agent may ask for the KV of the prompt's beginning.
-    """
-    body = {
-        name: value
-        for name, value in request.body.items()
-        if name not in ("stream_options", "max_completion_tokens")
-    }
-    params: dict[str, Any] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": transfer_id,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-        "client_max_tokens": request.max_tokens,
-    }
-    if prefix_source is not None:
-        params["prefix_source"] = prefix_source
-    body |= {"stream": False, "max_tokens": 1, "seed": ids.seed, "kv_transfer_params": params}
-    return msgspec.json.encode(body)
-
-
-def decode_body(
-    request: ClientRequest,
-    ids: Identity,
-    params: msgspec.Raw,
-    resume: list[dict[str, Any]] | None = None,
-    first_choice: int = 0,
-) -> bytes:
-    """The decode leg: the client's own request, where the KV lies, and what the client already has of a
-    stream that broke."""
-    body = _whole_body(request, ids, first_choice) | {"kv_transfer_params": params}
-    if resume is not None:
-        body["resume"] = resume
-    return msgspec.json.encode(body)
-
-
-def control_address(prefill: Register) -> tuple[str, int] | None:
-    """Host and port of an agent's control channel; None if its registration has none that can be parsed."""
-    try:
-        control = urlsplit(prefill.control)
-        host, port = control.hostname, control.port
-    except ValueError:
-        return None
-    return (host, port) if host and port else None
-
-
-def prefix_source_params(source: Register, min_tokens: int) -> dict[str, Any] | None:
-    """Where a prefill agent finds `source`, which may lend it KV if it lacks at least so many tokens."""
-    control = control_address(source)
-    if control is None:
-        return None
-    host, port = control
-    return {
-        "remote_engine_id": source.incarnation,
-        "remote_host": host,
-        "remote_port": port,
-        "remote_tp_size": source.tp_size,
-        "min_tokens": min_tokens,
-    }
-
-
-def streamed_body(
-    request: ClientRequest,
-    ids: Identity,
-    prefill: Register,
-    control: tuple[str, int],
-    transfer_id: TransferId,
-    first_choice: int = 0,
-) -> bytes:
-    """The decode leg that is sent together with its prefill leg: where the KV will lie, and no more."""
-    host, port = control
-    params = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "streamed": True,
-        "transfer_id": transfer_id,
-        "remote_engine_id": prefill.incarnation,
-        "remote_host": host,
-        "remote_port": port,
-        "remote_tp_size": prefill.tp_size,
-        "remote_dp_rank": 0,
-    }
-    return msgspec.json.encode(_whole_body(request, ids, first_choice) | {"kv_transfer_params": params})
-
-
-def first_tokens_event(prefill: NativePrefill) -> bytes:
-    """What such a leg's stream begins with, for SSE a comment: the first tokens that it goes on from."""
-    return b": first " + b",".join(b"%d" % token.id for token in prefill.first_tokens) + b"\n\n"
-
-
-def _whole_body(request: ClientRequest, ids: Identity, first_choice: int) -> dict[str, Any]:
-    """The body of any last leg. Its events carry token ids, should the stream break."""
-    body = {**request.body, "seed": ids.seed}
-    if request.stream:
+def _whole_body(sub: SubRequest) -> dict[str, Any]:
+    """The body of any decode leg. Its events carry token ids, should the stream break."""
+    body = {**sub.body, "seed": sub.ids.seed}
+    if sub.request.stream:
         body["kvferry_token_lines"] = True
-        if first_choice:
-            body["kvferry_first_choice"] = first_choice
+        if sub.choices.start:
+            body["kvferry_first_choice"] = sub.choices.start
     return body
-
-
-def drop_body(transfer_id: TransferId, incarnation: str) -> bytes:
-    """Ask the prefill agent to free this transfer's KV, which will not be read."""
-    return msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
 
 
 class _NativeParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,123 +290,56 @@ class _WholeBody(msgspec.Struct, frozen=True):
     choices: tuple[_EndedChoice, ...]
 
 
-def require_whole(raw: bytes, request: ClientRequest) -> None:
+def require_whole(raw: bytes, sub: SubRequest) -> None:
     """Raise `BadResponse` unless a last leg's response, not streamed, has every choice with its end."""
     try:
         str(raw, "utf-8")  # what is passed on undecoded is not looked at otherwise
         choices = msgspec.json.decode(raw, type=_WholeBody).choices
     except NOT_JSON as error:
         raise BadResponse(f"the agent's answer cannot be read: {error}") from error
-    if len(choices) != request.n:
-        raise BadResponse(f"the agent answered {len(choices)} choices where {request.n} were asked for")
+    if len(choices) != len(sub.choices):
+        asked = len(sub.choices)
+        raise BadResponse(f"the agent answered {len(choices)} choices where {asked} were asked for")
 
 
-class NativePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a prefill leg: either first tokens and where their KV lies, or the whole response.
+class NativePrefilled(Prefilled, frozen=True, kw_only=True):
+    """The result of a prefill leg. There are first tokens where it is not the whole response."""
 
-    `raw` is the response as it came. `params` go to the decode leg verbatim; None means that every choice has
-    ended and nothing is pinned.
-    """
-
-    raw: bytes
-    params: msgspec.Raw | None
+    answer: _NativeBody
     first_tokens: tuple[FirstToken, ...]
-    whole: _NativeBody
     prompt_tokens: int
 
 
-def read_prefill(raw: bytes, request: ClientRequest, transfer_id: TransferId) -> NativePrefill:
-    """Parse the prefill leg's response. Raises `BadResponse` if it is not of this dialect or attempt."""
+def _prompt_tokens(answer: _NativeBody) -> int:
     try:
-        whole = msgspec.json.decode(raw, type=_NativeBody)
-        if bytes(whole.kv_transfer_params) == b"null":
-            params = None
-        else:
-            params = msgspec.json.decode(whole.kv_transfer_params, type=_NativeParams)
-    except NOT_JSON as error:
-        raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
-    tokens = () if params is None else params.first_tokens
-    num_choices = len(whole.choices) if params is None else len(tokens)
-    if num_choices != request.n:
-        raise BadResponse(
-            f"the prefill agent answered {num_choices} choices where {request.n} were asked for"
-        )
-    if params is not None and params.transfer_id != transfer_id:
-        raise BadResponse("the prefill agent answered for another transfer")
-    return NativePrefill(
-        raw=raw,
-        params=None if params is None else whole.kv_transfer_params,
-        first_tokens=tokens,
-        whole=whole,
-        prompt_tokens=_prompt_tokens(whole) if params is None else params.remote_num_tokens,
-    )
-
-
-def _prompt_tokens(whole: _NativeBody) -> int:
-    try:
-        usage = msgspec.json.decode(whole.usage, type=_PromptUsage | None)
+        usage = msgspec.json.decode(answer.usage, type=_PromptUsage | None)
     except NOT_JSON as error:
         raise BadResponse(f"the prefill agent's usage cannot be read: {error}") from error
     return 0 if usage is None else usage.prompt_tokens
 
 
-def first_events(
-    request: ClientRequest,
-    ids: Identity,
-    prefill: NativePrefill,
-    indices: frozenset[int],
-    first_choice: int = 0,
-) -> bytes:
+def first_events(sub: SubRequest, prefilled: NativePrefilled, indices: frozenset[int]) -> bytes:
     """What a streaming client gets as soon as the prefill has ended: one event for each of the choices."""
-    events = []
-    for choice in _opening_choices(request, prefill):
+    request, events = sub.request, []
+    for choice in _opening_choices(request, prefilled):
         if choice["index"] in indices:
-            choice["index"] += first_choice
-            chunk = _chunk(request, ids, [choice])
+            choice["index"] += sub.choices.start
+            chunk = _chunk(sub, [choice])
             if request.continuous_usage:
-                chunk["usage"] = running_usage(prefill.prompt_tokens, 1)
+                chunk["usage"] = running_usage(prefilled.prompt_tokens, 1)
             events.append(sse.event(chunk))
     return b"".join(events)
 
 
-def closing_events(request: ClientRequest, ids: Identity, prefill: NativePrefill) -> bytes:
+def closing_events(sub: SubRequest, prefilled: NativePrefilled) -> bytes:
     """The rest of a stream whose prefill was the whole response: usage if asked for, and `[DONE]`."""
-    last = _chunk(request, ids, [])
-    if request.include_usage:
-        last["usage"] = prefill.whole.usage
-    if bytes(prefill.whole.kvferry_timing) != b"null":
-        last["kvferry_timing"] = prefill.whole.kvferry_timing
-    has_news = "kvferry_timing" in last or request.include_usage
+    last = _chunk(sub, [])
+    if sub.request.include_usage:
+        last["usage"] = prefilled.answer.usage
+    if bytes(prefilled.answer.kvferry_timing) != b"null":
+        last["kvferry_timing"] = prefilled.answer.kvferry_timing
+    has_news = "kvferry_timing" in last or sub.request.include_usage
     return (sse.event(last) if has_news else b"") + sse.DONE
-
-
-class WholePart(msgspec.Struct, frozen=True):
-    """One prompt's whole response. `choices` is the inside of a JSON list."""
-
-    envelope: dict[str, msgspec.Raw]
-    choices: bytes
-    usage: dict[str, Any] | None
-
-
-def part_of_whole(raw: bytes, first_choice: int) -> WholePart:
-    """Read one prompt's whole response and count its choices from `first_choice`. Raises `BadResponse`."""
-    try:
-        whole = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        choices = msgspec.json.decode(whole.pop("choices"), type=list[dict[str, msgspec.Raw]])
-        usage = msgspec.json.decode(whole.pop("usage", NULL), type=dict[str, Any] | None)
-    except (*NOT_JSON, LookupError) as error:
-        raise BadResponse(f"the agent's answer cannot be read: {error}") from error
-    for index, choice in enumerate(choices, start=first_choice):
-        choice["index"] = msgspec.Raw(b"%d" % index)
-    return WholePart(whole, msgspec.json.encode(choices)[1:-1], usage)
-
-
-def joined(parts: Sequence[WholePart], usage: dict[str, Any] | None) -> bytes:
-    """The whole response of several prompts."""
-    choices = b",".join(part.choices for part in parts)
-    return msgspec.json.encode(
-        {**parts[0].envelope, "choices": msgspec.Raw(b"[%b]" % choices), "usage": usage}
-    )
 
 
 def last_event(event: bytes) -> LastEvent | None:
@@ -370,14 +351,10 @@ def last_event(event: bytes) -> LastEvent | None:
     return read if read.choices == () else None
 
 
-def joined_closing_events(
-    request: ClientRequest, ids: Identity, usage: dict[str, Any] | None, timing: msgspec.Raw
-) -> bytes:
-    """The end of a stream of several prompts: their usage and a timing, if asked for, and `[DONE]`."""
-    extras: dict[str, Any] = {"usage": usage} if request.include_usage else {}
-    if bytes(timing) != b"null":
-        extras["kvferry_timing"] = timing
-    return (sse.event({**_chunk(request, ids, []), **extras}) if extras else b"") + sse.DONE
+def envelope(sub: SubRequest, last: LastEvent) -> dict[str, Any]:
+    """What is around the usage of several prompts, where `last` ended the stream of one."""
+    timing = {} if bytes(last.kvferry_timing) == b"null" else {"kvferry_timing": last.kvferry_timing}
+    return _chunk(sub, []) | timing
 
 
 class LastEvent(msgspec.Struct, frozen=True):
@@ -414,9 +391,9 @@ def agent_failure(events: bytes) -> tuple[bytes, str] | None:
     return (before, error.message) if error.type == "server_error" else None
 
 
-def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator[dict[str, Any]]:
-    if prefill.params is None:
-        for choice in prefill.whole.choices:
+def _opening_choices(request: ClientRequest, prefilled: NativePrefilled) -> Iterator[dict[str, Any]]:
+    if prefilled.params is None:
+        for choice in prefilled.answer.choices:
             shown = {"delta": choice.message.as_delta()} if request.chat else {"text": choice.text}
             made = _chunk_choice(choice.index, shown, choice.logprobs, choice.finish_reason)
             if request.return_token_ids:
@@ -424,7 +401,7 @@ def _opening_choices(request: ClientRequest, prefill: NativePrefill) -> Iterator
                 if choice.margins:
                     made["margins"] = choice.margins
             yield made
-    for index, token in enumerate(prefill.first_tokens):
+    for index, token in enumerate(prefilled.first_tokens):
         delta = token.delta or {"role": "assistant", "content": token.text}
         shown = {"delta": delta} if request.chat else {"text": token.text}
         made = _chunk_choice(index, shown, token.logprobs, token.shown_finish_reason)
@@ -444,11 +421,12 @@ def _chunk_choice(
     return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _chunk(request: ClientRequest, ids: Identity, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _chunk(sub: SubRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    request = sub.request
     chunk: dict[str, Any] = {
-        "id": ids.answer_id,
+        "id": sub.ids.answer_id,
         "object": "chat.completion.chunk" if request.chat else "text_completion",
-        "created": ids.created,
+        "created": sub.ids.created,
         "model": request.model,
         "choices": choices,
     }

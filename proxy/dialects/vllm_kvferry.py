@@ -32,6 +32,7 @@ from kvferry.proxy.dialects.base import (
     make_leg,
 )
 from kvferry.proxy.dialects.names import VLLM_KVFERRY
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 
@@ -183,8 +184,14 @@ class VllmKvferry(vllm.VllmDialect):
             and all(name in _CONTINUED or _is_unset(name, value) for name, value in body.items())
         )
 
+    def opening_events(self, sub: SubRequest, prefilled: Prefilled, sent: SentTokens) -> bytes | None:
+        """Those that a decode server would stream of the token, if the server says how to go on after it."""
+        if prefilled.opening is None:
+            return None
+        return b"" if sent.begun else prefilled.opening.events or None
+
     def continued_leg(
-        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, ids: bytes
+        self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, sent: SentTokens
     ) -> LegRequest | None:
         """A completion whose prompt is the ids of the prompt and of the tokens that the client has.
 
@@ -193,6 +200,7 @@ class VllmKvferry(vllm.VllmDialect):
         opening, room = prefilled.opening, endpoints.decode.max_model_len
         if opening is None or not room:
             return None
+        ids = sent.ids or opening.first_id
         request, done, most = sub.request, ids.count(b",") + 1, room - opening.usage["prompt_tokens"]
         default = most if request.chat else _DEFAULT_LIMIT
         limit = default if request.max_tokens is None else request.max_tokens

@@ -37,6 +37,7 @@ class VllmMooncake(vllm.VllmDialect):
     """Nothing of a prefill's response goes to the decode leg; the two share only the transfer id."""
 
     name: ClassVar[str] = VLLM_MOONCAKE
+    uses_kv_endpoints: ClassVar[bool] = True
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """The prefill server waits for the decode server's blocks."""

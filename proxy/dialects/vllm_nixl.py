@@ -51,6 +51,7 @@ class VllmNixl(vllm.VllmDialect):
     lease_s: float | None
     name: ClassVar[str] = VLLM_NIXL
     has_leases: ClassVar[bool] = True
+    uses_kv_endpoints: ClassVar[bool] = True
     lease_flag: ClassVar[str] = "--nixl-lease-s"
     expiry_counter: ClassVar[str] = "vllm:nixl_num_kv_expired_reqs_total"
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that lies at a prefill server: where it is fetched, whether it was still there when it was read, and drops
-of what will not be read.
+"""KV that lies at a prefill server: where it is fetched, whether it was still there when it was read, and
+drops of what will not be read.
 
 `LeaseCheck`: vLLM's decode servers read KV by block numbers and do not notice that the blocks have gone to
 another prompt meanwhile; the response is then wrong, with HTTP 200 (vLLM #52234). How long a lease is, no
@@ -27,11 +27,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvferry.proxy.clock import now
-from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Endpoints, KvEndpoint, LegRequest
 from kvferry.proxy.errors import AgentRejected, ProxyError
 from kvferry.proxy.http.pool import UpstreamPool
-from kvferry.proxy.ids import TransferId
 from kvferry.proxy.telemetry import prometheus_text
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -290,15 +288,9 @@ class KvDrops:
         """Drops in flight."""
         return len(self._pending)
 
-    def drop(self, agent: Register, transfer_id: TransferId) -> None:
-        """Send a drop in the background. Past `MAX_PENDING` it is left to the lease."""
-        body = native.drop_body(transfer_id, agent.incarnation)
-        headers = {"Content-Type": "application/json"}
-        self.send(agent, LegRequest(path=native.DROP_PATH, headers=headers, body=body))
-
     def send(self, agent: Register, leg: LegRequest, *, delivered_by: int = 200) -> None:
-        """`drop` by a request of another engine's dialect, to which it responds with the status
-        `delivered_by`.
+        """Send a drop in the background, which is answered with the status `delivered_by`. Past `MAX_PENDING`
+        it is left to the lease.
         """
         if len(self._pending) >= MAX_PENDING:
             self._metrics.drops.labels("overflow").inc()

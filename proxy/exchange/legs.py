@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every attempt shares: how its legs are opened and read, and where the client's response goes.
+"""How legs are opened and read, and where the client's response goes.
 
-A *leg* is one of the two HTTP requests of an attempt; the *last* leg is the one whose response is the
-client's. A leg has three deadlines: for its first byte, for a pause within its body (`UpstreamPool`), and the
-request's own.
+A *leg* is one of the two HTTP requests of a sub-request; the *decode* leg is the one whose response is the
+client's, and the only one where one server serves alone. A leg has three deadlines: for its first byte, for a
+pause within its body (`UpstreamPool`), and the request's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from kvferry.common.exceptions import leaves
 from kvferry.proxy import sse
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import (
     AgentLost,
-    AgentRejected,
     AgentTimeout,
     BadResponse,
     KvUnproven,
     ProxyError,
-    TooManyResponses,
+    shorten,
 )
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.http.pool import MAX_BODY_BYTES, UpstreamPool, UpstreamRequest, UpstreamResponse
-from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
 from kvferry.proxy.wire.registration import Incarnation, Register
 
@@ -61,17 +57,11 @@ class PausableSource(Protocol):
     def resume(self) -> None: ...
 
 
-class ResponseSink(Protocol):
+class ResponseSink(sse.EventWriter, Protocol):
     """Where an attempt puts the client's response: as a whole, or as events. Nothing here waits."""
 
     def set_whole(self, content_type: str, body: bytes) -> None:
         """Set the response of a request that does not stream; it is sent once the exchange has ended."""
-
-    def write(self, events: bytes) -> None:
-        """Send one or more whole events."""
-
-    def write_event(self, event: bytes) -> None:
-        """`write` for the one event of a token."""
 
     def throttling(self, source: PausableSource) -> AbstractContextManager[None]:
         """While open, pause `source` whenever the client reads too slowly."""
@@ -84,27 +74,6 @@ class ReservedPair(Protocol):
 
     def prefill_over(self) -> None: ...
     def release(self) -> None: ...
-
-
-class Attempt(ABC):
-    """One try of a request with one pair of agents. Call `run` once, then `end` once."""
-
-    def __init__(self, reservation: ReservedPair) -> None:
-        self._reservation = reservation
-
-    @property
-    def pair(self) -> Pair:
-        return self._reservation.pair
-
-    @abstractmethod
-    async def run(self, sink: ResponseSink) -> None:
-        """Give `sink` the response, `[DONE]` included. Raises `ProxyError`; on `AgentLost` another attempt
-        may follow.
-        """
-
-    def end(self) -> None:
-        """Release what the attempt holds. Does not await, so that a cancelled task completes it too."""
-        self._reservation.release()
 
 
 class Legs:
@@ -139,7 +108,7 @@ class Legs:
         due = self._first_byte_deadline(1)
         return self._open("prefill", server, leg, due, due)
 
-    def open_last(
+    def open_decode(
         self,
         server: Register,
         leg: LegRequest,
@@ -148,18 +117,18 @@ class Legs:
         patience: int = 1,
         accept_deadline: float = float("inf"),
     ) -> OpenLeg:
-        """Open a last leg: a stream, or a body that comes all at once at the very end.
+        """Open a decode leg: a stream, or a body that comes all at once at the very end.
 
         Args:
             patience: How many times the usual wait a stream may take to begin.
             accept_deadline: When a stream must have begun in any case.
         """
         due = min(self._first_byte_deadline(patience), accept_deadline) if stream else self.deadline
-        return self._open("last", server, leg, due, self.deadline)
+        return self._open("decode", server, leg, due, self.deadline)
 
     def _open(
         self,
-        which: Literal["prefill", "last"],
+        which: Literal["prefill", "decode"],
         server: Register,
         leg: LegRequest,
         headers_deadline: float,
@@ -242,24 +211,10 @@ def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> N
         trace.end_leg(span, None if error is None else type(error).__name__)
 
 
-class EventReader(Protocol):
-    """What is done with a stream on its way to the client."""
-
-    @property
-    def done(self) -> bool:
-        """Whether `[DONE]` has been passed on."""
-
-    def feed(self, piece: bytes) -> None:
-        """Read the next bytes; those after `[DONE]` are dropped."""
-
-    def num_held(self) -> int:
-        """Bytes that are kept of the stream."""
-
-
 async def read_events(
-    response: UpstreamResponse, agent: Register, reader: EventReader, sink: ResponseSink
+    response: UpstreamResponse, agent: Register, reader: sse.EventReader, sink: ResponseSink
 ) -> None:
-    """Feed a last leg's stream to `reader` as it arrives, at the client's pace, up to `[DONE]`.
+    """Feed a decode leg's stream to `reader` as it arrives, at the client's pace, up to `[DONE]`.
 
     Raises what `reader` does, and `AgentLost` for a stream that ends before `[DONE]`. What happens to the
     connection after that is of no consequence.
@@ -277,7 +232,7 @@ async def read_events(
 def require_stream(response: UpstreamResponse, agent: Register) -> None:
     """Raise `BadResponse` unless the response is a stream of events."""
     if not response.content_type.startswith(sse.CONTENT_TYPE):
-        raise BadResponse(f"{agent.address} answered {response.content_type} where a stream was asked for")
+        raise BadResponse(f"{agent.address} answered {_media_type(response)} where a stream was asked for")
 
 
 def require_json(response: UpstreamResponse, agent: Register) -> None:
@@ -286,109 +241,13 @@ def require_json(response: UpstreamResponse, agent: Register) -> None:
     Nothing that a browser would run may be served from where the operator's page is.
     """
     if not response.content_type.startswith("application/json"):
-        raise BadResponse(f"{agent.address} answered {response.content_type} where JSON was asked for")
+        raise BadResponse(f"{agent.address} answered {_media_type(response)} where JSON was asked for")
+
+
+def _media_type(response: UpstreamResponse) -> str:
+    return shorten(response.content_type)
 
 
 def lost(agent: Register, message: str) -> AgentLost:
     """An `AgentLost` whose message begins with the agent's address."""
     return AgentLost(f"{agent.address} {message}", agent.incarnation)
-
-
-class RequestPart(Protocol):
-    """A part of a request with a response of its own."""
-
-    def forget(self) -> None:
-        """Forget the response."""
-
-
-class KeptResponses:
-    """Counts what is kept of the responses to parts of one request, until they are one (`HeldResponse`).
-
-    Args:
-        bounds: Of all responses of the proxy. Beyond it, if this holds most, the parts forget theirs, and the
-            tasks that are joined, or are to be joined next, end.
-    """
-
-    def __init__(self, bounds: ResponseBounds, parts: Sequence[RequestPart]) -> None:
-        self._bounds = bounds
-        self._parts = parts
-        self._size = 0
-        self._tasks: Sequence[asyncio.Future[Any]] = ()
-        self._error: ProxyError | None = None
-
-    def add(self, size: int) -> None:
-        """Count a response. Raises `TooManyResponses` once they are too large, for one or for the proxy."""
-        self._size += size
-        if self._size > MAX_BODY_BYTES:
-            raise TooManyResponses(f"the responses to all parts of the request exceed {MAX_BODY_BYTES} bytes")
-        self._bounds.hold(self, self._size)
-        if self._error is not None:
-            raise self._error
-
-    async def join(self, tasks: Sequence[asyncio.Future[T]]) -> list[T]:
-        """`join`; also raises what this was ended with."""
-        self._tasks = tasks
-        try:
-            if self._error is not None:
-                self.fail(self._error)
-            return await join(tasks)
-        except asyncio.CancelledError:
-            if self._error is not None:
-                raise self._error from None
-            raise
-        finally:
-            self._tasks = ()
-
-    def fail(self, error: ProxyError) -> None:
-        """See `HeldResponse`."""
-        self._error = error
-        for part in self._parts:
-            part.forget()
-        for task in self._tasks:
-            task.cancel()
-
-    def release(self) -> None:
-        """Count all as gone. Idempotent."""
-        if self._size:
-            self._size = 0
-            self._bounds.release(self)
-
-
-async def join(tasks: Sequence[asyncio.Future[T]]) -> list[T]:
-    """Wait for all and return their results, in order. When one fails, or the caller is cancelled, the others
-    are cancelled; all have ended when this returns.
-
-    Raises a `BaseExceptionGroup` of the failures, or CancelledError if the caller was cancelled, whatever
-    failed. (`asyncio.TaskGroup` loses a cancellation that comes while it cancels the others.)
-    """
-    cancelled: asyncio.CancelledError | None = None
-    is_ending = False
-    while pending := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        pending = [task for task in tasks if not task.done()]
-        if pending and not is_ending:
-            is_ending = True
-            for task in pending:
-                task.cancel()
-    ended = [None if task.cancelled() else task.exception() for task in tasks]
-    failures = [each for each in ended if each is not None]
-    if cancelled is not None:
-        raise cancelled
-    if failures:
-        raise BaseExceptionGroup("of several legs", failures)
-    return [task.result() for task in tasks]
-
-
-def raise_one(failures: BaseExceptionGroup[BaseException]) -> NoReturn:
-    """Raise the one failure that the client gets: an agent's rejection of the request, else the first.
-
-    An internal error is raised as it is, in its group.
-    """
-    ours, others = failures.split(ProxyError)
-    if others is not None or ours is None:
-        raise failures
-    rejections = ours.subgroup(AgentRejected)
-    raise next(leaves(rejections or ours)) from None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether it is the request that brings agents down."""
+"""Poison requests: detection of a request that crashes the agents which serve it."""
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
@@ -17,8 +18,8 @@ from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 
 logger = logging.getLogger(__name__)
 
-MAX_FELLED = 2
-"""Agents that one request may bring down, and whose circuit breakers may count its failures."""
+MAX_CRASHED_AGENTS = 2
+"""Agents that one request may crash, and whose circuit breakers may count its failures."""
 VERDICT_S = NODE_EXPIRY_S
 """An agent whose pings do not show for so long that it works on does not."""
 OUTAGE_S = 2.0
@@ -55,12 +56,22 @@ class Outage(NamedTuple):
     agents: frozenset[Incarnation]
 
 
-class Suspicion:
-    """Whether one request brings down the agents that serve it; the ends of its legs are reported here.
+class PlaceState(enum.Enum):
+    """Whether a place has outlived an outage, as the pings of its other agents show."""
 
-    An agent was *felled* with the request if it fell silent, or if it was lost and its pings do not show that
-    it goes on working. Which one of its requests did that cannot be known, so it counts for each of them.
-    A request that has felled `MAX_FELLED` agents is given to no other.
+    ALIVE = enum.auto()
+    GONE = enum.auto()
+    """It has no other agent that was there before."""
+    UNKNOWN = enum.auto()
+    """Its other agents have not pinged since."""
+
+
+class PoisonCheck:
+    """Whether one request crashes the agents that serve it; the ends of its legs are reported here.
+
+    An agent *crashed* with the request if it fell silent, or if it was lost and its pings do not show that it
+    goes on working. Which one of its requests did that cannot be known, so it counts for each of them. A
+    request with which `MAX_CRASHED_AGENTS` agents crashed is given to no other.
 
     Agents that were all that there was on a host, or at one address of it, count as one if they were lost
     within `OUTAGE_S`: then that place died, be it a machine, a Pod or a Ray node. Its agents end one after
@@ -82,7 +93,7 @@ class Suspicion:
         """Agents that were at work on this attempt when it ended."""
         self._lost: dict[Incarnation, Loss] = {}
         """Agents of which it is not known yet whether they work on."""
-        self._felled: dict[Incarnation, Loss] = {}
+        self._crashed: dict[Incarnation, Loss] = {}
 
     def leg_succeeded(self, agent: Incarnation) -> None:
         """See `LegReports`."""
@@ -91,11 +102,13 @@ class Suspicion:
     def leg_failed(self, agent: Incarnation, error: AgentFailure) -> None:
         """See `LegReports`."""
         if isinstance(error, AgentLost) and error.may_be_caused and not self._agents.is_leaving(agent):
-            losses = self._felled if error.unresponsive else self._lost
+            losses = self._crashed if error.unresponsive else self._lost
             losses[agent] = self._loss(agent)
         if isinstance(error, AgentTimeout) and self._agents.is_busy(agent):
             return
-        if agent in self._failed_now or (agent not in self._failed and len(self._failed) >= MAX_FELLED):
+        if agent in self._failed_now or (
+            agent not in self._failed and len(self._failed) >= MAX_CRASHED_AGENTS
+        ):
             return
         self._failed_now.add(agent)
         self._failed.add(agent)
@@ -113,7 +126,7 @@ class Suspicion:
         self._cancelled.clear()
 
     async def judge(self, by: float) -> None:
-        """Wait, until `by` at the latest, while the request may have felled too many agents already.
+        """Wait, until `by` at the latest, while too many agents may have crashed with the request already.
 
         Raises `SuspectRequest` if it has.
         """
@@ -121,14 +134,14 @@ class Suspicion:
         by = min(by, known_by + OUTAGE_S)
         while True:
             self._settle()
-            lost = self._felled | self._lost
-            witnesses = {outage: self._witnesses(outage) for outage in _outages(lost)}
-            certain = [outage for outage, left in witnesses.items() if left == frozenset()]
-            possible = [outage for outage, left in witnesses.items() if left is not None]
-            if _count(lost, certain) < MAX_FELLED:
+            lost = self._crashed | self._lost
+            places = {outage: self._place_state(outage) for outage in _outages(lost)}
+            certain = [outage for outage, state in places.items() if state is PlaceState.GONE]
+            possible = [outage for outage, state in places.items() if state is not PlaceState.ALIVE]
+            if _count(lost, certain) < MAX_CRASHED_AGENTS:
                 return
-            until = known_by if _count(lost, possible) >= MAX_FELLED else by
-            if _count(self._felled, possible) >= MAX_FELLED or now() >= until:
+            until = known_by if _count(lost, possible) >= MAX_CRASHED_AGENTS else by
+            if _count(self._crashed, possible) >= MAX_CRASHED_AGENTS or now() >= until:
                 self._metrics.suspect_requests.inc()
                 logger.warning(
                     "request %s: agents %s were lost while they served it; it is given to no other",
@@ -137,32 +150,37 @@ class Suspicion:
                     extra=self._log.log_ids(),
                 )
                 raise SuspectRequest(
-                    f"{MAX_FELLED} agents were lost while they served this request; it is given to no other"
+                    f"{MAX_CRASHED_AGENTS} agents were lost while they served this request; "
+                    "it is given to no other"
                 )
-            awaited = frozenset(self._lost).union(*(left for left in witnesses.values() if left))
+            awaited = frozenset(self._lost).union(*map(self._others_at, possible))
             await self._agents.wait_for_word(awaited, until)
 
     def _loss(self, agent: Incarnation) -> Loss:
         return Loss(now(), self._agents.place(agent))
 
     def _settle(self) -> None:
-        """Decide, where pings show it, which of the lost agents work on and which were felled."""
+        """Decide, where pings show it, which of the lost agents work on and which crashed."""
         for agent, loss in tuple(self._lost.items()):
             has_served = self._agents.has_served_since(agent, loss.at)
             if has_served is None:
                 continue
             del self._lost[agent]
             if not has_served:
-                self._felled[agent] = loss
+                self._crashed[agent] = loss
 
-    def _witnesses(self, outage: Outage) -> frozenset[Incarnation] | None:
-        """Return the agents that may yet show that the place lives on, none if it is gone; None if one has.
+    def _place_state(self, outage: Outage) -> PlaceState:
+        others, over = self._others_at(outage), outage.at + OUTAGE_S
+        if any(self._agents.has_served_since(each, over) for each in others):
+            return PlaceState.ALIVE
+        return PlaceState.UNKNOWN if others else PlaceState.GONE
+
+    def _others_at(self, outage: Outage) -> frozenset[Incarnation]:
+        """Return the agents whose pings may show that the place lives on.
 
         Agents that came later show nothing: they may be there instead of the lost ones.
         """
-        others = self._agents.agents_at(outage.place, outage.at) - self._felled.keys() - self._lost.keys()
-        over = outage.at + OUTAGE_S
-        return None if any(self._agents.has_served_since(each, over) for each in others) else others
+        return self._agents.agents_at(outage.place, outage.at) - self._crashed.keys() - self._lost.keys()
 
 
 def _outages(losses: Mapping[Incarnation, Loss]) -> list[Outage]:

@@ -40,18 +40,11 @@ class PendingRequest(Protocol):
 
 
 class HangDetector:
-    """All requests of this process that are in flight. `run` needs an owner for as long as there are any."""
+    """Watches requests of this process. `run` needs an owner for as long as there are any."""
 
     def __init__(self) -> None:
-        self._pending: set[PendingRequest] = set()
-
-    def add(self, request: PendingRequest) -> None:
-        """Watch a request that was sent."""
-        self._pending.add(request)
-
-    def discard(self, request: PendingRequest) -> None:
-        """Stop watching a request. Idempotent."""
-        self._pending.discard(request)
+        self.pending: set[PendingRequest] = set()
+        """Those that are in flight."""
 
     async def run(self, find_hung: LivenessQuery, clock: Callable[[], float]) -> None:
         """Check periodically until cancelled. `clock`: the event loop's."""
@@ -67,7 +60,7 @@ class HangDetector:
     def check(self, find_hung: LivenessQuery, now: float) -> None:
         """Abort every request that has waited too long for an agent that hangs."""
         since = now - NODE_EXPIRY_S
-        waiting = [request for request in self._pending if _is_overdue(request, since)]
+        waiting = [request for request in self.pending if _is_overdue(request, since)]
         if not waiting:
             return
         agents = {request.agent.incarnation: request.agent for request in waiting}

@@ -135,8 +135,8 @@ class UpstreamResponse:
 
     @property
     def content_type(self) -> str:
-        """The media type with its parameters, as the agent sent it but for its length."""
-        return shorten(self.header(b"content-type") or "application/octet-stream")
+        """The media type with its parameters, as the agent sent it."""
+        return self.header(b"content-type") or "application/octet-stream"
 
     def header(self, name: bytes) -> str | None:
         """A header of the response; `name` in lower case."""
@@ -232,7 +232,7 @@ class UpstreamRequest:
         """Send the request and wait for its response's head. Raises `StaleConnection`."""
         pool = self._pool
         self._connection = connection
-        pool.hang_detector.add(self)
+        pool.hang_detector.pending.add(self)
         try:
             connection.send(self._request, self._headers_deadline, self._body)
             await connection.read_headers()
@@ -243,13 +243,13 @@ class UpstreamRequest:
                 raise _status_error(connection, raw, self.agent)
             _require_plain(connection, self.agent)
         except (ConnectionBroken, TimeoutError) as error:
-            pool.hang_detector.discard(self)
+            pool.hang_detector.pending.discard(self)
             pool.release(self._origin, connection)
             if isinstance(error, StaleConnection):
                 raise
             raise _failure(error, self.agent) from error
         except BaseException:
-            pool.hang_detector.discard(self)
+            pool.hang_detector.pending.discard(self)
             pool.release(self._origin, connection)
             raise
         return UpstreamResponse(connection, self.agent, pool.settings.idle_timeout_s, self._deadline)
@@ -264,7 +264,7 @@ class UpstreamRequest:
         self._connection.abort()
 
     async def __aexit__(self, *_: object) -> None:
-        self._pool.hang_detector.discard(self)
+        self._pool.hang_detector.pending.discard(self)
         self._pool.release(self._origin, self._connection)
 
 
@@ -397,7 +397,8 @@ class UpstreamPool:
 
     def release(self, origin: Origin, connection: UpstreamConnection) -> None:
         """Return a connection to the idle pool if it can be reused, else close it."""
-        self.bounds.release(connection)
+        if connection in self.bounds.held:
+            self.bounds.release(connection)
         if connection.reusable:
             self._add_idle(origin, connection)
         else:

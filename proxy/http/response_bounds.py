@@ -26,17 +26,18 @@ class ResponseBounds:
 
     def __init__(self, max_bytes: int = MAX_RESPONSE_BYTES_HELD) -> None:
         self._room = max_bytes
-        self._held: dict[HeldResponse, int] = {}
+        self.held: dict[HeldResponse, int] = {}
+        """How many bytes by each response."""
 
     def hold(self, response: HeldResponse, size: int) -> None:
         """Record how many bytes a response holds by now; to be released."""
-        self._room -= size - self._held.get(response, 0)
-        self._held[response] = size
+        self._room -= size - self.held.get(response, 0)
+        self.held[response] = size
         while self._room < 0:
-            largest = max(self._held, key=self._held.__getitem__)
+            largest = max(self.held, key=self.held.__getitem__)
             self.release(largest)
             largest.fail(TooManyResponses("the proxy holds as much of servers' responses as it may"))
 
     def release(self, response: HeldResponse) -> None:
         """Record that a response holds nothing any more. Idempotent."""
-        self._room += self._held.pop(response, 0)
+        self._room += self.held.pop(response, 0)

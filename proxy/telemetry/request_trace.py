@@ -60,7 +60,7 @@ class RequestTrace:
         self._links = [] if lost is None else [(lost, {"kvferry.reason": why})]
         self._route = self._begin("route", time.monotonic())
 
-    def begin_leg(self, leg: Literal["prefill", "last"], about: Attributes) -> Span:
+    def begin_leg(self, leg: Literal["prefill", "decode"], about: Attributes) -> Span:
         """Begin the span of a leg; its end is `end_leg`."""
         name = "prefill" if leg == "prefill" else "whole" if self._is_alone else "decode"
         span = self._begin(f"{name} leg", time.monotonic(), about, kind="client")

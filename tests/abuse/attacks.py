@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.common.http.server import MAX_PARTIAL_BYTES_HELD
-from kvferry.proxy.exchange.poison import MAX_FELLED
+from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS
 from kvferry.proxy.http.pool import MAX_BODY_BYTES
 from kvferry.proxy.wire import registration as wire
 from tests.abuse.raw import REPLY_S, Reply, connected, exchange, flood, post, read_reply
@@ -552,9 +552,9 @@ def deadly_prompt() -> Action:
             assert reply.error["code"] == "suspect_request", reply
             check_served(await post(target.urls["proxy"], completion(model=model, max_tokens=4)))
             async with asyncio.timeout(SERVER_S):
-                while _num_dead(agents) < MAX_FELLED:  # a process is dead before this loop hears of it
+                while _num_dead(agents) < MAX_CRASHED_AGENTS:  # it is dead before this loop hears of it
                     await asyncio.sleep(0.01)
-            assert _num_dead(agents) == MAX_FELLED, agents
+            assert _num_dead(agents) == MAX_CRASHED_AGENTS, agents
 
     return action
 

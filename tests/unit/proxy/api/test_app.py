@@ -15,7 +15,7 @@ import pytest
 from kvferry.proxy.api import completions
 from kvferry.proxy.api.completions import INLINE_BODY_BYTES
 from kvferry.proxy.dialects import native
-from kvferry.proxy.exchange.native_attempt import Relay
+from kvferry.proxy.exchange.relay import RelayedResponse
 from kvferry.proxy.ids import Endpoint
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -185,7 +185,7 @@ async def test_an_internal_error_in_mid_stream_is_an_error_event_and_done(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stage.pair()
-    monkeypatch.setattr(Relay, "feed", lambda *_: 1 // 0)
+    monkeypatch.setattr(RelayedResponse, "feed", lambda *_: 1 // 0)
     streamed = await stage.stream(BODY)
     assert streamed.text() and streamed.events[-1] == {"error": FAILED}
     assert stage.metric('kvferry_proxy_requests_total{endpoint="completions",status="500"}') == 1

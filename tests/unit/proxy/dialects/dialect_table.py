@@ -18,12 +18,11 @@ import msgspec
 
 from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, decode_body
 from kvferry.agent.errors import ApiError
-from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
-from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.names import ATOM, SERVING_ALONE, VLLM_KVFERRY
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import split, split_into_prompts
+from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.wire.registration import NATIVE_DIALECT
@@ -34,7 +33,9 @@ BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 STREAMS_BEGIN, STREAMS_END = "<!-- streams: begin -->\n", "<!-- streams: end -->\n"
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
-DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
+ALL = all_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
+DIALECTS = {name: dialect for name, dialect in ALL.items() if not dialect.is_native}
+"""Of other engines."""
 CHAT: Endpoint = "chat/completions"
 
 BOTH, DECODE, REFUSED = "both legs", "decode leg", "**400**"
@@ -130,7 +131,7 @@ def _ask(fields: dict[str, Any], endpoint: Endpoint) -> ClientRequest:
 def _native(request: ClientRequest) -> str:
     """What our own agents do. Which legs a field goes to is not asked: they sample all choices at once."""
     try:
-        native.check(request)
+        ALL[NATIVE_DIALECT].check(request)
         decode_body(msgspec.json.encode(request.body), ChatBody if request.chat else CompletionBody)
         if request.prompts > 1:
             return "a transfer per prompt"
@@ -175,7 +176,7 @@ def _compare(prefill: Any, decode: Any, name: str, fields: dict[str, Any]) -> st
 
 
 def _bodies(dialect: Dialect, request: ClientRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    (sub,) = split(request, IDS, [TRANSFER])
+    (sub,) = split_into_choices(request, IDS, [TRANSFER])
     endpoints = sub.endpoints(
         registration("prefill", 1, dialect=dialect.name, control="http://h:1"),
         registration("decode", 2, dialect=dialect.name, control="http://h:2"),
@@ -198,7 +199,7 @@ def _ended(dialect: Dialect) -> str:
 
 def _is_whole(dialect: Dialect, request: ClientRequest, reason: str) -> bool:
     """Whether a prefill's answer that ended so is the client's."""
-    (sub,) = split(request, IDS, [TRANSFER])
+    (sub,) = split_into_choices(request, IDS, [TRANSFER])
     return dialect.read_prefill(sub, _prefill_answer(dialect, reason)).whole is not None
 
 
@@ -225,7 +226,7 @@ def _prefill_answer(dialect: Dialect, reason: str) -> bytes:
 
 def _cached(dialect: Dialect) -> str:
     """Whose count of cached tokens the client is told."""
-    (sub,) = split(_ask({}, "completions"), IDS, [TRANSFER])
+    (sub,) = split_into_choices(_ask({}, "completions"), IDS, [TRANSFER])
     try:
         merged = (
             dialect.read_prefill(sub, _prefill_answer(dialect, "length")).prompt_tokens_details is not None

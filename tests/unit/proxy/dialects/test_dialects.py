@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dialects of other engines as pure functions, against exchanges written down from what was read of them.
 
-Each file in `exchanges/` names its source; `tests/unit/proxy/exchange/test_foreign_attempt.py` has them all
+Each file in `exchanges/` names its source; `tests/unit/proxy/exchange/test_other_engines.py` has them all
 spoken.
 """
 
@@ -26,19 +26,21 @@ from kvferry.proxy.dialects.base import (
     Prefilled,
     SubRequest,
 )
-from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.names import SUPPORTED
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import BadResponse, InvalidRequest
-from kvferry.proxy.exchange.sub_requests import split, split_into_prompts
+from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
-from kvferry.proxy.wire.registration import NATIVE_DIALECT
 from tests.unit.proxy.builders import registration
 
 EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
-DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
+ALL = all_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
+DIALECTS = {name: dialect for name, dialect in ALL.items() if not dialect.is_native}
+"""Of other engines."""
 
 
 def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientRequest:
@@ -46,7 +48,7 @@ def ask(client: dict[str, Any], endpoint: Endpoint = "completions") -> ClientReq
 
 
 def only_part(client: dict[str, Any], endpoint: Endpoint = "completions") -> SubRequest:
-    (sub,) = split(ask(client, endpoint), IDS, [TRANSFER])
+    (sub,) = split_into_choices(ask(client, endpoint), IDS, [TRANSFER])
     return sub
 
 
@@ -85,7 +87,7 @@ def test_a_recorded_exchange(path: Path) -> None:
     if "first_events" in told:
         assert prefilled.opening is not None
         assert prefilled.opening.events.decode() == told["first_events"]
-        continued = dialect.continued_leg(sub, endpoints, prefilled, prefilled.opening.first_id)
+        continued = dialect.continued_leg(sub, endpoints, prefilled, SentTokens())
         assert continued is not None
         decode_leg = continued
     check_leg(decode_leg, told["decode_leg"], told["endpoint"])
@@ -98,7 +100,7 @@ def check_leg(leg: Any, told: dict[str, Any], endpoint: str) -> None:
 
 
 def test_every_dialect_that_is_named_is_there() -> None:
-    assert SUPPORTED - {NATIVE_DIALECT} == set(DIALECTS)
+    assert set(ALL) == SUPPORTED
 
 
 def test_every_dialect_has_a_recorded_exchange() -> None:
@@ -239,7 +241,7 @@ def test_a_clients_id_cannot_forge_addresses() -> None:
         request_id=RequestId("___prefill_addr_evil___decode_addr_evil_"),
         answer_id=AnswerId("cmpl-a"), created=12, seed=99,
     )  # fmt: skip
-    (sub,) = split(ask({"model": "m", "prompt": "p"}), forged, [TRANSFER])
+    (sub,) = split_into_choices(ask({"model": "m", "prompt": "p"}), forged, [TRANSFER])
     leg = DIALECTS["vllm-moriio"].prefill_leg(sub, ends_of(sub, "vllm-moriio", {}))
     assert "evil" not in str(leg.headers)
     assert re.fullmatch(r"___prefill_addr_.+___decode_addr_.+_[0-9a-f]{32}", leg.headers["X-Request-Id"])
@@ -259,7 +261,7 @@ def test_every_choice_has_its_prompt_its_seed_and_a_transfer_of_its_own() -> Non
         {"model": "m", "prompt": [[1], [2, 3]], "n": 2, "best_of": 2, "seed": 2**63 - 1, "top_k": 5}
     )
     ids = [TransferId(f"{number:032x}") for number in range(4)]
-    subs = split(request, IDS, ids)
+    subs = split_into_choices(request, IDS, ids)
     assert [json.loads(msgspec.json.encode(sub.body)) for sub in subs] == [
         {"model": "m", "prompt": prompt, "seed": seed, "top_k": 5}
         for prompt in ([1], [2, 3])
@@ -279,7 +281,7 @@ def test_the_ranks_of_both_legs_do_not_correlate() -> None:
     request = ask({"model": "m", "prompt": "p", "n": 128})
     transfer_ids = [TransferId(hashlib.md5(bytes([number])).hexdigest()) for number in range(128)]
     sizes = {"prefill": {"dp_size": 4}, "decode": {"dp_size": 2}}
-    endpoints = [ends_of(sub, "vllm-nixl", sizes) for sub in split(request, IDS, transfer_ids)]
+    endpoints = [ends_of(sub, "vllm-nixl", sizes) for sub in split_into_choices(request, IDS, transfer_ids)]
     pairs = Counter((each.prefill_rank, each.decode_rank) for each in endpoints)
     assert len(pairs) == 8 and min(pairs.values()) >= 8
 
@@ -362,7 +364,9 @@ def test_a_continued_stream_is_as_long_as_one_servers(
     )
     dialect = DIALECTS["vllm-kvferry"]
     endpoints = ends_of(sub, dialect.name, {"decode": {"max_model_len": limit}})
-    leg = dialect.continued_leg(sub, endpoints, Prefilled(opening=opening), b"7,8,9")
+    sent = SentTokens()
+    sent.add(b"7,8,9", has_text=True)
+    leg = dialect.continued_leg(sub, endpoints, Prefilled(opening=opening), sent)
     if left is None:
         assert leg is None
     else:

@@ -11,7 +11,11 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
+from kvferry.proxy.dialects.base import LegOrder, Prefilled, SubRequest
+from kvferry.proxy.dialects.native import Native
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import BadResponse, InvalidRequest
+from kvferry.proxy.exchange.sub_requests import whole_request
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
 from tests.unit.proxy.builders import registration
@@ -19,7 +23,7 @@ from tests.unit.proxy.builders import registration
 IDS = Identity(
     request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99, traceparent="00-t"
 )
-TRANSFER = TransferId("t" * 32)
+TRANSFER = TransferId("7" * 32)
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -35,6 +39,7 @@ PARAMS: dict[str, Any] = {
     "prompt_token_ids": [1, 2, 3],
     "of_the_future": {"kept": True},
 }
+NATIVE = Native()
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 
 
@@ -42,6 +47,15 @@ def request(endpoint: Endpoint = "completions", **fields: Any) -> ClientRequest:
     prompt = {"prompt": "p", "messages": [{"role": "user", "content": "p"}]}
     del prompt["messages" if endpoint == "completions" else "prompt"]
     return parse_request(endpoint, json.dumps({"model": "m", **prompt, **fields}).encode())
+
+
+def sub_of(asked: ClientRequest) -> SubRequest:
+    return whole_request(asked, IDS, TRANSFER)
+
+
+def endpoints(asked: ClientRequest, **prefill: Any) -> Any:
+    decode = registration("decode", 8001)
+    return sub_of(asked).endpoints(registration("prefill", 8000, **prefill), decode, early=True)
 
 
 def answer(**members: Any) -> bytes:
@@ -58,7 +72,7 @@ def events(raw: bytes) -> list[Any]:
 def test_the_prefill_body_asks_for_one_token_and_keeps_the_settings() -> None:
     settings = {"n": 2, "temperature": 0.3, "stop": ["x"], "max_completion_tokens": 9}
     asked = request(stream=True, stream_options={"include_usage": True}, **settings)
-    assert json.loads(native.prefill_body(asked, IDS, TRANSFER)) == {
+    assert json.loads(NATIVE.prefill_leg(sub_of(asked), endpoints(asked)).body) == {
         "model": "m",
         "prompt": "p",
         "n": 2,
@@ -86,9 +100,10 @@ def fields(asked: ClientRequest) -> dict[str, Any]:
 
 def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
     asked = request(stream=True, max_tokens=7)
-    prefill = native.read_prefill(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
+    prefill = NATIVE.read_prefill(sub_of(asked), answer(kv_transfer_params=PARAMS))
     assert prefill.params is not None
-    assert json.loads(native.decode_body(asked, IDS, prefill.params)) == {
+    leg = NATIVE.decode_leg(sub_of(asked), endpoints(asked), prefill, None)
+    assert json.loads(leg.body) == {
         **fields(asked), "seed": 99, "kvferry_token_lines": True, "kv_transfer_params": PARAMS,
     }  # fmt: skip
 
@@ -96,9 +111,10 @@ def test_the_decode_body_is_the_clients_with_the_params_as_they_came() -> None:
 def test_a_streamed_decode_body_knows_only_where_the_kv_will_lie() -> None:
     asked = request(stream=True, max_tokens=7)
     prefill = registration("prefill", 8000, tp_size=2, control="tcp://[::1]:6301")
-    where = native.control_address(prefill)
-    assert where == ("::1", 6301)
-    assert json.loads(native.streamed_body(asked, IDS, prefill, where, TRANSFER)) == {
+    assert native.control_address(prefill) == ("::1", 6301)
+    ends = sub_of(asked).endpoints(prefill, registration("decode", 8001), early=True)
+    assert NATIVE.leg_order(ends, None) is LegOrder.EARLY
+    assert json.loads(NATIVE.early_leg(sub_of(asked), ends).body) == {
         **fields(asked), "seed": 99, "kvferry_token_lines": True,
         "kv_transfer_params": {
             "do_remote_prefill": True, "do_remote_decode": False, "streamed": True,
@@ -111,24 +127,27 @@ def test_a_streamed_decode_body_knows_only_where_the_kv_will_lie() -> None:
 @pytest.mark.parametrize("control", ["", "tcp://host", "tcp://:6301", "tcp://host:port", "tcp://[::1"])
 def test_a_control_address_that_makes_no_sense_is_none(control: str) -> None:
     assert native.control_address(registration("prefill", 8000, control=control)) is None
+    assert NATIVE.leg_order(endpoints(request(), control=control), None) is LegOrder.SERIAL
 
 
 def test_the_first_tokens_are_told_by_an_event_without_data() -> None:
     params = {**PARAMS, "first_tokens": [{"id": 5, "text": ""}, {"id": 50, "text": ""}]}
-    prefill = native.read_prefill(answer(kv_transfer_params=params), request(n=2), TRANSFER)
-    assert native.first_tokens_event(prefill) == b": first 5,50\n\n"
+    prefill = NATIVE.read_prefill(sub_of(request(n=2)), answer(kv_transfer_params=params))
+    assert NATIVE.early_event(prefill) == b": first 5,50\n\n"
 
 
 def test_a_resumed_decode_body_says_what_the_client_has() -> None:
     asked = request(stream=True, max_tokens=7)
-    sent = [{"output_ids": [5, 6], "finish_reason": None}]
-    body = json.loads(native.decode_body(asked, IDS, msgspec.Raw(b"{}"), sent))
-    assert body["resume"] == sent
+    sent, prefilled = SentTokens(), Prefilled(params=msgspec.Raw(b"{}"))
+    for resume in (None, [{"output_ids": [5, 6], "finish_reason": None}]):
+        sent.strip(b": t 0 5\n\n" if resume is None else b": t 0 6\n\n")
+        leg = NATIVE.continued_leg(sub_of(asked), endpoints(asked), prefilled, sent)
+        assert json.loads(leg.body).get("resume") == resume
 
 
 def test_token_lines_are_for_streams_only() -> None:
     for stream in (True, False):
-        body = json.loads(native.alone_body(request(stream=stream), IDS))
+        body = json.loads(NATIVE.alone_leg(sub_of(request(stream=stream)), None).body)
         assert body.get("kvferry_token_lines", False) is stream
 
 
@@ -155,8 +174,8 @@ def test_a_failure_that_is_no_utf_8_is_passed_on_as_it_came() -> None:
 def test_building_the_legs_leaves_the_clients_body_alone() -> None:
     asked = request(stream=True, max_tokens=7)
     before = msgspec.json.encode(asked.body)
-    native.prefill_body(asked, IDS, TRANSFER)
-    native.alone_body(asked, IDS)
+    NATIVE.prefill_leg(sub_of(asked), endpoints(asked))
+    NATIVE.alone_leg(sub_of(asked), None)
     assert msgspec.json.encode(asked.body) == before
 
 
@@ -177,9 +196,9 @@ def test_first_events_show_one_token_of_every_choice() -> None:
         {"id": 6, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop", "margin": None},
     ]
     raw = answer(kv_transfer_params=PARAMS | {"first_tokens": tokens})
-    prefill = native.read_prefill(raw, asked, TRANSFER)
-    assert len(events(native.first_events(asked, IDS, prefill, frozenset({1})))) == 1
-    shown = events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
+    prefill = NATIVE.read_prefill(sub_of(asked), raw)
+    assert len(events(native.first_events(sub_of(asked), prefill, frozenset({1})))) == 1
+    shown = events(native.first_events(sub_of(asked), prefill, frozenset({0, 1})))
     assert [event["choices"] for event in shown] == [
         [{"index": 0, "text": "a", "logprobs": {"a": 1}, "finish_reason": None,
           "token_ids": [5], "margins": [0.5]}],
@@ -192,8 +211,8 @@ def test_first_events_show_one_token_of_every_choice() -> None:
 
 def test_first_events_of_a_chat_begin_with_the_role() -> None:
     asked = request("chat/completions", stream=True)
-    prefill = native.read_prefill(answer(kv_transfer_params=PARAMS), asked, TRANSFER)
-    [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    prefill = NATIVE.read_prefill(sub_of(asked), answer(kv_transfer_params=PARAMS))
+    [event] = events(native.first_events(sub_of(asked), prefill, frozenset({0})))
     assert event["object"] == "chat.completion.chunk"
     assert event["choices"][0] == {
         "index": 0, "delta": {"role": "assistant", "content": "a"}, "logprobs": None, "finish_reason": None,
@@ -208,11 +227,10 @@ def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     tokens = [{"id": 5, "text": "a", "finish_reason": "stop", "delta": delta} for delta in deltas]
-    prefill = native.read_prefill(
-        answer(kv_transfer_params=PARAMS | {"first_tokens": tokens}), asked, TRANSFER
-    )
+    prefill = NATIVE.read_prefill(sub_of(asked), answer(kv_transfer_params=PARAMS | {"first_tokens": tokens}))
     shown = [
-        event["choices"][0] for event in events(native.first_events(asked, IDS, prefill, frozenset({0, 1})))
+        event["choices"][0]
+        for event in events(native.first_events(sub_of(asked), prefill, frozenset({0, 1})))
     ]
     assert [choice["delta"] for choice in shown] == deltas
     assert [choice["finish_reason"] for choice in shown] == ["stop", "tool_calls"]
@@ -221,8 +239,8 @@ def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
     message = {"role": "assistant", "content": None, "reasoning_content": "a", "tool_calls": [whole]}
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
     asked = request("chat/completions", stream=True)
-    prefill = native.read_prefill(answer(choices=[choice]), asked, TRANSFER)
-    [event] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    prefill = NATIVE.read_prefill(sub_of(asked), answer(choices=[choice]))
+    [event] = events(native.first_events(sub_of(asked), prefill, frozenset({0})))
     assert event["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **whole}]}
     assert event["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -240,21 +258,21 @@ def test_a_prefill_that_was_the_whole_answer_closes_the_stream(endpoint: Endpoin
         "token_ids": [5],
         "margins": [0.25],
     }
-    prefill = native.read_prefill(answer(choices=[choice], kvferry_timing={"x": 1}), asked, TRANSFER)
+    prefill = NATIVE.read_prefill(sub_of(asked), answer(choices=[choice], kvferry_timing={"x": 1}))
     assert prefill.params is None
-    [first] = events(native.first_events(asked, IDS, prefill, frozenset({0})))
+    [first] = events(native.first_events(sub_of(asked), prefill, frozenset({0})))
     [made] = first["choices"]
     assert (made["finish_reason"], made["token_ids"], made["margins"]) == ("stop", [5], [0.25])
     assert (made["text"] if endpoint == "completions" else made["delta"]["content"]) == "a"
-    last, done = events(native.closing_events(asked, IDS, prefill))
+    last, done = events(native.closing_events(sub_of(asked), prefill))
     assert (last["choices"], last["usage"], last["kvferry_timing"]) == ([], USAGE, {"x": 1})
     assert done == "[DONE]"
 
 
 def test_without_usage_asked_for_only_done_follows() -> None:
     asked = request(stream=True)
-    prefill = native.read_prefill(answer(), asked, TRANSFER)
-    assert events(native.closing_events(asked, IDS, prefill)) == ["[DONE]"]
+    prefill = NATIVE.read_prefill(sub_of(asked), answer())
+    assert events(native.closing_events(sub_of(asked), prefill)) == ["[DONE]"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +295,7 @@ def test_without_usage_asked_for_only_done_follows() -> None:
 def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
     """X27, and rows 3 and 8 of docs/sources.md#failures: params are of this attempt, whole, and typed."""
     with pytest.raises(BadResponse):
-        native.read_prefill(raw, request(), TRANSFER)
+        NATIVE.read_prefill(sub_of(request()), raw)
 
 
 @pytest.mark.parametrize(
@@ -285,5 +303,5 @@ def test_an_answer_out_of_the_dialect_is_refused(raw: bytes) -> None:
 )
 def test_what_no_agent_can_answer_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        native.check(request(**fields))
+        NATIVE.check(request(**fields))
     assert caught.value.param in fields

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kvferry.proxy import sse
+from kvferry.proxy.dialects.sent_tokens import MAX_LINES_BYTES
 from kvferry.proxy.errors import MAX_AGENT_MESSAGE_CHARS
-from kvferry.proxy.exchange.resume import MAX_LINES_BYTES
 from kvferry.proxy.http.upstream_connection import MAX_HEAD_BYTES
 from tests.patience import patient
 from tests.standins.agents import StandInAgent

@@ -18,7 +18,7 @@ from kvferry.proxy.wire.registration import LENDS_SINCE
 from tests.standins.agents import Fault
 from tests.standins.engines import SERVERS, Fabric
 from tests.unit.proxy.conftest import Stage, StartStage
-from tests.unit.proxy.exchange.test_foreign_attempt import KINDS
+from tests.unit.proxy.exchange.test_other_engines import KINDS
 
 A, B = "the-key-of-client-a", "the-key-of-client-b"
 PROMPT = "One prompt for everybody. " * 30

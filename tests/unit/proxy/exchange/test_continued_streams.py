@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from kvferry.proxy.dialects import sent_tokens
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import BadResponse
-from kvferry.proxy.exchange import resume
-from kvferry.proxy.exchange.resume import SentTokens
 from tests.standins.agents import Fault
 from tests.standins.engines import STOPS_AT_ONCE, Fabric, VllmKvferryServer, ids_of
 from tests.unit.proxy.conftest import Stage, Streamed
@@ -299,7 +299,7 @@ def test_a_server_that_goes_on_makes_the_same_text_wherever_another_was_lost() -
 
 
 def test_the_ids_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "MAX_LINES_BYTES", 8)
+    monkeypatch.setattr(sent_tokens, "MAX_LINES_BYTES", 13)
     sent = SentTokens()
     sent.add(b"123456", has_text=True)
     for has_text in (True, False):

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.atom import Atom
 from kvferry.proxy.dialects.base import Dialect
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.dialects.sglang import Sglang
 from kvferry.proxy.dialects.vllm_kvferry import VllmKvferry
 from kvferry.proxy.errors import BadResponse, ProxyError
-from kvferry.proxy.exchange.event_templates import MAX_TEMPLATES, EventTemplates
-from kvferry.proxy.exchange.foreign_events import SubResponse
-from kvferry.proxy.exchange.resume import SentTokens
-from kvferry.proxy.exchange.sub_requests import split, whole_request
+from kvferry.proxy.exchange.rewrite import MAX_TEMPLATES, EventTemplates, RewrittenResponse
+from kvferry.proxy.exchange.sub_requests import split_into_choices, whole_request
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.unit.proxy.builders import registration
@@ -41,7 +40,7 @@ class Careful(EventTemplates):
 
 def responses(
     endpoint: Endpoint, *, alone: bool, n: int, dialect: Dialect | None = None
-) -> tuple[SubResponse, SubResponse]:
+) -> tuple[RewrittenResponse, RewrittenResponse]:
     """The response of a request's last share, or of all of it: with the quick path, and without."""
     asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
     body = {"model": "m", "stream": True, "n": n, **asked}
@@ -49,20 +48,22 @@ def responses(
     if alone:
         sub = whole_request(request, IDS, TransferId("0" * 32))
     else:
-        *_, sub = split(request, IDS, [TransferId(f"{number:032x}") for number in range(n)])
+        *_, sub = split_into_choices(request, IDS, [TransferId(f"{number:032x}") for number in range(n)])
     server, spoken = registration("decode", 1), dialect or Sglang()
-    made = SubResponse(sub, server, spoken), SubResponse(sub, server, spoken)
+    made = RewrittenResponse(sub, server, spoken), RewrittenResponse(sub, server, spoken)
     made[1]._templates = Careful()
     return made
 
 
-def continued(endpoint: Endpoint) -> tuple[tuple[SubResponse, SentTokens], tuple[SubResponse, SentTokens]]:
+def continued(
+    endpoint: Endpoint,
+) -> tuple[tuple[RewrittenResponse, SentTokens], tuple[RewrittenResponse, SentTokens]]:
     """The same of a stream that goes on from ids, and what is noted of them."""
     quick, careful = responses(endpoint, alone=False, n=1)
     made = []
     for response, templates in ((quick, EventTemplates), (careful, Careful)):
         sent = SentTokens()
-        response = SubResponse(response.sub, registration("decode", 1), VllmKvferry(), sent)
+        response = RewrittenResponse(response.sub, registration("decode", 1), VllmKvferry(), sent)
         response._templates = templates(sent)
         response.rewrite_one = response._templates.fill
         made.append((response, sent))
@@ -191,7 +192,7 @@ def damaged(event: bytes, seed: int) -> bytes:
     return bytes(data).replace(b"\n\n", b"\n") + b"\n\n"
 
 
-def outcome(response: SubResponse, event: bytes) -> Any:
+def outcome(response: RewrittenResponse, event: bytes) -> Any:
     try:
         return response.rewrite(event)
     except ProxyError as error:
@@ -242,10 +243,10 @@ def test_the_quick_path_notes_the_ids_that_the_careful_one_notes(
     (quick, ours), (careful, theirs) = continued(endpoint)
     for event in events:
         assert outcome(quick, event) == outcome(careful, event)
-        assert (ours.ids, ours.count_sampled, ours.has_ended) == (
+        assert (ours.ids, ours.count_sampled, ours.complete) == (
             theirs.ids,
             theirs.count_sampled,
-            theirs.has_ended,
+            theirs.complete,
         )
 
 
@@ -265,7 +266,7 @@ def test_events_with_ids_take_the_quick_path_and_lose_them(endpoint: Endpoint, d
         assert choice.get("text", choice.get("delta", {}).get("content")) == f'"{number}"\\ é'
         assert told["object"] == ("text_completion" if endpoint == "completions" else "chat.completion.chunk")
     assert quick == 48
-    assert sent.ids == b",".join(b"%d" % number for number in range(1, 51)) and sent.has_ended
+    assert sent.ids == b",".join(b"%d" % number for number in range(1, 51)) and sent.complete
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.dialects.native import drop_request
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.server import running_proxy
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
@@ -666,7 +667,8 @@ async def test_a_drop_that_fails_is_counted_and_forgotten(stage: Stage) -> None:
 async def test_a_stopping_proxy_sees_its_drops_through() -> None:
     async with StandInAgent("prefill", drop_delay_s=0.2) as agent:
         async with running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy:
-            proxy.services.drops.drop(agent.registration(), TransferId("t"))
+            server = agent.registration()
+            proxy.services.drops.send(server, drop_request(TransferId("t"), server.incarnation))
             assert proxy.services.drops.pending == 1
         assert agent.dropped == ["t"]
 

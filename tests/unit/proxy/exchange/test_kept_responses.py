@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
 from kvferry.proxy.errors import ProxyError, TooManyResponses
-from kvferry.proxy.exchange import legs
-from kvferry.proxy.exchange.legs import KeptResponses
+from kvferry.proxy.exchange import sub_requests
+from kvferry.proxy.exchange.sub_requests import KeptResponses, SubResponse, whole_request
 from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.ids import AnswerId, Identity, RequestId, TransferId
+from kvferry.proxy.request import parse_request
 from tests.standins.agents import Fault, StandInAgent
 from tests.standins.engines import SERVERS, Fabric
 from tests.unit.proxy.conftest import Stage
 
 SOON_S = 10.0
 PARTS = 4
+IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
+TRANSFER = TransferId("0" * 32)
 BODY = {"model": "stand-in", "prompt": ["a", "b", "c", "d"], "seed": 7, "max_tokens": 8}
 
 
@@ -45,7 +50,7 @@ async def foreign(stage: Stage) -> object:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A response may have a kilobyte."""
-    monkeypatch.setattr(legs, "MAX_BODY_BYTES", 1024)
+    monkeypatch.setattr(sub_requests, "MAX_BODY_BYTES", 1024)
 
 
 @pytest.mark.parametrize("bring", [native, foreign])
@@ -62,9 +67,9 @@ async def test_they_are_counted_until_they_are_one(
         decode.faults.append(Fault("decode", "hang"))
         asking = asyncio.ensure_future(stage.ask(BODY))
         async with asyncio.timeout(SOON_S):
-            while len(decode.asked) < PARTS or sum(bounds._held.values()) < (PARTS - 1) * 100:
+            while len(decode.asked) < PARTS or sum(bounds.held.values()) < (PARTS - 1) * 100:
                 await asyncio.sleep(0.01)
-        assert len(bounds._held) == 1
+        assert len(bounds.held) == 1
         if client_leaves:
             asking.cancel()
             await asyncio.wait([asking])
@@ -76,7 +81,7 @@ async def test_they_are_counted_until_they_are_one(
             bounds.release(trickle)
             bounds._room += room
         async with asyncio.timeout(SOON_S):
-            while bounds._held:
+            while bounds.held:
                 await asyncio.sleep(0.01)
         assert bounds._room == unused
 
@@ -91,25 +96,38 @@ async def test_together_they_are_no_larger_than_one_may_be(
     assert (status, body["error"]["code"]) == (503, "too_many_responses")
 
 
-class Part:
-    """A part of a request."""
+class Response(SubResponse):
+    """A part's whole response."""
 
-    forgotten = 0
+    complete, usage = True, None
+    reader = read_whole = read_prefilled = show = show_opening = end_without_server = None  # type: ignore[assignment]
 
-    def forget(self) -> None:
-        self.forgotten += 1
+    def __init__(self, size: int) -> None:
+        super().__init__(
+            whole_request(parse_request("completions", json.dumps(BODY).encode()), IDS, TRANSFER)
+        )
+        self.size = size
 
 
 async def test_what_gives_way_between_two_attempts_ends_the_next() -> None:
-    bounds, part = ResponseBounds(100), Part()
-    kept = KeptResponses(bounds, [part])
-    kept.add(90)
+    bounds, response = ResponseBounds(100), Response(90)
+    kept = KeptResponses(bounds)
+    kept.add(response)
     with pytest.raises(TooManyResponses):
         bounds.hold(Trickle(), 95)
-    assert not part.forgotten, "the other one held more"
+    assert kept.find(response.sub) is response, "the other one held more"
     bounds.hold(Trickle(), 20)
-    assert part.forgotten == 1
+    assert kept.find(response.sub) is None
     hanging = asyncio.ensure_future(asyncio.sleep(SOON_S))
     with pytest.raises(TooManyResponses):
         await kept.join([hanging])
     assert hanging.cancelled()
+
+
+async def test_streams_of_which_nothing_is_kept_are_not_counted() -> None:
+    """Each left an entry behind for ever."""
+    bounds = ResponseBounds(100)
+    kept = KeptResponses(bounds)
+    kept.add(Response(0))
+    kept.release()
+    assert not bounds.held

@@ -12,7 +12,8 @@ import pytest
 
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, join, read_events, require_json, require_stream
+from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, read_events, require_json, require_stream
+from kvferry.proxy.exchange.sub_requests import join
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration
 
@@ -80,10 +81,10 @@ async def test_each_leg_has_its_deadlines() -> None:
     upstream, now = Upstream(), asyncio.get_running_loop().time()
     opens = legs(upstream)
     opens.open_prefill(SERVER, LEG)
-    opens.open_last(SERVER, LEG, stream=True)
-    opens.open_last(SERVER, LEG, stream=True, patience=2)
-    opens.open_last(SERVER, LEG, stream=True, accept_deadline=now + 3.0)
-    opens.open_last(SERVER, LEG, stream=False, patience=2, accept_deadline=now + 3.0)
+    opens.open_decode(SERVER, LEG, stream=True)
+    opens.open_decode(SERVER, LEG, stream=True, patience=2)
+    opens.open_decode(SERVER, LEG, stream=True, accept_deadline=now + 3.0)
+    opens.open_decode(SERVER, LEG, stream=False, patience=2, accept_deadline=now + 3.0)
     assert [round(each["headers"]) for each in upstream.posted] == [10, 10, 20, 3, round(DEADLINE - now)]
     assert [round(each["end"]) for each in upstream.posted] == [10] + [round(DEADLINE - now)] * 4
 
@@ -92,7 +93,7 @@ async def test_no_leg_outlasts_its_request() -> None:
     upstream = Upstream()
     opens = legs(upstream, deadline=asyncio.get_running_loop().time() + 5.0)
     opens.open_prefill(SERVER, LEG)
-    opens.open_last(SERVER, LEG, stream=True)
+    opens.open_decode(SERVER, LEG, stream=True)
     assert [(round(each["headers"]), round(each["end"])) for each in upstream.posted] == [(5, 5), (5, 5)]
 
 
@@ -114,7 +115,7 @@ async def test_the_breaker_learns_how_a_leg_ended(error: BaseException | None, r
     """A rejection and an error of our own say nothing about the agent."""
     upstream, breakers = Upstream(), Breakers()
     try:
-        async with legs(upstream, breakers).open_last(SERVER, LEG, stream=True) as response:
+        async with legs(upstream, breakers).open_decode(SERVER, LEG, stream=True) as response:
             assert cast(Any, response) == "response"
             if error is not None:
                 raise error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.common.http.server import MAX_HEAD_BYTES, MAX_PIPELINED
-from kvferry.proxy.exchange.native_attempt import NativeAttempt
+from kvferry.proxy.exchange.attempt import Attempt
 from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.request import ClientRequest
@@ -263,7 +263,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(stage: Stage) -
     """Its body waited there too, so that memory seemed to leak, and each request cost a tenth more."""
 
     def left() -> list[str]:
-        kinds = (ClientRequest, ClientResponse, NativeAttempt, RequestLog)
+        kinds = (ClientRequest, ClientResponse, Attempt, RequestLog)
         return [type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds)]
 
     await stage.pair()

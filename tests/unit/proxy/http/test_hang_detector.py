@@ -112,7 +112,7 @@ async def is_aborted(fleet: Fleet, since: float | None, now: float, can_retry: b
     assert isinstance(fleet.clock, Stopwatch)
     fleet.clock.now = now
     detector, request = HangDetector(), Waiting(since, can_retry)
-    detector.add(request)
+    detector.pending.add(request)
     detector.check(fleet.find_hung, now)
     detector.check(fleet.find_hung, now)
     assert request.aborted < 2
@@ -176,7 +176,7 @@ async def test_requests_at_a_stalled_engine_are_aborted_too(fleet: Fleet) -> Non
 async def test_a_pause_of_the_proxy_itself_aborts_nothing(fleet: Fleet, clock: Stopwatch) -> None:
     """When it wakes, the pings of that time are still to be read."""
     detector, request = HangDetector(), Waiting(0.0)
-    detector.add(request)
+    detector.pending.add(request)
     watching = asyncio.ensure_future(detector.run(fleet.find_hung, clock))
     await asyncio.sleep(0)  # it has noted the time
     clock.now = 60.0

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvferry.proxy.exchange import attempt
 from kvferry.proxy.exchange.kv_lifetime import SURE_S
 from tests.standins.agents import Fault
 from tests.standins.engines import (
@@ -446,6 +447,16 @@ async def test_a_push_is_concurrent_once_it_was_learned_and_until_a_failure(flee
     assert told() == [False, True, True, False]
 
 
+@only("vllm-nixl-push")
+async def test_what_was_learned_in_an_attempt_that_failed_is_forgotten(fleet: Fleet) -> None:
+    """The first leg to a pushing server is serial; its response says from where, and then it is lost."""
+    prefill, decode = await fleet.pair()
+    decode.faults.append(Fault("decode", "status"))
+    status, _ = await fleet.stage.ask(BODY)
+    assert status == 200 and len(prefill.asked) == 2
+    assert ["remote_block_ids" in asked.body["kv_transfer_params"] for asked in decode.asked] == [True, True]
+
+
 @only("vllm-mooncake")
 async def test_a_restarted_prefill_server_is_looked_up_again(fleet: Fleet) -> None:
     """Row 4 (vllm #55471): the old engine id fails once, is forgotten, and the retry asks for the new one."""
@@ -632,6 +643,24 @@ async def test_kv_that_nobody_will_read_is_fetched_for_one_token(fleet: Fleet) -
     await fleet.stage.proxy.services.drops.settle()
     assert decode.asked[1].body["max_tokens"] == 1
     assert all(kept.read for kept in fleet.fabric.kept.values())
+
+
+@only("vllm-nixl-pull", "vllm-moriio-read")
+async def test_a_client_that_leaves_late_has_nothing_fetched_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode server has read the KV: another leg would double its load, and read after the lease."""
+    monkeypatch.setattr(attempt, "ACCEPT_S", 0.05)
+    _, decode = await fleet.pair()
+    decode.faults.append(Fault("decode", "hang"))
+    asking = asyncio.get_running_loop().create_task(fleet.stage.ask(BODY))
+    await decode.until(lambda: decode.asked)
+    await asyncio.sleep(2 * attempt.ACCEPT_S)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await decode.until(lambda: not decode.running)
+    await fleet.stage.proxy.services.drops.settle()
+    assert len(decode.asked) == 1
 
 
 @only("vllm-nixl-pull")

@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.dialects.native import NativePrefill
+from kvferry.proxy.dialects.base import Prefilled
 from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
-from kvferry.proxy.exchange.native_attempt import EarlyLeg, OpeningEvent
+from kvferry.proxy.exchange.attempt import EarlyLeg
+from kvferry.proxy.exchange.relay import OpeningEvent
 from kvferry.proxy.wire.registration import LENDS_SINCE, Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
@@ -316,7 +317,7 @@ class ScriptedLeg:
             raise
         self.left = None
 
-    async def prefill(self) -> NativePrefill:
+    async def prefill(self) -> Prefilled:
         return await self.answer  # type: ignore[no-any-return]
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.exchange.poison import MAX_FELLED, OUTAGE_S
+from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS, OUTAGE_S
 from kvferry.proxy.wire.registration import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.conftest import Stage, StartStage
-from tests.unit.proxy.exchange.test_foreign_attempt import KINDS
+from tests.unit.proxy.exchange.test_other_engines import KINDS
 from tests.unit.proxy.test_process import process
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
@@ -92,10 +92,10 @@ async def test_of_six_agents_four_outlive_a_deadly_prompt(death: str, workers: i
             # at the second one: then nobody can know which it was. One worker takes another agent for each.
             both = statuses.count("suspect_request")
             assert both <= (workers > 1) and set(statuses) - {"suspect_request"} == {200}
-            while len(left := await ready(http, url)) > 2 * PAIRS - MAX_FELLED:
+            while len(left := await ready(http, url)) > 2 * PAIRS - MAX_CRASHED_AGENTS:
                 await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)  # no other may fall later
-        assert len(await ready(http, url)) == len(left) == 2 * PAIRS - MAX_FELLED
+        assert len(await ready(http, url)) == len(left) == 2 * PAIRS - MAX_CRASHED_AGENTS
 
 
 @asynccontextmanager
@@ -137,10 +137,10 @@ async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list
         else:
             status, answer = await stage.ask(deadly(*moments))
             assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(agent.is_dead for agent in agents) == MAX_FELLED
+    assert sum(agent.is_dead for agent in agents) == MAX_CRASHED_AGENTS
     assert set(statuses) == {200}
     assert stage.metric("kvferry_proxy_suspect_requests_total") == 1
-    assert await open_breakers(stage) <= MAX_FELLED
+    assert await open_breakers(stage) <= MAX_CRASHED_AGENTS
 
 
 async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_stage: StartStage) -> None:
@@ -149,7 +149,7 @@ async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_sta
     agents = [await stage.agent(role) for role in ("prefill", "decode") * PAIRS]
     status, answer = await stage.ask(deadly("prefill", "decode"))
     assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(agent.is_dead for agent in agents) <= MAX_FELLED
+    assert sum(agent.is_dead for agent in agents) <= MAX_CRASHED_AGENTS
 
 
 @pytest.mark.parametrize(("others", "status"), [(0, 200), (1, 500)], ids=["host dies", "host lives on"])
@@ -250,7 +250,7 @@ async def test_servers_of_other_engines_are_no_exception(
         servers.append(await stage.bring(made))
     status, answer = await stage.ask({**deadly(*moments), "n": n})
     assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(server.is_dead for server in servers) <= MAX_FELLED
+    assert sum(server.is_dead for server in servers) <= MAX_CRASHED_AGENTS
     assert await open_breakers(stage) == 0
     # Until their pings have expired, some requests still find one of the dead.
     assert (await stage.ask(BODY))[0] == 200
@@ -268,7 +268,7 @@ async def test_one_request_opens_the_breakers_of_two_agents_at_most(
     status, _ = await stage.ask(BODY)
     assert status == 502
     assert sum(bool(agent.asked) for agent in agents if agent.role == "decode") == 5
-    assert await open_breakers(stage) == MAX_FELLED
+    assert await open_breakers(stage) == MAX_CRASHED_AGENTS
 
 
 async def test_a_broken_connection_is_no_death(stage: Stage) -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.atom import Atom
-from kvferry.proxy.dialects.base import Dialect
+from kvferry.proxy.dialects.base import Dialect, Opening, Prefilled
+from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.dialects.sglang import Sglang
+from kvferry.proxy.dialects.vllm_kvferry import VllmKvferry
 from kvferry.proxy.errors import AgentLost, AgentRejected, BadResponse
-from kvferry.proxy.exchange.foreign_events import SubResponse, as_events, closing_events, merge
-from kvferry.proxy.exchange.sub_requests import split
+from kvferry.proxy.exchange.rewrite import RewrittenResponse, as_events
+from kvferry.proxy.exchange.sub_requests import closing_events, merge, split_into_choices
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.unit.proxy.builders import registration
@@ -31,12 +33,14 @@ DECODED = [path for path in RECORDED if not path.stem.endswith("ended")]
 
 def answers(
     endpoint: Endpoint = "completions", dialect: Dialect | None = None, **fields: Any
-) -> list[SubResponse]:
+) -> list[RewrittenResponse]:
     """Fresh answers of a request's parts."""
     asked = {"messages": [{"role": "user", "content": "p"}]} if "chat" in endpoint else {"prompt": "p"}
     request = parse_request(endpoint, json.dumps({"model": "m", **asked, **fields}).encode())
     ids = [TransferId(f"{number:032x}") for number in range(request.sequences)]
-    return [SubResponse(sub, SERVER, dialect or Sglang()) for sub in split(request, IDS, ids)]
+    return [
+        RewrittenResponse(sub, SERVER, dialect or Sglang()) for sub in split_into_choices(request, IDS, ids)
+    ]
 
 
 def choice(reason: str | None = "stop", **members: Any) -> dict[str, Any]:
@@ -178,3 +182,16 @@ def test_a_choice_that_goes_on_after_its_end_is_no_answer() -> None:
     assert sub.rewrite(sse.event({"choices": [choice("stop", text="")]})) == b""
     with pytest.raises(BadResponse):
         sub.rewrite(sse.event({"choices": [choice("stop", text="more")]}))
+
+
+def test_usage_of_a_stream_whose_server_was_lost_at_its_end_counts_tokens_without_a_text() -> None:
+    """As the server would have: half a character, or the end of sequence, is a token too."""
+    (sub,) = answers(stream=True, stream_options={"include_usage": True})
+    sent = SentTokens()
+    response = RewrittenResponse(sub.sub, SERVER, VllmKvferry(), sent)
+    response.rewrite(sse.event({"choices": [choice(None, token_ids=[5])]}))
+    response.rewrite(sse.event({"choices": [choice("stop", text="", token_ids=[6, 7])]}))
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5, "prompt_tokens_details": None}
+    opening = Opening(prompt_ids=b"[1]", first_id=b"5", events=b"x", has_ended=False, usage=usage)
+    response.end_without_server(Prefilled(opening=opening))
+    assert response.usage == usage | {"completion_tokens": 3, "total_tokens": 7}
