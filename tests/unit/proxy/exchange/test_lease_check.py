@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvferry.proxy.exchange import kv_lifetime
-from kvferry.proxy.exchange.kv_lifetime import READ_TIMEOUT_S, SURE_S, ExpiryCounts, LeaseCheck, Verdict
+from kvferry.proxy.exchange.kv_lifetime import SURE_S, ExpiryCounts, LeaseCheck, Verdict
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
 
@@ -135,7 +135,10 @@ async def test_a_server_without_the_counter_is_asked_again_after_a_while(
     assert await counts.read(info, COUNTER) is not None and not counts.is_absent(info)
 
 
-async def test_a_server_that_hangs_is_not_waited_for(counts: ExpiryCounts, server: VllmNixlServer) -> None:
+async def test_a_server_that_hangs_is_not_waited_for(
+    counts: ExpiryCounts, server: VllmNixlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_lifetime, "READ_TIMEOUT_S", 0.5)
     server.count_delay_s = 30.0
     began_at = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as group:
@@ -143,4 +146,4 @@ async def test_a_server_that_hangs_is_not_waited_for(counts: ExpiryCounts, serve
         await asyncio.sleep(0.01)
         asked_meanwhile = group.create_task(counts.read(server.registration(), COUNTER))
     assert asked.result() is asked_meanwhile.result() is None
-    assert asyncio.get_running_loop().time() - began_at < 2 * READ_TIMEOUT_S + 1.0
+    assert asyncio.get_running_loop().time() - began_at < 2 * kv_lifetime.READ_TIMEOUT_S + 1.0

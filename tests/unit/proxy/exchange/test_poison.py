@@ -15,8 +15,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS, OUTAGE_S
-from kvferry.proxy.wire.registration import Load
+from kvferry.proxy.exchange import poison
+from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS
+from kvferry.proxy.fleet import registry
+from kvferry.proxy.http import hang_detector
+from kvferry.proxy.wire.registration import NATIVE_DIALECT, Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -27,6 +30,19 @@ BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
 PAIRS = 3
 DEADLINE_S = 30.0
 START_S = 60.0
+EXPIRY_S = 1.4
+"""Seven pings of a stand-in; 3.5 s in a real proxy."""
+OUTAGE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins ping five times a second, so less time shows as much. Processes of their own wait longer."""
+    monkeypatch.setattr(poison, "VERDICT_S", EXPIRY_S)
+    monkeypatch.setattr(poison, "OUTAGE_S", OUTAGE_S)
+    monkeypatch.setattr(hang_detector, "NODE_EXPIRY_S", EXPIRY_S)
+    monkeypatch.setitem(registry.EXPIRY_S, NATIVE_DIALECT, EXPIRY_S)
+    monkeypatch.setattr(registry, "NODE_EXPIRY_S", EXPIRY_S)
 
 
 def deadly(*moments: str) -> dict[str, Any]:
@@ -286,7 +302,7 @@ async def test_a_broken_connection_is_no_death(stage: Stage) -> None:
     assert stage.metric("kvferry_proxy_suspect_requests_total") == 0
 
 
-async def test_agents_that_have_announced_their_end_are_not_felled(stage: Stage) -> None:
+async def test_agents_that_have_announced_their_end_have_not_crashed(stage: Stage) -> None:
     """A rolling restart takes a long stream from agent to agent."""
     await stage.agent("prefill")
     decodes = [await stage.agent("decode", interval_s=0.05) for _ in range(PAIRS)]
