@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -11,7 +12,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 import pytest
+import uvicorn.server
 
+from kvferry.common.http import server
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.exchange.request_log import Phase
 from kvferry.proxy.server import RunningProxy, running_proxy
@@ -21,6 +24,7 @@ from tests.unit.proxy.exposition import sample
 
 A = TypeVar("A", bound=StandInAgent)
 
+TICK_S = 0.01
 FAST = {
     "connect_timeout_s": 2.0,
     "first_byte_timeout_s": 10.0,
@@ -122,9 +126,21 @@ class Stage:
 StartStage = Callable[..., Awaitable[Stage]]
 
 
+class QuickSleeps:
+    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to stop, and the tests stop 600 proxies."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, TICK_S))
+
+
 @pytest.fixture
-async def start_stage() -> AsyncIterator[StartStage]:
+async def start_stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartStage]:
     """`start_stage(**settings)`: a proxy with short deadlines and no agents yet."""
+    monkeypatch.setattr(uvicorn.server, "asyncio", QuickSleeps())
+    monkeypatch.setattr(server, "HANDSHAKE_S", TICK_S)
     async with AsyncExitStack() as stack:
         stages = []
 
