@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 from jsonargparse import ArgumentParser
 
+from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.agent.api.openai_schema import read_sampling_defaults
 from kvferry.agent.api.process import run_agent
 from kvferry.agent.architectures import (
@@ -27,7 +28,6 @@ from kvferry.agent.architectures import (
     unsupported_reason,
 )
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
-from kvferry.agent.proxy_names import check_proxy
 from kvferry.common.addresses import WILDCARDS
 from kvferry.common.curve import BadClusterKey
 from kvferry.common.http.server import raise_file_limit, return_large_buffers

@@ -29,8 +29,8 @@ import aiohttp
 import msgspec
 import uvloop
 
-from kvferry.agent.ping import Announcer
-from kvferry.agent.proxy_names import check_proxy
+from kvferry.agent.announce.ping import Announcer
+from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.options import check_files, parse_flags
 from kvferry.common.stop import StopRequest

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import aiohttp
 
+from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.agent.config import BUNDLED_MODELS, Role
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.proxy_names import check_proxy
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import end_with_parent

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvferry.agent.announce.ping import Announcer
 from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.grammar.checker import GrammarChecker
@@ -33,7 +34,6 @@ from kvferry.agent.config import START_TIMEOUT_S, AgentConfig
 from kvferry.agent.errors import ApiError, unavailable
 from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.messages.requests import EngineReady
-from kvferry.agent.ping import Announcer
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import ChildProcess

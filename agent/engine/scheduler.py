@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.agent.capacity import CapacityMeter
+from kvferry.agent.announce.capacity import CapacityMeter
+from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
@@ -31,7 +32,6 @@ from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceStat
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingSetup, Step, StepOutputs
-from kvferry.agent.work_counts import WorkCounts
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import WITHDRAWN, LeaseEnded, LoanRequested, PlaneEvent, PullDone, PullFailed

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
 from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
-from kvferry.agent.work_counts import WorkCounts
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens

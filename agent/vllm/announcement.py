@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from kvferry.agent.announce.ping import Announcer
 from kvferry.agent.ids import host_id
-from kvferry.agent.ping import Announcer
 from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.vllm.identity import adapter_of
 from kvferry.agent.vllm.params import (
     BadParams,
@@ -31,7 +32,6 @@ from kvferry.agent.vllm.params import (
 )
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.step_meter import StepMeter
-from kvferry.agent.work_counts import WorkCounts
 from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport

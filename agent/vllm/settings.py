@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.agent.config import check_name
-from kvferry.agent.proxy_names import check_proxy
 from kvferry.common.addresses import WILDCARDS
 from kvferry.proxy.wire.registration import Role
 

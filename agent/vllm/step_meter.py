@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.agent.capacity import CapacityMeter
+from kvferry.agent.announce.capacity import CapacityMeter
 from kvferry.proxy.wire.registration import Capacity
 
 REPORT_INTERVAL_S = 0.2

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.agent.proxy_names import ProxyName
+from kvferry.agent.announce.proxy_names import ProxyName
 from tests.patience import patient
 from tests.standins.dns_server import DnsServer
 

@@ -17,8 +17,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.agent.ping import Announcer
-from kvferry.agent.proxy_names import LOOKUP_INTERVAL_S, MAX_ADDRESSES, ProxyName, check_proxy, split_name
+from kvferry.agent.announce.ping import Announcer
+from kvferry.agent.announce.proxy_names import (
+    LOOKUP_INTERVAL_S,
+    MAX_ADDRESSES,
+    ProxyName,
+    check_proxy,
+    split_name,
+)
 from kvferry.proxy.wire.registration import Ack, Load, Register, decode_agent_message, encode
 
 DEADLINE_S = 30.0
@@ -175,7 +181,7 @@ async def test_links_follow_a_name_and_a_proxy_with_streams_here_is_not_left() -
 async def test_a_lookup_without_end_holds_up_no_ping(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.agent.proxy_names.LOOKUP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvferry.agent.announce.proxy_names.LOOKUP_TIMEOUT_S", 0.05)
     go_on = threading.Event()
 
     def hang(name: str, port: int) -> list[str]:
@@ -216,7 +222,7 @@ def test_by_the_systems_resolver_in_a_network_of_its_own() -> None:
         capture_output=True,
         text=True,
         timeout=100,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "followed"

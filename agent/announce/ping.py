@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from kvferry.agent.proxy_names import Lookup, ProxyName, is_name, look_up
+from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_up
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,

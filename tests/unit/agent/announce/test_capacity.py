@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from kvferry.agent.capacity import MIN_STEPS, CapacityMeter, StepFit
+from kvferry.agent.announce.capacity import MIN_STEPS, CapacityMeter, StepFit
 from kvferry.proxy.wire.registration import Capacity
 
 

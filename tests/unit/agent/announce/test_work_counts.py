@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.agent.work_counts import WorkCounts
+from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.proxy.wire.registration import MAX_LINKS, MAX_REASONS, PULL_BUCKETS, WorkReport
 from kvferry.transfer.events import PullDone, PullFailed
 

@@ -14,9 +14,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvferry.agent.announce.ping import ACK_TIMEOUT_S, Announcer
 from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.ids import host_id
-from kvferry.agent.ping import ACK_TIMEOUT_S, Announcer
 from kvferry.common.curve import ClusterKey
 from kvferry.common.state_machine import IllegalTransition
 from kvferry.deploy import keygen
@@ -261,7 +261,7 @@ async def test_goodbye_is_said_when_the_agent_leaves() -> None:
 
 async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """X3: no answer of a peer may end the pinging."""
-    caplog.set_level("INFO", "kvferry.agent.ping")
+    caplog.set_level("INFO", "kvferry.agent.announce.ping")
     proxies: list[Proxy] = []
 
     def make(context: zmq.asyncio.Context) -> list[str]:
@@ -279,7 +279,9 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
         lifecycle.transition("draining")
         await proxies[0].hear_ping("draining")
     told = [
-        record.message.partition(": ")[2] for record in caplog.records if record.name == "kvferry.agent.ping"
+        record.message.partition(": ")[2]
+        for record in caplog.records
+        if record.name == "kvferry.agent.announce.ping"
     ]
     assert told.count("rejected: no such model") == 1
     assert any(words.startswith("invalid response") for words in told)
