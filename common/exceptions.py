@@ -7,6 +7,11 @@ import os
 import traceback
 from collections.abc import Iterator
 
+import msgspec
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
+
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     """The exceptions of a group, and of the groups within it."""

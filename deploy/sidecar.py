@@ -32,11 +32,12 @@ import uvloop
 from kvferry.agent.announce.ping import Announcer
 from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.common.curve import BadClusterKey, ClusterKey
+from kvferry.common.engine_servers.description import EngineDialect, StaticNode
+from kvferry.common.engine_servers.monitor import HealthMonitor, ServerDown, ServerUp
 from kvferry.common.options import check_files, parse_flags
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import LogFormat, configure_logging
-from kvferry.proxy.discovery.health_monitor import HealthMonitor
-from kvferry.proxy.discovery.static_nodes import EngineDialect, StaticNode
+from kvferry.proxy.wire.engine_servers import registration_of
 from kvferry.proxy.wire.registration import Bye, Load, Register, Role, TransferMode
 
 log = logging.getLogger(__name__)
@@ -141,11 +142,12 @@ class Sidecar:
                     log.warning("not drained: %s %s", self._config.attach, self._left())
                 for task in running:
                     task.cancel()
-            self._monitor.deregister("is no longer announced")
+            self._monitor.end("is no longer announced")
         finally:
             self._announcer.close()
 
-    def _publish(self, message: Register | Bye) -> None:
+    def _publish(self, found: ServerUp | ServerDown) -> None:
+        message = registration_of(found)
         if isinstance(message, Bye):
             self._latest.clear()
             self._known = None

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 import uvloop
 
 from kvferry.common.curve import BadClusterKey
+from kvferry.common.engine_servers.description import BadEngineServer
 from kvferry.common.exceptions import leaves, message_of
 from kvferry.common.http.server import raise_file_limit, return_large_buffers, spare_full_collections
 from kvferry.common.http.tls import BadCertificate
@@ -18,7 +19,6 @@ from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.api.auth import BadKeyFile
 from kvferry.proxy.config import ProxyConfig, parse_config
-from kvferry.proxy.discovery.static_nodes import BadEngineServer
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers

@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from kvferry.common.options import check_files, parse_flags
-from kvferry.common.telemetry.logs import LogFormat
-from kvferry.common.telemetry.tracing import check_endpoint
-from kvferry.proxy.discovery.static_nodes import (
+from kvferry.common.engine_servers.description import (
     EngineDialect,
     StaticNode,
     check_distinct,
     server_from_words,
 )
+from kvferry.common.options import check_files, parse_flags
+from kvferry.common.telemetry.logs import LogFormat
+from kvferry.common.telemetry.tracing import check_endpoint
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from kvferry.common.exceptions import NOT_JSON as NOT_JSON
 from kvferry.proxy.wire.registration import Incarnation
 
 RETRY_AFTER_S = 1
@@ -14,8 +15,6 @@ MAX_AGENT_MESSAGE_CHARS = 2000
 """Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
 MAX_MESSAGE_CHARS = 4000
 """Of a message, which may repeat what a client or an agent has sent, and of `param`."""
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the expected JSON; not only its own errors."""
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 

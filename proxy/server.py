@@ -18,6 +18,7 @@ from quart import Quart
 
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
+from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
 from kvferry.common.http.server import HttpServer, ServerBounds
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
@@ -30,7 +31,6 @@ from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
-from kvferry.proxy.discovery.static_nodes import StaticNode, check_distinct, servers_from_file
 from kvferry.proxy.exchange.attempt import AttemptContext
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache

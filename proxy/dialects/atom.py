@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.common.engine_servers.atom import MAX_PARALLEL
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
@@ -25,7 +26,6 @@ from kvferry.proxy.dialects.base import (
     LegRequest,
     Prefilled,
     SubRequest,
-    foreign_registration,
     make_leg,
     reject_ranking,
     reject_unsupported,
@@ -33,21 +33,11 @@ from kvferry.proxy.dialects.base import (
 from kvferry.proxy.dialects.names import ATOM
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.engine_servers import ATOM_WITHOUT_INFO, foreign_registration
 from kvferry.proxy.wire.registration import BadFrame, Register, Role, TransferMode
 
-HANDSHAKE_PORT = 6301
-"""The default of its `handshake_port`."""
-INFO_PATH = "/kv_transfer_info"
-WITHOUT_INFO = "without /kv_transfer_info"
-"""`Register.version` of servers that ping or do not know that path.
-
-Their chat route drops `kv_transfer_params`: KV that a prefill server kept could not be fetched.
-"""
-MAX_PARALLEL = 4096
-"""Ranks of one kind that a server may report."""
 _ENGINE = "ATOM servers"
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}
-_KV_ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _TO_BE_CONTINUED = frozenset({"max_tokens", "length"})
 """Finish reasons of a prefill that reached its limit; chat says `length`."""
 _REASONS = {"max_tokens": "length", "eos": "stop", "stop_sequence": "stop"}
@@ -57,7 +47,6 @@ _FAILED = ("aborted", "unschedulable")
 """How finish reasons begin by which ATOM says, under HTTP 200, that a choice has failed."""
 
 _NULL = msgspec.Raw(b"null")
-_Count = Annotated[int, Meta(ge=1, le=MAX_PARALLEL)]
 
 
 class _AtomPing(msgspec.Struct, frozen=True):
@@ -92,33 +81,11 @@ def registration(body: dict[str, Any]) -> Register:
         address=address,
         control=f"tcp://{url.hostname}:{ping.handshake_port}",
         dialect=ATOM,
-        version=WITHOUT_INFO,
+        version=ATOM_WITHOUT_INFO,
         tp_size=ping.tp_size,
         dp_size=ping.dp_size,
         transfer_mode=ping.transfer_mode,
     )
-
-
-class KvTransferInfo(msgspec.Struct, frozen=True):
-    """The answer to `GET /kv_transfer_info`. `kv_role` is None at a server that moves no KV."""
-
-    tp_size: _Count
-    dp_size: _Count
-    kv_role: str | None
-    handshake_port: Annotated[int, Meta(ge=1, le=65535)]
-
-    @property
-    def role(self) -> Role | None:
-        """The leg that the server takes; None where it takes neither."""
-        return None if self.kv_role is None else _KV_ROLES.get(self.kv_role)
-
-
-def read_info(raw: bytes) -> KvTransferInfo:
-    """Parse that answer. Raises `BadResponse`."""
-    try:
-        return msgspec.json.decode(raw, type=KvTransferInfo)
-    except NOT_JSON as error:
-        raise BadResponse(f"{INFO_PATH} cannot be read: {error}") from error
 
 
 class _AtomChoice(msgspec.Struct, frozen=True):
@@ -163,8 +130,12 @@ class Atom(Dialect):
         return LegOrder.SERIAL
 
     def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest | None:
-        """The client's own sampling settings, for one token. None for chat at servers `WITHOUT_INFO`."""
-        if sub.request.chat and endpoints.prefill.version == WITHOUT_INFO:
+        """The client's own sampling settings, for one token.
+
+        None for chat at servers `ATOM_WITHOUT_INFO`: their chat route drops `kv_transfer_params`, so KV that
+        a prefill server kept could not be fetched.
+        """
+        if sub.request.chat and endpoints.prefill.version == ATOM_WITHOUT_INFO:
             return None
         body = _body(sub, endpoints.prefill_rank)
         body.pop("stream_options", None)

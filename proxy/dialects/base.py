@@ -24,13 +24,12 @@ from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.registration import Incarnation, Load, Register, Role, TransferMode
+from kvferry.proxy.wire.registration import Register
 
 RANK_HEADER = "X-data-parallel-rank"
 """Read by vLLM and SGLang alike."""
 _FAILED = frozenset({"error", "abort"})
 """Finish reasons by which an engine says, under HTTP 200, that a choice has failed (smg #2382)."""
-_UNKNOWN_LOAD = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
 
 
 class LegOrder(enum.Enum):
@@ -307,48 +306,3 @@ def reject_ranking(request: ClientRequest, engine: str) -> None:
     reject_unsupported(request, engine, "use_beam_search")
     if request.best_of > request.n:
         raise InvalidRequest(f"best_of beyond n is not supported with {engine}", param="best_of")
-
-
-def foreign_registration(
-    *,
-    role: Role,
-    incarnation: str,
-    address: str,
-    control: str,
-    dialect: str,
-    tp_size: int,
-    dp_size: int,
-    transfer_mode: TransferMode,
-    index: int = 0,
-    model: str = "",
-    max_model_len: int = 0,
-    version: str = "",
-    steps: int = 0,
-    load: Load = _UNKNOWN_LOAD,
-) -> Register:
-    """Return the registration of another engine's server; what only native agents send stays empty.
-
-    Its state is ready: such a server pings, or passes a health probe, only then.
-    """
-    return Register(
-        role=role,
-        incarnation=Incarnation(incarnation),
-        index=index,
-        address=address,
-        control=control,
-        dialect=dialect,
-        model=model,
-        max_model_len=max_model_len,
-        tp_size=tp_size,
-        dp_size=dp_size,
-        transfers=(),
-        host_id="",
-        layout="",
-        weights="",
-        tokenizer="",
-        transfer_mode=transfer_mode,
-        version=version,
-        state="ready",
-        steps=steps,
-        load=load,
-    )

@@ -22,11 +22,11 @@ from kvferry.proxy.dialects.base import (
     LegRequest,
     Prefilled,
     SubRequest,
-    foreign_registration,
     make_leg,
 )
 from kvferry.proxy.dialects.names import VLLM_MORIIO
 from kvferry.proxy.errors import BadResponse
+from kvferry.proxy.wire.engine_servers import foreign_registration
 from kvferry.proxy.wire.registration import BadFrame, Register, Role
 
 _ROLES: dict[str, Role] = {"P": "prefill", "D": "decode"}

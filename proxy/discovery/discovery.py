@@ -14,15 +14,17 @@ from pathlib import Path
 import aiohttp
 
 from kvferry.common.curve import ClusterKey
+from kvferry.common.engine_servers.description import StaticNode
+from kvferry.common.engine_servers.monitor import HealthMonitor, ServerDown, ServerUp
 from kvferry.common.http.tls import client_context
-from kvferry.proxy.discovery.health_monitor import HealthMonitor, PingedServers
 from kvferry.proxy.discovery.ping_listener import PingListener
-from kvferry.proxy.discovery.static_nodes import StaticNode
+from kvferry.proxy.discovery.pinged_servers import PingedServers
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.views import DownServer
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.registration import Bye, Incarnation, Register
+from kvferry.proxy.wire.engine_servers import registration_of
+from kvferry.proxy.wire.registration import Bye, Incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,8 @@ class _Updates:
         self._clock = clock
         self._rejected: RejectReason | None = None
 
-    def __call__(self, message: Register | Bye) -> None:
+    def __call__(self, found: ServerUp | ServerDown) -> None:
+        message = registration_of(found)
         if isinstance(message, Bye):
             self._registry.bye(message.incarnation)
             return

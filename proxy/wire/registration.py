@@ -16,6 +16,9 @@ from typing import Annotated, Any, Literal, NewType, TypeVar
 import msgpack
 import msgspec
 
+from kvferry.common.roles import Role as Role
+from kvferry.common.roles import TransferMode as TransferMode
+
 MAX_VERSION = 64
 _Version = Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)]
 Versions = tuple[_Version, _Version]
@@ -47,8 +50,6 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 """Operators' pages repeat it for every agent."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
-Role = Literal["prefill", "decode", "both"]
-TransferMode = Literal["read", "write"]
 NodeState = Literal["starting", "ready", "draining"]
 
 

@@ -24,9 +24,10 @@ CONFIGS = {"proxy": ProxyConfig, "agent": AgentConfig}
 BOUNDED = ("agent/api", "common", "proxy", "transfer/control", "transfer/producer")
 """Where strangers are listened to: what is named `MAX_…` there stands on the page."""
 INTERNAL = {
-    "proxy/discovery/health_monitor.py::MAX_FAILED_PROBES": "when a server is down",
-    "proxy/discovery/health_probe.py::MAX_COUNT": "what is believed of a server",
-    "proxy/discovery/static_nodes.py::MAX_FILE_BYTES": "the operator's own file",
+    "common/engine_servers/monitor.py::MAX_FAILED_PROBES": "when a server is down",
+    "common/engine_servers/atom.py::MAX_PARALLEL": "what is believed of a server",
+    "common/engine_servers/probe.py::MAX_COUNT": "what is believed of a server",
+    "common/engine_servers/description.py::MAX_FILE_BYTES": "the operator's own file",
     "proxy/exchange/retry.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",

@@ -41,6 +41,7 @@ def _rooms() -> dict[str, set[str]]:
         "common": set(),
         "common.telemetry": {"common"},
         "common.http": {"common", "common.telemetry"},
+        "common.engine_servers": {"common", "common.telemetry"},
         **{room: set() for room in ground},
         "proxy.telemetry": {"proxy.wire"},
         "proxy.errors": ground,

@@ -13,12 +13,18 @@ import msgpack
 import msgspec
 import pytest
 
-from kvferry.proxy.dialects.atom import WITHOUT_INFO
-from kvferry.proxy.discovery import health_probe
-from kvferry.proxy.discovery.health_monitor import MAX_FAILED_PROBES, HealthMonitor, described
-from kvferry.proxy.discovery.health_probe import MAX_COUNT, EngineDown, ProbeResult, probe
-from kvferry.proxy.discovery.static_nodes import server_from_words
-from kvferry.proxy.wire.registration import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Load, Register
+from kvferry.common.engine_servers import probe as health_probe
+from kvferry.common.engine_servers.description import server_from_words
+from kvferry.common.engine_servers.monitor import (
+    MAX_FAILED_PROBES,
+    HealthMonitor,
+    ServerDown,
+    ServerUp,
+    described,
+)
+from kvferry.common.engine_servers.probe import MAX_COUNT, EngineDown, ProbeResult, ServerLoad, probe
+from kvferry.proxy.wire.engine_servers import ATOM_WITHOUT_INFO, load_of, registration_of
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, PING_INTERVAL_S, Bye, Register
 from tests.standins.engines import SERVERS, Fabric
 from tests.standins.watched_server import WatchedServer
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -50,9 +56,7 @@ async def test_a_probe_of_vllm_shows_model_load_and_start(http: aiohttp.ClientSe
     async with WatchedServer() as server:
         seen = await probe(http, server.url, max_running=9)
     assert (seen.model, seen.max_model_len, seen.steps, seen.started_at) == ("m", 512, 7, 1000.0)
-    assert seen.load == Load(
-        running=5, waiting=4, kv_blocks_free=50, kv_blocks_total=80, kv_blocks_leased=0, max_running=9
-    )
+    assert seen.load == ServerLoad(running=5, waiting=4, kv_blocks_free=50, kv_blocks_total=80, max_running=9)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ async def test_numbers_that_cannot_be_true_are_not_believed(
     async with WatchedServer(metrics=metrics) as server:
         seen = await probe(http, server.url)
     assert (seen.load.running, seen.load.kv_blocks_total, seen.started_at) == (running, total, None)
-    msgpack.packb(msgspec.to_builtins(seen.load))
+    msgpack.packb(msgspec.to_builtins(load_of(seen.load)))
 
 
 @pytest.mark.parametrize(
@@ -192,10 +196,10 @@ async def test_an_atom_server_without_that_page_is_taken_as_named(http: aiohttp.
     said: list[Register | Bye] = []
     async with WatchedServer() as server:
         named = server_from_words(f"{server.url},handshake_port=6400,dp_size=4", "prefill", "atom")
-        watched = HealthMonitor(named, said.append)
+        watched = HealthMonitor(named, lambda found: said.append(registration_of(found)))
         watched.succeeded(await probe(http, server.url, info_path=named.info_path))
     [registered] = said
-    assert isinstance(registered, Register) and registered.version == WITHOUT_INFO
+    assert isinstance(registered, Register) and registered.version == ATOM_WITHOUT_INFO
     assert (registered.dp_size, registered.tp_size) == (4, 1) and registered.control.endswith(":6400")
     async with WatchedServer(info="no", info_status=500) as server:
         with pytest.raises(EngineDown, match="HTTP 500"):
@@ -203,13 +207,13 @@ async def test_an_atom_server_without_that_page_is_taken_as_named(http: aiohttp.
 
 
 def result(started_at: float | None = 1.0, steps: int | None = None) -> ProbeResult:
-    load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
-    return ProbeResult(model="m", max_model_len=5, load=load, steps=steps, started_at=started_at)
+    return ProbeResult(model="m", max_model_len=5, load=ServerLoad(), steps=steps, started_at=started_at)
 
 
 def watch() -> tuple[HealthMonitor, list[Register | Bye]]:
     said: list[Register | Bye] = []
-    return HealthMonitor(server_from_words("http://a:1", "decode", "vllm-nixl"), said.append), said
+    server = server_from_words("http://a:1", "decode", "vllm-nixl")
+    return HealthMonitor(server, lambda found: said.append(registration_of(found))), said
 
 
 def incarnations(said: list[Register | Bye]) -> list[tuple[str, str]]:
@@ -267,8 +271,8 @@ async def test_an_internal_error_in_a_probe_counts_as_a_failed_one(
     said: list[Register | Bye] = []
     all_said = asyncio.Event()
 
-    def say(message: Register | Bye) -> None:
-        said.append(message)
+    def say(found: ServerUp | ServerDown) -> None:
+        said.append(registration_of(found))
         if len(said) == 3:
             all_said.set()
 

@@ -12,10 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.discovery import health_probe
-from kvferry.proxy.discovery.health_monitor import PINGED_INTERVAL_S, PingedServers
-from kvferry.proxy.discovery.health_probe import ProbeResult
-from kvferry.proxy.wire.registration import Load
+from kvferry.common.engine_servers import probe as health_probe
+from kvferry.common.engine_servers.probe import ProbeResult, ServerLoad
+from kvferry.proxy.discovery.pinged_servers import PINGED_INTERVAL_S, PingedServers
 from tests.standins.engines import SERVERS, AtomServer, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -107,8 +106,7 @@ async def test_a_server_is_not_ready_after_an_internal_error_in_a_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Results of before do not count any more, and the error is logged."""
-    load = Load(running=0, waiting=0, kv_blocks_free=0, kv_blocks_total=0, kv_blocks_leased=0)
-    outcomes = [ProbeResult(model="m", max_model_len=5, load=load, steps=None, started_at=None), None]
+    outcomes = [ProbeResult(model="m", max_model_len=5, load=ServerLoad(), steps=None, started_at=None), None]
 
     async def probing(*_: object) -> ProbeResult:
         if (outcome := outcomes.pop(0)) is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.proxy.discovery.static_nodes import BadEngineServer, server_from_words, servers_from_file
+from kvferry.common.engine_servers.description import BadEngineServer, server_from_words, servers_from_file
 
 FILE = """\
 dialect: sglang

@@ -21,9 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.common.addresses import bracketed, check_dialable, host_port
-from kvferry.proxy.dialects import atom
-from kvferry.proxy.dialects.names import ATOM
-from kvferry.proxy.wire.registration import Role, TransferMode
+from kvferry.common.engine_servers import atom
+from kvferry.common.roles import Role, TransferMode
 
 EngineDialect = Literal["vllm-kvferry", "vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
 
@@ -126,7 +125,7 @@ class StaticNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def info_path(self) -> str | None:
         """The page on which the server reports what its operator need not say; None where it has none."""
-        return atom.INFO_PATH if self.dialect == ATOM else None
+        return atom.INFO_PATH if self.dialect == "atom" else None
 
     @property
     def mode(self) -> TransferMode:

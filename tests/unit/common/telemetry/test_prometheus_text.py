@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.telemetry.prometheus_text import MAX_SAMPLES, samples, total
+from kvferry.common.telemetry.prometheus_text import MAX_SAMPLES, samples, total
 
 PAGE = b"""# HELP a_total of engines
 # TYPE a_total counter

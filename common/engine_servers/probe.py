@@ -20,9 +20,8 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.samples import Sample
 
-from kvferry.proxy.errors import NOT_JSON
-from kvferry.proxy.telemetry import prometheus_text
-from kvferry.proxy.wire.registration import Load
+from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.telemetry import prometheus_text
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,17 @@ class EngineDown(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """How busy a server is, in sequences and KV blocks. `max_running` is None when unknown."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    max_running: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
     """What a healthy server has reported; `steps` and `started_at` (Unix seconds) are None if it did not.
 
@@ -66,7 +76,7 @@ class ProbeResult:
 
     model: str
     max_model_len: int
-    load: Load
+    load: ServerLoad
     steps: int | None
     started_at: float | None
     info: bytes | None = None
@@ -177,7 +187,7 @@ def _sum(samples: Sequence[Sample], names: frozenset[str]) -> int | None:
     return min(MAX_COUNT, int(sum(values))) if values else None
 
 
-def _load(samples: Sequence[Sample], max_running: int | None) -> Load:
+def _load(samples: Sequence[Sample], max_running: int | None) -> ServerLoad:
     blocks = [
         int(number)
         for sample in samples
@@ -187,11 +197,10 @@ def _load(samples: Sequence[Sample], max_running: int | None) -> Load:
     total = min(MAX_COUNT, sum(blocks)) or _sum(samples, CAPACITY) or 0
     shares = [sample.value for sample in samples if sample.name in USED]
     used = min(1.0, sum(shares) / len(shares)) if shares else 0.0
-    return Load(
+    return ServerLoad(
         running=_sum(samples, RUNNING) or 0,
         waiting=_sum(samples, WAITING) or 0,
         kv_blocks_free=round(total * (1 - used)),
         kv_blocks_total=total,
-        kv_blocks_leased=0,
         max_running=max_running,
     )
