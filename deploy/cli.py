@@ -43,11 +43,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
-VLLM_ENGINE = "kvferry.deploy.vllm_engine:main"
+VLLM_ENGINE = "kvferry.agent.vllm.launch:main"
 """`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
-CHOSEN_ENGINE = "kvferry.deploy.vllm_engine:with_chosen_engine"
+CHOSEN_ENGINE = "kvferry.agent.vllm.launch:with_chosen_engine"
 """`kvferry agent --engine auto`: returns the words with one of the engines in its place."""
-SIDECAR = "kvferry.deploy.sidecar:main"
+SIDECAR = "kvferry.agent.announce.attach:main"
 """`kvferry agent --attach`: announces a server of another engine."""
 COMPLETER = "kvferry.deploy.completion:complete"
 """What a shell runs that completes a command line, which it has put into environment variables."""

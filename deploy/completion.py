@@ -36,8 +36,8 @@ PARSERS = {
     "doctor": "kvferry.deploy.doctor.command:build_parser",
     "completion": "kvferry.deploy.completion:build_parser",
 }
-SIDECAR = "kvferry.deploy.sidecar:SidecarConfig"
-VLLM = "kvferry.deploy.vllm_engine:VllmEngineConfig"
+SIDECAR = "kvferry.agent.announce.attach:SidecarConfig"
+VLLM = "kvferry.agent.vllm.launch:VllmEngineConfig"
 """Of agents with `--attach` and with `--engine vllm`, which have other flags."""
 
 

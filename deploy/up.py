@@ -27,6 +27,7 @@ from rich.text import Text
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.agent.config import AgentConfig
+from kvferry.agent.vllm.launch import VLLM_START_S, CannotStart, VllmEngineConfig, choose_engine, look_at
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import exit_with, parse_flags
@@ -37,7 +38,6 @@ from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
 from kvferry.deploy.status import WATCH_INTERVAL_S, StatusFailed, client_session, fetch_nodes, summary
-from kvferry.deploy.vllm_engine import VLLM_START_S, CannotStart, VllmEngineConfig, choose_engine, look_at
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import parse_config as parse_proxy_config
@@ -321,7 +321,7 @@ def _vllm_servers(
             name=name,
             role=role,
             args=("--name", name, *own[role]),
-            module="kvferry.deploy.vllm_engine",
+            module="kvferry.agent.vllm.launch",
             environment=environment if device == "cpu" else gpus,
             listening_timeout_s=VLLM_START_S,
         )

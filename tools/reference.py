@@ -16,17 +16,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 from prometheus_client.metrics_core import Metric
 
+from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
+from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.doctor import command as doctor
 from kvferry.deploy.ray import down
-from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import UpConfig
-from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.cli import parse_config as agent_config
+from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.curve import ClusterKey
 from kvferry.common.options import parse_flags
-from kvferry.deploy.sidecar import SidecarConfig
-from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.auth import ApiKeys, Unauthorized, authenticate
 from kvferry.proxy.config import parse_config as proxy_config
 from tests.deploy.chart import CHART, EXAMPLES, HELM, KUBECTL, ROOT, TOOLS, helm, pods, render

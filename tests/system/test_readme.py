@@ -25,16 +25,16 @@ import aiohttp
 import psutil
 import pytest
 
+from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.cli import parse_config as agent_config
+from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import parse_flags
 from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import parse_config as bench_config
 from kvferry.deploy.cli import COMMANDS, main
 from kvferry.deploy.doctor import command as doctor
 from kvferry.deploy.ray import down
-from kvferry.deploy.sidecar import SidecarConfig
 from kvferry.deploy.up import PassedOn, UpConfig
-from kvferry.deploy.vllm_engine import VllmEngineConfig
 from kvferry.proxy.api.auth import admin_key
 from kvferry.proxy.config import parse_config as proxy_config
 

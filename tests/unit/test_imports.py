@@ -290,7 +290,7 @@ def test_the_depth_is_that_of_the_longest_chain() -> None:
         "kvferry.agent.cli",
         "kvferry.agent.engine.process",
         "kvferry.deploy.cli",
-        "kvferry.deploy.sidecar",
+        "kvferry.agent.announce.attach",
     ],
 )
 def test_torch_stays_out(module: str) -> None:

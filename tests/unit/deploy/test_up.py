@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.agent.vllm.launch import CannotStart, VllmEngineConfig
 from kvferry.common.options import parse_flags
 from kvferry.deploy.launcher import AgentSpec
 from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
-from kvferry.deploy.vllm_engine import CannotStart, VllmEngineConfig
 
 
 def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> None:
@@ -62,7 +62,7 @@ def test_vllm_servers_get_their_options_and_vllm_its_own(
     agents = cluster_spec(config, passed_on).agents
     assert [agent.name for agent in agents] == ["prefill-0", "decode-0", "both-0"]
     for agent in agents:
-        assert agent.module == "kvferry.deploy.vllm_engine"
+        assert agent.module == "kvferry.agent.vllm.launch"
         at = agent.args.index("--")
         own, vllms = agent.args[:at], agent.args[at + 1 :]
         assert vllms == (

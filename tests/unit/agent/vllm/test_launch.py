@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from kvferry.agent.config import BUNDLED_MODELS
+from kvferry.agent.vllm.launch import VllmEngineConfig, _port_kept, with_chosen_engine
 from kvferry.common.options import take_option
-from kvferry.deploy.vllm_engine import VllmEngineConfig, _port_kept, with_chosen_engine
 from kvferry.transfer.net import CannotBind
 from tests.patience import patient
 from tests.servers import free_port
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SERVER = """
 import http.server, json, os, socket, subprocess, sys, threading
 print("stand-in", json.dumps([os.getpid(), sys.argv[1:]]), flush=True)
