@@ -16,7 +16,6 @@ import asyncio
 import logging
 import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from kvferry.agent.announce.ping import Announcer
+from kvferry.agent.announce.membership import Membership
 from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.engine_servers.description import EngineDialect, StaticNode
@@ -38,7 +37,7 @@ from kvferry.common.options import check_files, parse_flags
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import LogFormat, configure_logging
 from kvferry.proxy.wire.engine_servers import registration_of
-from kvferry.proxy.wire.registration import Bye, Load, Register, Role, TransferMode
+from kvferry.proxy.wire.registration import Bye, Load, NodeState, Register, Role, TransferMode
 
 log = logging.getLogger(__name__)
 
@@ -114,37 +113,32 @@ class Sidecar:
     def __init__(self, config: SidecarConfig, key: ClusterKey | None, stop: StopRequest) -> None:
         self._config = config
         self._stop = stop
-        self._changed = threading.Event()
         # Published by the event loop, taken by the thread that pings.
         self._latest: deque[Register] = deque(maxlen=1)
         self._known: Register | None = None
         """The last one published; None while the server is down."""
-        self._is_draining = False
         self._num_steps = 0
         self._lent_until = -math.inf
         """When the KV of its last step lapses, on the monotonic clock."""
         self._published = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
-        self._announcer = Announcer(config.proxy, self._changed, self._describe, key=key, drain=stop.make)
+        self._membership = Membership(config.proxy, self._describe, key=key, asked_to_drain=stop.make)
         self._monitor = HealthMonitor(config.server(), self._publish, probe_url=config.attach)
 
     async def run(self) -> None:
         """Watch and announce until asked to stop, then let the server drain, and deregister it."""
-        try:
-            async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._monitor.run(http)),
-                    tasks.create_task(self._announcer.run()),
-                ]
-                await self._stop.made.wait()
-                if not await self._stop.drain(self._drain()):
-                    log.warning("not drained: %s %s", self._config.attach, self._left())
-                for task in running:
-                    task.cancel()
-            self._monitor.end("is no longer announced")
-        finally:
-            self._announcer.close()
+        async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._monitor.run(http)),
+                tasks.create_task(self._membership.run()),
+            ]
+            await self._stop.made.wait()
+            self._membership.start_draining()
+            if not await self._stop.drain(self._drain()):
+                log.warning("not drained: %s %s", self._config.attach, self._left())
+            for task in running:
+                task.cancel()
 
     def _publish(self, found: ServerUp | ServerDown) -> None:
         message = registration_of(found)
@@ -152,14 +146,15 @@ class Sidecar:
             self._latest.clear()
             self._known = None
             self._down.set()
-            self._announcer.send_bye(message.incarnation)
+            self._membership.withdraw()
         else:
             self._latest.append(message)
             self._known = message
             self._note_work(message)
             self._down.clear()
             self._published.set()
-            self._changed.set()
+            self._membership.become_ready()
+            self._membership.ping()
 
     def _note_work(self, message: Register) -> None:
         """Note until when KV is lent. A server that does not count its steps, or does not respond, may always
@@ -179,20 +174,17 @@ class Sidecar:
             return "may lend KV of its last requests"
         return "may have requests on their way to it"
 
-    def _describe(self, index: int) -> Register | None:
+    def _describe(self, index: int, state: NodeState) -> Register | None:
         """The next ping: none without news, for the monitor may hang. Called in the thread that pings."""
-        latest = self._known if self._is_draining else None
+        latest = self._known if state == "draining" else None
         with suppress(IndexError):
             latest = self._latest.pop()
         if latest is None:
             return None
-        state = "draining" if self._is_draining else latest.state
         return msgspec.structs.replace(latest, index=index, state=state)
 
     async def _drain(self) -> None:
         """Wait until the server is not needed, or is down."""
-        self._is_draining = True
-        self._changed.set()
         waits = [asyncio.ensure_future(each) for each in (self._wait_unneeded(), self._down.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +193,7 @@ class Sidecar:
                 wait.cancel()
 
     async def _wait_unneeded(self) -> None:
-        await self._announcer.wait_released()
+        await self._membership.wait_released()
         await self._next_probe()  # which may have begun before
         while (load := await self._next_probe()) is None or load.running + load.waiting:
             pass

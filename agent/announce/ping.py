@@ -192,6 +192,8 @@ class Announcer:
         self._draining_since: int | None = None
         """Index of the first ping that said that the agent is draining."""
         self._released = asyncio.Event()
+        self._announced: Incarnation | None = None
+        """Of the last ping; None after a bye."""
 
     async def run(self) -> None:
         """Ping until cancelled, from a thread: an event loop that is busy is not one that is dead.
@@ -236,6 +238,7 @@ class Announcer:
             ping = self._describe(index)
             if ping is not None:
                 ping = msgspec.structs.replace(ping, loop_lag_s=round(loop_lag_s, 3))
+                self._announced = ping.incarnation
             if self._draining_since is None and ping is not None and ping.state == "draining":
                 self._draining_since = index
             if self._names:
@@ -270,11 +273,16 @@ class Announcer:
         since = self._draining_since
         return since is not None and all(each.has_released(since) for each in self._connections.values())
 
-    def send_bye(self, incarnation: Incarnation) -> None:
-        """Send a bye to every proxy that is connected. No ping that was described before comes after it."""
+    def send_bye(self) -> None:
+        """Say bye to every proxy that is connected for what was announced last, once.
+
+        No ping that was described before comes after it.
+        """
         with self._sending:
-            for connection in self._connections.values():
-                connection.send(Bye(incarnation=incarnation))
+            if self._announced is not None:
+                for connection in self._connections.values():
+                    connection.send(Bye(incarnation=self._announced))
+            self._announced = None
 
     def close(self) -> None:
         """Close all links. Returns once what was queued is sent, or soon."""

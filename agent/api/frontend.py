@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvferry.agent.announce.membership import Membership
 from kvferry.agent.api import responses
 from kvferry.agent.api.engine_client import EngineClient, EngineStream
 from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.kv_params import KVTransferParams, prefill_response_params
-from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.message.call_constraint import call_constraint
 from kvferry.agent.api.message.message_parser import MessageFormat
 from kvferry.agent.api.message.response_form import ResponseForm
@@ -94,7 +94,7 @@ class Frontend:
         config: AgentConfig,
         tokenizer: Tokenizer,
         engine: EngineClient,
-        lifecycle: Lifecycle,
+        membership: Membership,
         defaults: SamplingDefaults,
         grammars: GrammarChecker,
         form: ResponseForm | None,
@@ -103,7 +103,7 @@ class Frontend:
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._engine = engine
-        self._lifecycle = lifecycle
+        self._membership = membership
         self._grammars = grammars
         self._form = form
         """How the model's answers are written; None where they are text and nothing else."""
@@ -294,7 +294,7 @@ class Frontend:
     def _check_ready(self) -> None:
         """While draining, requests that were on their way still come; `EngineClient.refuse` ends that."""
         if self._engine.ready is None:
-            raise unavailable(self._lifecycle.state, f"this agent is {self._lifecycle.state}")
+            raise unavailable(self._membership.state, f"this agent is {self._membership.state}")
 
     async def _prepare(self, body: GenerationBody, ids: RequestIds) -> GenerationRequest:
         self._check_model(body.model)

@@ -19,11 +19,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvferry.agent.announce.ping import Announcer
+from kvferry.agent.announce.membership import Membership
 from kvferry.agent.api.engine_client import BadEngineMessage, EngineClient
 from kvferry.agent.api.frontend import Frontend
 from kvferry.agent.api.grammar.checker import GrammarChecker
-from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.message.response_form import ResponseForm, read_response_form
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import SamplingDefaults, read_sampling_defaults
@@ -43,7 +42,14 @@ from kvferry.common.http.server import HttpServer
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
-from kvferry.proxy.wire.registration import MAX_TEXT_CHARS, NATIVE_DIALECT, Incarnation, Load, Register
+from kvferry.proxy.wire.registration import (
+    MAX_TEXT_CHARS,
+    NATIVE_DIALECT,
+    Incarnation,
+    Load,
+    NodeState,
+    Register,
+)
 from kvferry.transfer.control.endpoints import CONTROL_CHANNEL
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
 from kvferry.transfer.net import check_can_bind
@@ -120,7 +126,6 @@ class _Agent:
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
         self._version = version("kvferry")
-        self._lifecycle = Lifecycle()
         self._stop = StopRequest(config.drain_s)
         about = {
             "service.name": "kvferry-agent",
@@ -137,12 +142,8 @@ class _Agent:
             lambda: self._engine.stats,
             lambda: self._engine.ready.transfers if self._engine.ready else (),
         )
-        self._announcer = Announcer(
-            config.proxy,
-            self._lifecycle.changed,
-            self._registration,
-            key=key,
-            drain=self._stop.make,
+        self._membership = Membership(
+            config.proxy, self._registration, key=key, asked_to_drain=self._stop.make
         )
 
     async def run(self, listener: socket.socket, engine_module: str) -> int:
@@ -152,7 +153,7 @@ class _Agent:
             async with asyncio.TaskGroup() as tasks:
                 self._stop.on_signals()
                 serving = tasks.create_task(server.serve(sockets=[listener]))
-                pinging = tasks.create_task(self._announcer.run())
+                pinging = tasks.create_task(self._membership.run())
                 running = tasks.create_task(self._run_engine(engine_module))
                 self._print_listening()
                 code = await running
@@ -163,8 +164,6 @@ class _Agent:
                 pinging.cancel()
             return code
         finally:
-            self._announcer.send_bye(self._incarnation)
-            self._announcer.close()
             await self._grammars.close()
             if self._tracing is not None:
                 limit_s = FLUSH_TIMEOUT_S if code == 0 else _LAST_SPANS_TIMEOUT_S
@@ -203,8 +202,7 @@ class _Agent:
             status = cause.status if isinstance(cause, EngineDied) else 1
             log.error("stopping: %s", cause)
             self._refuse_all(ApiError(500, "engine_died", "the engine of this agent died"))
-            if self._lifecycle.state != "draining":
-                self._lifecycle.transition("draining")
+            self._membership.start_draining()
         finally:
             await child.stop(_ENGINE_STOP_GRACE_S if self._stop.made.is_set() else 0.0)
         return status
@@ -223,12 +221,11 @@ class _Agent:
             "transfers": ready.transfers,
         }
         log.info("ready %s", json.dumps(facts))
-        if self._lifecycle.state == "starting":  # else it is to end already
-            self._lifecycle.transition("ready")
+        self._membership.become_ready()
 
     async def _drain(self) -> None:
         """Finish everything that counts on this agent, within the limit; then fail the rest."""
-        self._lifecycle.transition("draining")
+        self._membership.start_draining()
         if not await self._stop.drain(self._wait_drained()):
             stats = self._engine.stats
             log.warning(
@@ -240,7 +237,7 @@ class _Agent:
 
     async def _wait_drained(self) -> None:
         """Wait until no proxy has a request for this agent, none runs, and no KV is leased."""
-        await self._announcer.wait_released()
+        await self._membership.wait_released()
         self._engine.refuse(_leaving())
         await self._engine.wait_idle()
         if self._engine.ready is not None:
@@ -259,13 +256,13 @@ class _Agent:
                     self._config,
                     self._tokenizer,
                     self._engine,
-                    self._lifecycle,
+                    self._membership,
                     self._defaults,
                     self._grammars,
                     self._form,
                 ),
                 engine=self._engine,
-                lifecycle=self._lifecycle,
+                membership=self._membership,
                 metrics=self._metrics,
                 drain=self._stop.make,
                 bearer=None if self._key is None else self._key.bearer,
@@ -274,7 +271,7 @@ class _Agent:
             self._tls,
         )
 
-    def _registration(self, index: int) -> Register:
+    def _registration(self, index: int, state: NodeState) -> Register:
         config, stats = self._config, self._engine.stats
         ready = self._engine.ready or _not_ready(self._incarnation)
         return Register(
@@ -296,7 +293,7 @@ class _Agent:
             tokenizer=_text_fingerprint(self._tokenizer, self._defaults),
             transfer_mode="read",
             version=self._version,
-            state=self._lifecycle.state,
+            state=state,
             refusals={
                 agent: why[:MAX_TEXT_CHARS] for agent, why in (stats.plane.refusals if stats else {}).items()
             },

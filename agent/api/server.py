@@ -20,9 +20,9 @@ from quart import Quart, Response, g, request
 from quart.wrappers.response import ResponseBody
 from werkzeug.exceptions import HTTPException
 
+from kvferry.agent.announce.membership import Membership
 from kvferry.agent.api.engine_client import EngineClient
 from kvferry.agent.api.frontend import Frontend, RequestIds
-from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.openai_schema import (
     ChatBody,
@@ -86,7 +86,7 @@ def create_app(
     incarnation: Incarnation,
     frontend: Frontend,
     engine: EngineClient,
-    lifecycle: Lifecycle,
+    membership: Membership,
     metrics: AgentMetrics,
     drain: Callable[[], None],
     bearer: str | None = None,
@@ -200,8 +200,8 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> Response:
-        status = 200 if lifecycle.state == "ready" else 503
-        return _json(msgspec.json.encode({"state": lifecycle.state}), status=status)
+        status = 200 if membership.state == "ready" else 503
+        return _json(msgspec.json.encode({"state": membership.state}), status=status)
 
     @app.get("/metrics")
     async def metrics_page() -> Response:

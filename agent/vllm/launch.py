@@ -25,10 +25,11 @@ from typing import Any, Literal
 
 import aiohttp
 
+from kvferry.agent.announce.drain_socket import Drainer
 from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.agent.config import BUNDLED_MODELS, Role
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.vllm.settings import DRAIN, DRAINED, NotServed, check_version, read_settings
+from kvferry.agent.vllm.settings import NotServed, check_version, read_settings
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import end_with_parent
 from kvferry.common.options import exit_with, parse_flags, take_option
@@ -253,7 +254,7 @@ async def run(config: VllmEngineConfig, rest: Sequence[str]) -> int:
     await asyncio.to_thread(look_at, config.engine_python)
     with private_run_dir() as run_dir, _port_kept(config.host, config.port) as port:
         config, drainer = replace(config, port=port), Drainer(stop)
-        async with await asyncio.start_unix_server(drainer.serve, run_dir / "drain"):
+        async with drainer.listening(run_dir / "drain"):
             return await _run(config, config.command(rest, str(run_dir / "drain")), drainer, stop)
 
 
@@ -271,32 +272,6 @@ def _port_kept(host: str, port: int) -> Iterator[int]:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind((host, port))
         yield int(kept.getsockname()[1])
-
-
-class Drainer:
-    """This process's end of the drain socket (`kvferry.agent.vllm.settings`)."""
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-        self._connector: asyncio.StreamWriter | None = None
-        self._over = asyncio.Event()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connector: it says that the server has drained, when asked here or by a proxy."""
-        self._connector = writer
-        self._over.clear()
-        try:
-            if await reader.readline() == DRAINED:
-                self._stop.make()
-        finally:
-            self._over.set()
-            writer.close()
-
-    async def drain(self) -> None:
-        """Have the server drain, and wait until it has. A connector that is not there, or goes, has."""
-        if self._connector is not None and not self._connector.is_closing():
-            self._connector.write(DRAIN)
-            await self._over.wait()
 
 
 async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Drainer, stop: StopRequest) -> int:

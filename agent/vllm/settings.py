@@ -17,8 +17,6 @@ from kvferry.proxy.wire.registration import Role
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
 MAX_PROXIES = 64
-DRAIN, DRAINED = b"drain\n", b"drained\n"
-"""What the process that has started a server says on the `drain_socket`, and what it hears there."""
 
 
 class NotServed(ValueError):

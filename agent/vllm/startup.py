@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kvferry.agent.announce.embedded import Announcement, Server
 from kvferry.agent.ids import host_id, mint_incarnation
-from kvferry.agent.vllm.announcement import Announcement, Server
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
 from kvferry.agent.vllm.scheduler_half import SchedulerHalf
@@ -22,6 +22,7 @@ from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
 
 _START_S = 60.0
+_DIALECT = "vllm-kvferry"
 
 
 def start_scheduler_half(
@@ -52,6 +53,11 @@ def start_scheduler_half(
         content=f"vllm {version} {_kernels()}: {first.layer_names}, {first.order}, {settings.transfer}",
     )
     server = Server(
+        dialect=_DIALECT,
+        address=settings.advertise_url.rstrip("/"),
+        host=settings.advertised_host,
+        api=settings.api_address,
+        name=settings.name,
         role=role,
         incarnation=mint_incarnation(),
         model=served_name(config.model_config),
@@ -96,8 +102,13 @@ def start_scheduler_half(
         num_blocks=server.num_blocks,
         free_blocks=free_blocks,
     )
-    announcement = Announcement(settings, key, server, half, free_blocks) if settings.proxy else None
-    plane.start(None if announcement is None else announcement.run)
+    if settings.proxy:
+        announcement = Announcement(
+            server, half, free_blocks, proxies=settings.proxy, key=key, drain_socket=settings.drain_socket
+        )
+        plane.start(announcement.run)
+    else:
+        plane.start()
     return plane, half
 
 

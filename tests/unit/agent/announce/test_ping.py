@@ -14,11 +14,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvferry.agent.announce.membership import Membership
 from kvferry.agent.announce.ping import ACK_TIMEOUT_S, Announcer
-from kvferry.agent.api.lifecycle import Lifecycle
 from kvferry.agent.ids import host_id
 from kvferry.common.curve import ClusterKey
-from kvferry.common.state_machine import IllegalTransition
 from kvferry.deploy import keygen
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
@@ -26,8 +25,8 @@ from kvferry.proxy.wire.registration import (
     Ack,
     AgentMessage,
     Bye,
-    Incarnation,
     Load,
+    NodeState,
     ProxyMessage,
     Register,
     Rejected,
@@ -71,28 +70,25 @@ class Proxy:
 async def announced(
     make: Callable[[zmq.asyncio.Context], list[str]],
     key: ClusterKey | None = None,
-) -> AsyncIterator[tuple[Lifecycle, Announcer, zmq.asyncio.Context]]:
+) -> AsyncIterator[tuple[Membership, zmq.asyncio.Context]]:
     context = zmq.asyncio.Context()
-    lifecycle = Lifecycle()
 
-    def describe(index: int) -> Register:
+    def describe(index: int, state: NodeState) -> Register:
         load = Load(running=0, waiting=0, kv_blocks_free=1, kv_blocks_total=1, kv_blocks_leased=0)
         return Register(
             role="prefill", incarnation="abc", index=index, address="http://h:1", control="tcp://h:2",
             dialect="native", model="m", max_model_len=10, tp_size=1, dp_size=1, transfers=("tcp",),
             host_id="h", layout="l", weights="w", tokenizer="t", transfer_mode="read", version="0",
-            state=lifecycle.state, steps=0, load=load,
+            state=state, steps=0, load=load,
         )  # fmt: skip
 
-    announcer = Announcer(make(context), lifecycle.changed, describe, interval_s=0.05, key=key)
-    pinging = asyncio.ensure_future(announcer.run())
+    membership = Membership(make(context), describe, interval_s=0.05, key=key)
+    pinging = asyncio.ensure_future(membership.run())
     try:
-        yield lifecycle, announcer, context
+        yield membership, context
     finally:
         pinging.cancel()
         await asyncio.wait({pinging})
-        announcer.send_bye(Incarnation("abc"))
-        announcer.close()
         context.destroy(linger=0)
 
 
@@ -103,15 +99,15 @@ async def test_pings_count_up_and_a_change_of_state_is_told_at_once() -> None:
         proxies.append(Proxy(context))
         return [proxies[0].address]
 
-    async with announced(make) as (lifecycle, announcer, _):
+    async with announced(make) as (membership, _):
         first = await proxies[0].hear_ping()
         assert first.state == "starting"
         assert (await proxies[0].hear_ping()).index == first.index + 1
-        announcer._interval_s = 60.0
-        lifecycle.transition("ready")
+        membership._announcer._interval_s = 60.0
+        membership.become_ready()
         await proxies[0].hear_ping("ready")
         # From here on the next ping would come in a minute.
-        lifecycle.transition("draining")
+        membership.start_draining()
         assert (await proxies[0].hear_ping("draining")).state == "draining"
 
 
@@ -122,15 +118,15 @@ async def test_an_agent_is_released_once_every_proxy_that_lives_has_nothing_for_
         proxies.extend(Proxy(context) for _ in range(3))
         return [*(proxy.address for proxy in proxies), "127.0.0.1:9"]
 
-    async with announced(make) as (lifecycle, announcer, _):
+    async with announced(make) as (membership, _):
         for proxy in proxies:
             ping = await proxy.hear_ping()
             await proxy.say(Ack(proxy="p", index=ping.index, in_flight=0, versions=VERSIONS))
             while (await proxy.hear_ping()).v != VERSIONS[1]:
                 continue  # the ack has not been read yet
-        lifecycle.transition("ready")
-        waiting = asyncio.ensure_future(announcer.wait_released())
-        lifecycle.transition("draining")
+        membership.become_ready()
+        waiting = asyncio.ensure_future(membership.wait_released())
+        membership.start_draining()
         # The third says nothing any more.
         tells, is_older = proxies[:2]
         index = (await tells.hear_ping("draining")).index
@@ -156,13 +152,13 @@ async def test_a_proxy_that_comes_back_is_found_again_and_reads_no_old_news() ->
         proxies.append(Proxy(context))
         return [proxies[0].address, "127.0.0.1:9"]  # nobody listens on discard; that proxy costs nothing
 
-    async with announced(make) as (lifecycle, _, context):
+    async with announced(make) as (membership, context):
         last = (await proxies[0].hear_ping()).index
         port = int(proxies[0].address.rpartition(":")[2])
         proxies[0].close()
         await asyncio.sleep(0.2)  # some pings find nobody
         again = Proxy(context, port)
-        lifecycle.transition("ready")
+        membership.become_ready()
         ping = await again.hear_ping()
         assert ping.index > last
         assert ping.state == "ready"
@@ -189,11 +185,11 @@ async def test_pings_go_out_while_the_event_loop_is_busy() -> None:
     proxy.start()
     try:
         bound.wait(DEADLINE_S)
-        async with announced(lambda _: address) as (_, announcer, _):
+        async with announced(lambda _: address) as (membership, _):
             while not received:
                 await asyncio.sleep(0.01)
             busy_from = time.monotonic()
-            announcer._loop_due_at = busy_from - 100
+            membership._announcer._loop_due_at = busy_from - 100
             while sum(at > busy_from + PING_INTERVAL_S for at, _ in received) < 3:
                 assert time.monotonic() < busy_from + DEADLINE_S
                 time.sleep(0.01)  # noqa: ASYNC251 (this is what a busy loop is)
@@ -234,9 +230,9 @@ async def test_a_proxy_may_ask_the_agent_to_drain() -> None:
         proxies.append(Proxy(context))
         return [proxies[0].address]
 
-    async with announced(make) as (_, announcer, _):
+    async with announced(make) as (membership, _):
         asked = asyncio.Event()
-        announcer._drain = asked.set
+        membership._announcer._drain = asked.set
         ping = await proxies[0].hear_ping()
         await proxies[0].say(Ack(proxy="p", index=ping.index))
         await proxies[0].hear_ping()
@@ -268,15 +264,15 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
         proxies.append(Proxy(context))
         return [proxies[0].address]
 
-    async with announced(make) as (lifecycle, _, _):
+    async with announced(make) as (membership, _):
         await proxies[0].hear_ping()
         for answer in (b"\xc1", Rejected(reason="no such model"), Rejected(reason="no such model")):
             await proxies[0].say(answer)
-        lifecycle.transition("ready")
+        membership.become_ready()
         await proxies[0].hear_ping("ready")
         await proxies[0].say(Ack(proxy="p1", index=1))
         await proxies[0].hear_ping()
-        lifecycle.transition("draining")
+        membership.start_draining()
         await proxies[0].hear_ping("draining")
     told = [
         record.message.partition(": ")[2]
@@ -302,16 +298,6 @@ async def test_another_cluster_key_is_logged(tmp_path: Path, caplog: pytest.LogC
         while f"proxy 127.0.0.1:{port}: unreachable, or it has another cluster key" not in caplog.text:
             await asyncio.sleep(0.01)
     context.destroy(linger=0)
-
-
-def test_states_only_go_forward() -> None:
-    lifecycle = Lifecycle()
-    lifecycle.transition("ready")
-    with pytest.raises(IllegalTransition):
-        lifecycle.transition("starting")
-    lifecycle.transition("draining")
-    with pytest.raises(IllegalTransition):
-        lifecycle.transition("ready")
 
 
 def test_the_host_id_is_the_same_for_all_processes_of_a_boot() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM server's announcement: it drains when a proxy or the process that started it asks for that."""
+"""A server that announces itself from its engine drains when a proxy or its starter asks for that."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.agent.vllm.announcement import Announcement, Server
-from kvferry.agent.vllm.settings import DRAIN, DRAINED, ConnectorSettings
+from kvferry.agent.announce.drain_socket import DRAIN, DRAINED
+from kvferry.agent.announce.embedded import Announcement, Server
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import ROLES, Node
 from kvferry.proxy.fleet.transfer_totals import TransferTotals
@@ -23,6 +23,7 @@ from tests.unit.transfer.rig import GEOMETRY
 
 DEADLINE_S = 20.0
 SERVER = Server(
+    dialect="vllm-kvferry", address="http://127.0.0.1:9", host="127.0.0.1", api=("127.0.0.1", 9),
     role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
     geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4,
 )  # fmt: skip
@@ -76,12 +77,13 @@ async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
         await asyncio.start_unix_server(serve, tmp_path / "drain"),
         asyncio.TaskGroup() as tasks,
     ):
-        settings = ConnectorSettings(
-            advertise_url="http://127.0.0.1:9",
-            proxy=(f"127.0.0.1:{proxy.discovery_port}",),
+        announcement = Announcement(
+            SERVER,
+            work,
+            lambda: 8,
+            proxies=(f"127.0.0.1:{proxy.discovery_port}",),
             drain_socket=str(tmp_path / "drain"),
         )
-        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
         await connected.wait()
@@ -106,10 +108,8 @@ async def test_a_server_that_nobody_ends_goes_on_when_it_has_drained() -> None:
         running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy,
         asyncio.TaskGroup() as tasks,
     ):
-        settings = ConnectorSettings(
-            advertise_url="http://127.0.0.1:9", proxy=(f"127.0.0.1:{proxy.discovery_port}",)
-        )
-        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
+        proxies = (f"127.0.0.1:{proxy.discovery_port}",)
+        announcement = Announcement(SERVER, work, lambda: 8, proxies=proxies)
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy) and nodes(proxy)[0].info.v == 3)
         assert proxy.fleet.end(Incarnation("i"))
@@ -127,8 +127,7 @@ async def test_what_the_server_has_pulled_is_added_up_by_the_proxy() -> None:
         totals = TransferTotals(proxy.fleet.clock)
         proxy.fleet.registry.subscribe(totals.note)
         proxies = (f"127.0.0.1:{proxy.discovery_port}",)
-        settings = ConnectorSettings(advertise_url="http://127.0.0.1:9", proxy=proxies)
-        announcement = Announcement(settings, None, SERVER, work, lambda: 8)
+        announcement = Announcement(SERVER, work, lambda: 8, proxies=proxies)
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy) and nodes(proxy)[0].info.work == work.work)
         work.work = WorkReport(pull_bytes=1_000_007, failures={"deadline": 1})
