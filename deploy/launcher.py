@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ import msgspec
 
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.common.addresses import WILDCARDS
-from kvferry.common.child_process import die_with_parent
+from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of
 
 Role = Literal["prefill", "decode", "both"]
@@ -183,12 +182,13 @@ def _error_of(line: str) -> str:
 class Process:
     """One started process. `listening`: the addresses that it printed when it was ready to accept."""
 
-    name: str
-    process: asyncio.subprocess.Process
+    process: ChildProcess
     log: RunLog
     listening: dict[str, Any] = field(default_factory=dict)
-    is_asked: bool = False
-    """Whether it was asked to end. A second signal would make it end at once."""
+
+    @property
+    def name(self) -> str:
+        return self.process.name
 
     @property
     def pid(self) -> int:
@@ -224,7 +224,6 @@ class Process:
             raise
 
     async def _first_line(self, progress: Callable[[str], None]) -> bytes:
-        assert self.process.stdout is not None
         reading = asyncio.ensure_future(self.process.stdout.readline())
         began = asyncio.get_running_loop().time()
         try:
@@ -236,24 +235,9 @@ class Process:
         finally:
             reading.cancel()
 
-    def terminate(self, signum: signal.Signals = signal.SIGTERM) -> None:
-        """Ask it to end, once, if it has not ended; `stop` waits for it."""
-        if self.process.returncode is None and not self.is_asked:
-            self.is_asked = True
-            # Not by `send_signal`: of one that has just ended, it would take the status before asyncio does.
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signum)
-
     async def stop(self, grace_s: float = STOP_GRACE_S, signum: signal.Signals = signal.SIGTERM) -> None:
         """Ask it to end, and kill it after `grace_s`. Returns once it is reaped."""
-        self.terminate(signum)
-        if self.process.returncode is None:
-            try:
-                await asyncio.wait_for(self.process.wait(), grace_s)
-            except TimeoutError:
-                self.process.kill()
-                await self.process.wait()
-        assert self.process.stdout is not None
+        await self.process.stop(grace_s, signum)
         await asyncio.wait_for(self.process.stdout.read(), PIPE_CLOSE_S)
 
 
@@ -271,22 +255,18 @@ async def start_process(
     Raises `LaunchError` when it ends or prints nothing in time.
     """
     path = log_dir / f"{name}.log"
-    parent = os.getpid()
     with _open_log(path) as stderr:
         log = LogFile(path, stderr.seek(0, os.SEEK_END))
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
+        child = await ChildProcess.start(
+            argv,
+            name,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, **environment},
-            limit=LISTENING_LINE_LIMIT,
-            # Ctrl-C must reach the launcher alone: it stops its children in order.
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+            environment=environment,
+            max_line_bytes=LISTENING_LINE_LIMIT,
+            ends_with_us=signal.SIGTERM,
         )
-    process = Process(name, child, log)
+    process = Process(child, log)
     await process.wait_listening(timeout_s, progress)
     return process
 
@@ -344,7 +324,7 @@ class Cluster:
 
     async def __aexit__(self, *_: object) -> None:
         for agent in self.agents.values():
-            agent.terminate(signal.SIGINT)  # all at once; the proxy is stopped after them
+            agent.process.ask_to_end(signal.SIGINT)  # all at once; the proxy is stopped after them
         await self._stack.aclose()
 
     @property

@@ -186,7 +186,7 @@ class _Agent:
             "curve_secret": None if self._key is None else self._key.secret.decode(),
         }
         argv = ("-m", engine_module, "--run-dir", str(self._run_dir))
-        child = await ChildProcess.start(argv, msgspec.json.encode(stdin), "engine")
+        child = await ChildProcess.start(argv, "engine", stdin=msgspec.json.encode(stdin))
         log.info("engine process %d started; waiting for it to load %s", child.pid, self._config.model)
         try:
             async with asyncio.TaskGroup() as tasks:

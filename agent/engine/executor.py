@@ -80,7 +80,7 @@ class Executor:
                 "--rank",
                 str(rank),
             ]
-            self._children.append(await ChildProcess.start(argv, stdin, f"rank {rank}"))
+            self._children.append(await ChildProcess.start(argv, f"rank {rank}", stdin=stdin))
         watch = asyncio.ensure_future(self.watch())
         ready = asyncio.ensure_future(self._all_ready())
         try:

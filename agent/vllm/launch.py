@@ -18,9 +18,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import aiohttp
@@ -31,7 +30,7 @@ from kvferry.agent.config import BUNDLED_MODELS, Role
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.settings import NotServed, check_version, read_settings
 from kvferry.common.addresses import host_port
-from kvferry.common.child_process import end_with_parent
+from kvferry.common.child_process import ChildProcess
 from kvferry.common.options import exit_with, parse_flags, take_option
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import LogFormat, configure_logging
@@ -275,16 +274,16 @@ def _port_kept(host: str, port: int) -> Iterator[int]:
 
 
 async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Drainer, stop: StopRequest) -> int:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
+    python, *words = command
+    process = await ChildProcess.start(
+        words,
+        "vLLM",
+        python=python,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=partial(end_with_parent, signal.SIGKILL),
+        ends_with_us=signal.SIGKILL,
     )
     log.info("vLLM is process %d; it loads %s", process.pid, config.model)
-    assert process.stdout is not None
     output = ServerLog()
     relaying = asyncio.ensure_future(output.relay(process.stdout))
     try:
@@ -306,7 +305,7 @@ async def _run(config: VllmEngineConfig, command: Sequence[str], drainer: Draine
         log.error("vLLM ended with status %s: %s", process.returncode, output.reason())
         return 1
     finally:
-        await _end(process)
+        await process.stop(_STOP_S, with_group=True)  # nothing of it is left
         relaying.cancel()
 
 
@@ -356,18 +355,6 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, then SIGKILL to all that it has started; nothing of it is left."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
 
 
 def main(argv: Sequence[str]) -> int:

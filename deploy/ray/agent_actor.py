@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import os
 import secrets
 import signal
 import sys
@@ -19,6 +18,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from kvferry.common.child_process import ChildProcess
 from kvferry.common.state_machine import transition, transitions
 from kvferry.deploy.launcher import PIPE_CLOSE_S, AgentSpec, Backoff, LaunchError, Process, agent_words
 
@@ -195,19 +195,16 @@ class AgentActor:
     async def _started(self) -> AsyncIterator[Process]:
         """A process of the agent that listens. Raises `LaunchError`, and OSError if none can be made."""
         order = self._order
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvferry.deploy.ray.child", str(os.getpid())),
-            *agent_words(order.agent, order.model, self._node, order.proxy),
-            stdin=asyncio.subprocess.DEVNULL,
+        words = agent_words(order.agent, order.model, self._node, order.proxy)
+        child = await ChildProcess.start(
+            ("-m", "kvferry.deploy.ray.child", *words),
+            order.agent.name,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **order.agent.environment},
-            limit=MAX_LINE_BYTES,
-            # Signals for Ray's worker must not reach the agent.
-            start_new_session=True,
+            environment=order.agent.environment,
+            max_line_bytes=MAX_LINE_BYTES,
         )
-        assert child.stderr is not None
-        process = Process(order.agent.name, child, self._log)
+        process = Process(child, self._log)
         relaying = asyncio.ensure_future(self._log.relay(child.stderr))
         try:
             await process.wait_listening(order.agent.listening_timeout_s)

@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvferry.common.child_process import ChildProcess
 from kvferry.common.stop import StopRequest
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.discovery.discovery import Discovery
@@ -315,12 +315,10 @@ class Supervisor:
         """Run one worker to its end; return its exit status (negative: the signal that killed it)."""
         ours, theirs = socket.socketpair()
         with theirs:
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvferry.proxy.workers.worker", str(theirs.fileno())),
+            child = await ChildProcess.start(
+                ("-m", "kvferry.proxy.workers.worker", str(theirs.fileno())),
+                "worker",
                 pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,  # stdout is for the line that says where the proxy listens
-                start_new_session=True,
             )
         try:
             channel: WorkerChannel = await ProcessChannel.open(ours, ToSupervisor)
@@ -334,7 +332,7 @@ class Supervisor:
             finally:
                 self._forget(worker)
         finally:
-            await _reap(child)
+            await child.stop(END_TIMEOUT_S, None)  # its channel is closed
         assert child.returncode is not None
         return child.returncode
 
@@ -566,13 +564,3 @@ def _merged(node: Node, statuses: Sequence[AgentStatus]) -> Node:
         found = [each.state for each in statuses if each.state in _STATES]
         state = max(found, key=_STATES.index, default=state)
     return replace(node, state=state, breaker=breaker)
-
-
-async def _reap(child: asyncio.subprocess.Process) -> None:
-    """Wait for a process whose channel is closed, and kill it when it does not exit."""
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await child.wait()
-    except TimeoutError:
-        child.kill()
-        await child.wait()

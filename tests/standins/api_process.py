@@ -51,7 +51,7 @@ class StandInApi:
         self._to_engine.connect(f"ipc://{self.run_dir}/to-engine")
         boot = msgspec.json.encode(Boot(config=self.config, incarnation=secrets.token_hex(8)))
         argv = ["-m", "kvferry.agent.engine.process", "--run-dir", str(self.run_dir)]
-        self.engine = await ChildProcess.start(argv, boot, "engine")
+        self.engine = await ChildProcess.start(argv, "engine", stdin=boot)
         self._reader = asyncio.ensure_future(self._read())
         try:
             await self._until_ready()

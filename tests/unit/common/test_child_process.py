@@ -59,7 +59,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
     code = (
         "import asyncio; from kvferry.common.child_process import ChildProcess\n"
         "async def main():\n"
-        f"    await (await ChildProcess.start(['-c', {grandchild!r}], b'', 'late')).wait()\n"
+        f"    await (await ChildProcess.start(['-c', {grandchild!r}], 'late')).wait()\n"
         "asyncio.run(main())"
     )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
@@ -81,13 +81,15 @@ def test_a_parent_that_is_gone_already_is_an_error() -> None:
 
 
 async def test_a_child_reads_its_stdin_and_reports_its_status() -> None:
-    child = await ChildProcess.start(["-c", "import sys; sys.exit(len(sys.stdin.read()))"], b"x" * 7, "seven")
+    child = await ChildProcess.start(
+        ["-c", "import sys; sys.exit(len(sys.stdin.read()))"], "seven", stdin=b"x" * 7
+    )
     assert await child.wait() == 7
     await child.stop(1.0)  # nothing left to do
 
 
 async def test_a_child_that_ends_before_it_has_read_its_stdin_shows_in_wait_only() -> None:
-    child = await ChildProcess.start(["-c", "raise SystemExit(5)"], b"x" * 4_000_000, "deaf")
+    child = await ChildProcess.start(["-c", "raise SystemExit(5)"], "deaf", stdin=b"x" * 4_000_000)
     assert await child.wait() == 5
 
 
@@ -99,10 +101,80 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path({str(deaf)!r}).touch()
 time.sleep(60)
 """
-    child = await ChildProcess.start(["-c", code], b"", "stubborn")
+    child = await ChildProcess.start(["-c", code], "stubborn")
     async with asyncio.timeout(20):
         while not deaf.exists():
             await asyncio.sleep(0.01)
     await child.stop(0.2)
     assert child.returncode == -signal.SIGKILL
     assert not psutil.pid_exists(child.pid)
+
+
+async def test_a_child_that_knows_already_is_given_its_time_and_no_signal() -> None:
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); time.sleep(0.5)"
+    child = await ChildProcess.start(["-c", code], "leaving")
+    await child.stop(20.0, None)
+    assert child.returncode == 0
+
+
+async def test_a_child_is_asked_once_however_often_it_is_to_end() -> None:
+    """Our own processes take a second signal as: at once."""
+    code = """
+import signal, sys, time
+def asked(*_):
+    print("asked", flush=True)
+    time.sleep(0.3)
+    sys.exit(7)
+signal.signal(signal.SIGINT, asked)
+print("listening", flush=True)
+time.sleep(60)
+"""
+    child = await ChildProcess.start(["-c", code], "asked", stdout=asyncio.subprocess.PIPE)
+    assert await child.stdout.readline() == b"listening\n"
+    child.ask_to_end(signal.SIGINT)
+    await child.stop(20.0, signal.SIGINT)
+    assert child.returncode == 7
+    assert await child.stdout.read() == b"asked\n"
+
+
+async def test_what_a_child_has_left_behind_is_ended_with_its_group() -> None:
+    """A child that has ended by itself, too."""
+    code = (
+        "import subprocess, sys; "
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(left.pid, flush=True)"
+    )
+    child = await ChildProcess.start(["-c", code], "parent", stdout=asyncio.subprocess.PIPE)
+    left = int(await child.stdout.readline())
+    async with asyncio.timeout(20):
+        while child.returncode is None:  # `wait` would wait for the pipe, too
+            await asyncio.sleep(0.01)
+    assert psutil.pid_exists(left)
+    await child.stop(0.0, with_group=True)
+    await wait_gone(left, 20.0)
+
+
+async def test_a_child_that_runs_nothing_of_ours_is_ended_with_us_too() -> None:
+    """And what it starts asks for its own parent: the variable by which ours do is not passed on."""
+    waits = (
+        "import os, time; "
+        "print(os.getpid(), os.environ.get('KVFERRY_PARENT_PID'), flush=True); time.sleep(60)"
+    )
+    code = f"""
+import asyncio, signal
+from kvferry.common.child_process import ChildProcess
+async def main():
+    child = await ChildProcess.start(
+        ["-c", {waits!r}], "stranger", stdout=asyncio.subprocess.PIPE, ends_with_us=signal.SIGKILL
+    )
+    print((await child.stdout.readline()).decode(), end="", flush=True)
+    await child.wait()
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pid, variable = (await parent.stdout.readline()).split()
+    parent.kill()
+    await parent.wait()
+    await wait_gone(int(pid), 20.0)
+    assert variable == b"None"

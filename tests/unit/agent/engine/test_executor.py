@@ -56,7 +56,7 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """An executor of two ranks, and those."""
     ranks: list[StandInRank] = []
 
-    async def start(argv: list[str], stdin: bytes, name: str) -> StandInRank:
+    async def start(argv: list[str], name: str, *, stdin: bytes) -> StandInRank:
         ranks.append(rank := StandInRank(tmp_path, int(argv[-1])))
         rank.say(
             RankReady(
