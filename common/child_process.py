@@ -76,8 +76,8 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start this interpreter, or `python`, with `argv` (say `-m kvferry.agent.engine.process`).
 
-        It is fed `stdin`, then EOF. The child gets a session of its own, so that Ctrl-C in a terminal reaches only the process that
-        handles it. A child that ends before it has read everything shows in `wait()`.
+        It is fed `stdin`, then EOF. The child gets a session of its own, so that Ctrl-C in a terminal reaches
+        only the process that handles it. A child that ends before it has read everything shows in `wait()`.
 
         Args:
             stdout: Our stderr, unless given: our stdout is for the line that says where we listen, and

@@ -27,7 +27,13 @@ from rich.text import Text
 
 from kvferry.agent.cli import parse_config as parse_agent_config
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.vllm.launch import VLLM_START_S, CannotStart, VllmEngineConfig, choose_engine, look_at
+from kvferry.agent.vllm.launch import (
+    VLLM_START_S,
+    CannotStart,
+    VllmEngineConfig,
+    choose_engine,
+    inspect_environment,
+)
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import exit_with, parse_flags
@@ -300,7 +306,7 @@ def _vllm_servers(
 ) -> tuple[AgentSpec, ...]:
     """Raises `CannotStart`."""
     is_here = config.on == "local"
-    num_gpus = look_at(config.engine_python, count_gpus=True).gpus if is_here else 0
+    num_gpus = inspect_environment(config.engine_python, count_gpus=True).gpus if is_here else 0
     device = config.device or ("cuda" if num_gpus else "cpu")
     if is_here and (device == "cuda") != (num_gpus > 0):
         found = f"{num_gpus} GPUs" if num_gpus else "no GPU"

@@ -72,13 +72,15 @@ class SchedulerConnector:
         """
         self._producer.register(TransferId(transfer_id), block_ids, num_tokens, ids_hash, timeout_s)
 
-    def lend(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+    def grant_prefix(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str
+    ) -> bool:
         """Answer `LoanRequested` with a lease over blocks that are computed on every rank, or with no blocks.
 
         True if there is a lease: the blocks are pinned from now on, and `LeaseEnded` follows. `ids_hash` and
         `num_tokens` are sent to the reader.
         """
-        return self._producer.lend(TransferId(transfer_id), block_ids, num_tokens, ids_hash)
+        return self._producer.grant_prefix(TransferId(transfer_id), block_ids, num_tokens, ids_hash)
 
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
         """Make the first blocks readable: they are computed on every rank, device work included."""

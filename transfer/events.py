@@ -36,7 +36,7 @@ class LeaseEnded(msgspec.Struct, frozen=True, kw_only=True):
 class LoanRequested(msgspec.Struct, frozen=True, kw_only=True):
     """Producer: a peer asks for blocks of our prefix cache, by the hashes of a prompt's consecutive blocks.
 
-    To be answered by `SchedulerConnector.lend`, soon.
+    To be answered by `SchedulerConnector.grant_prefix`, soon.
     """
 
     transfer_id: str

@@ -99,13 +99,21 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"rank {rank} is outside a group of {tp_size}")
         if self.mla:
             return range(1)
-        if self.num_kv_heads % tp_size == 0:
-            share = self.num_kv_heads // tp_size
-            return range(rank * share, (rank + 1) * share)
-        if tp_size % self.num_kv_heads == 0:
-            head = rank // (tp_size // self.num_kv_heads)
-            return range(head, head + 1)
-        raise ValueError(f"{self.num_kv_heads} KV heads cannot be split over {tp_size} ranks")
+        return split_heads(self.num_kv_heads, tp_size, rank)
+
+
+def split_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
+    """The KV heads of a rank, by their number over all ranks: split evenly, or each held by several ranks.
+
+    Raises ValueError if that does not come out even.
+    """
+    if num_kv_heads % tp_size == 0:
+        share = num_kv_heads // tp_size
+        return range(rank * share, (rank + 1) * share)
+    if tp_size % num_kv_heads == 0:
+        head = rank // (tp_size // num_kv_heads)
+        return range(head, head + 1)
+    raise ValueError(f"{num_kv_heads} KV heads cannot be split over {tp_size} ranks")
 
 
 def differences(ours: KVGeometry, theirs: KVGeometry) -> list[tuple[str, str, str]]:

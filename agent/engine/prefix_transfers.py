@@ -91,7 +91,7 @@ class PrefixTransfers:
 
     # Lending.
 
-    def lend(self, event: LoanRequested, reserve: int) -> None:
+    def grant(self, event: LoanRequested, reserve: int) -> None:
         """Lease the blocks of the longest known run of these hashes, and say how many they are.
 
         Nothing is lent that would leave fewer than `reserve` blocks free for running sequences to grow into.
@@ -101,7 +101,7 @@ class PrefixTransfers:
             blocks = []
         ids_hash = event.hashes[len(blocks) - 1].hex() if blocks else ""
         num_tokens = len(blocks) * self._limits.block_size
-        if self._connector.lend(event.transfer_id, blocks, num_tokens, ids_hash):
+        if self._connector.grant_prefix(event.transfer_id, blocks, num_tokens, ids_hash):
             self._allocator.lease(blocks)
             self._lent[event.transfer_id] = blocks
 

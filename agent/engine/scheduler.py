@@ -216,7 +216,7 @@ class Scheduler:
             if request is not None:
                 self._fail(request, 409, "transfer_dropped", f"The KV transfer was {event.cause}.")
         elif isinstance(event, LoanRequested):
-            self._prefixes.lend(event, reserve=self._num_growing())
+            self._prefixes.grant(event, reserve=self._num_growing())
         elif isinstance(event, PullDone):
             self._prefix_ended(self._prefixes.arrived(event), now)
             self._pull_ended(self._transfers.pull_done(event), now)

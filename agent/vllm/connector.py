@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`KvferryConnector`: what vLLM loads. It has one instance in the scheduler's process and one in each rank's.
 
-Every hook is handed to that instance's half; nothing is decided here. Methods that only some versions of vLLM
+Every hook is handed to that instance's side; nothing is decided here. Methods that only some versions of vLLM
 call are there for all, and nothing optional is inherited (docs/engines/vllm.md).
 """
 
@@ -17,12 +17,13 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
+from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker, RankFacts
 from kvferry.agent.vllm.plane_thread import PlaneThread
-from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
 from kvferry.agent.vllm.settings import check_served, read_settings, release_of, role_of
-from kvferry.agent.vllm.startup import start_scheduler_half
+from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.agent.vllm.stats import TransferMetrics, TransferStats
-from kvferry.agent.vllm.worker_half import RankFacts, WorkerHalf, local_heads
+from kvferry.transfer.layout import split_heads
 
 _FAILED_BY_REQUEST = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
 """vLLM 0.30 and later; before, failures are reported by block."""
@@ -36,10 +37,10 @@ class RankHandshake(base.KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True)
-class StepMetadata(base.KVConnectorMetadata):
+class KvferryConnectorMetadata(base.KVConnectorMetadata):
     """From the scheduler to the ranks, with each step."""
 
-    verdicts: StepVerdicts
+    step: ConnectorMetadata
 
 
 class KvferryConnector(base.KVConnectorBase_V1):
@@ -56,19 +57,19 @@ class KvferryConnector(base.KVConnectorBase_V1):
         self._num_blocks = kv_cache_config.num_blocks
         self._block_pool: Any = None
         self._plane: PlaneThread | None = None
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        self._verdicts = StepVerdicts()
+        self._scheduler: KvferryConnectorScheduler | None = None
+        self._worker: KvferryConnectorWorker | None = None
+        self._step = ConnectorMetadata()
 
     # In a rank's process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank, ranks = get_tensor_model_parallel_rank(), self._config.parallel_config.tensor_parallel_size
-        self._worker = WorkerHalf(
+        self._worker = KvferryConnectorWorker(
             self._settings,
             kv_caches,
             rank=rank,
-            heads=local_heads(self._config.model_config.get_total_num_kv_heads(), ranks, rank),
+            heads=split_heads(self._config.model_config.get_total_num_kv_heads(), ranks, rank),
             num_blocks=self._num_blocks,
             block_size=self._config.cache_config.block_size,
         )
@@ -78,8 +79,8 @@ class KvferryConnector(base.KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, StepMetadata) and self._is_first_rank:
-            self._verdicts = connector_metadata.verdicts
+        if isinstance(connector_metadata, KvferryConnectorMetadata) and self._is_first_rank:
+            self._step = connector_metadata.step
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: transfers take no part in steps."""
@@ -96,22 +97,22 @@ class KvferryConnector(base.KVConnectorBase_V1):
         """Do nothing."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        verdicts = self._verdicts
+        step = self._step
         return base.KVConnectorTransferResults(
-            finished_sending=verdicts.sent,
-            finished_recving=verdicts.received,
-            failed_recving=verdicts.failed,
+            finished_sending=step.sent,
+            finished_recving=step.received,
+            failed_recving=step.failed,
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._verdicts.sent or None, self._verdicts.received or None
+        return self._step.sent or None, self._step.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if _FAILED_BY_REQUEST else self._verdicts.failed_blocks
+        return set() if _FAILED_BY_REQUEST else self._step.failed_blocks
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        self._verdicts = StepVerdicts()
+        self._step = ConnectorMetadata()
 
     @property
     def _is_first_rank(self) -> bool:
@@ -122,7 +123,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, base.KVConnectorHandshakeMetadata]) -> None:
         """Start the plane: the ranks are known now. Waits until each has reported."""
         ranks = [metadata[rank] for rank in range(self._config.parallel_config.tensor_parallel_size)]
-        self._plane, self._scheduler = start_scheduler_half(
+        self._plane, self._scheduler = start_connector_scheduler(
             self._settings,
             self._config,
             self._serving_role,
@@ -135,24 +136,26 @@ class KvferryConnector(base.KVConnectorBase_V1):
         self._block_pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        self._half.on_new_request(request)
+        self._started.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._half.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._started.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._half.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._started.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        self._half.scheduled(scheduler_output.num_scheduled_tokens)
-        return StepMetadata(self._half.take_verdicts(len(scheduler_output.num_scheduled_tokens)))
+    def build_connector_meta(self, scheduler_output: Any) -> KvferryConnectorMetadata:
+        self._started.scheduled(scheduler_output.num_scheduled_tokens)
+        return KvferryConnectorMetadata(
+            self._started.build_metadata(len(scheduler_output.num_scheduled_tokens))
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Add to a step's report what has been proven since it was made."""
-        connector_output.finished_recving = self._half.add_proven(connector_output.finished_recving)
+        connector_output.finished_recving = self._started.add_proven(connector_output.finished_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._half.request_finished(request, block_ids)
+        return self._started.request_finished(request, block_ids)
 
     def get_finished_count(self) -> int:
         """One: what rank 0 reports holds for all ranks, for the plane has heard all of them (I6)."""
@@ -163,7 +166,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
         return (0,)
 
     def reset_cache(self) -> bool | None:
-        self._half.reset()
+        self._started.reset()
         return True
 
     def get_kv_connector_stats(self) -> TransferStats | None:
@@ -186,7 +189,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def _half(self) -> SchedulerHalf:
+    def _started(self) -> KvferryConnectorScheduler:
         if self._scheduler is None:
             raise RuntimeError("the ranks have not reported to the transfer plane")
         return self._scheduler

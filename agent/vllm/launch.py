@@ -41,12 +41,12 @@ _PROGRESS_S = 10.0
 _STOP_S = 30.0
 VLLM_START_S = 1800.0
 """How long vLLM may take until it serves: it downloads, loads and compiles."""
-_LOOK_S = 120.0
+_INSPECT_S = 120.0
 _LAST_LINES_S = 1.0
 _READ_BYTES = 65_536
 _KEPT_BYTES = 262_144
 _EXCEPTION = re.compile(r"\b(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception)|NotServed): .*")
-_LOOK = """
+_INSPECT_SCRIPT = """
 import importlib.metadata, importlib.util, json, sys
 needed = ("vllm", "kvferry", "msgpack", "zmq", "msgspec")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -86,14 +86,14 @@ class VllmEnvironment:
     gpus: int
 
 
-def look_at(python: str, *, count_gpus: bool = False) -> VllmEnvironment:
+def inspect_environment(python: str, *, count_gpus: bool = False) -> VllmEnvironment:
     """Have a Python say what its environment has. Takes a second, and some more where it counts GPUs.
 
     Raises `CannotStart` that names what is missing, or that this version of vLLM is not served.
     """
-    argv = [python, "-c", _LOOK, *(["gpus"] if count_gpus else [])]
+    argv = [python, "-c", _INSPECT_SCRIPT, *(["gpus"] if count_gpus else [])]
     try:
-        looked = subprocess.run(argv, capture_output=True, timeout=_LOOK_S, check=False)
+        looked = subprocess.run(argv, capture_output=True, timeout=_INSPECT_S, check=False)
         missing, version, gpus = json.loads(looked.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise CannotStart(f"{python} is no Python that runs: {error}") from error
@@ -114,7 +114,7 @@ def look_at(python: str, *, count_gpus: bool = False) -> VllmEnvironment:
 def choose_engine(python: str) -> tuple[Literal["kvferry", "vllm"], str]:
     """Return what `--engine auto` stands for here, and why: vLLM where it is installed and has a GPU."""
     try:
-        found = look_at(python, count_gpus=True)
+        found = inspect_environment(python, count_gpus=True)
     except CannotStart as error:
         return "kvferry", str(error)
     if not found.gpus:
@@ -250,7 +250,7 @@ async def run(config: VllmEngineConfig, rest: Sequence[str]) -> int:
     """
     stop = StopRequest(config.drain_s)
     stop.on_signals()
-    await asyncio.to_thread(look_at, config.engine_python)
+    await asyncio.to_thread(inspect_environment, config.engine_python)
     with private_run_dir() as run_dir, _port_kept(config.host, config.port) as port:
         config, drainer = replace(config, port=port), Drainer(stop)
         async with drainer.listening(run_dir / "drain"):

@@ -97,7 +97,7 @@ class PlaneThread:
 
     # Producer.
 
-    def lend(
+    def register_lease(
         self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None:
         """Lease a prompt's blocks, which are computed on every rank, for at most `limit_s` seconds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the scheduler's half once every rank is known."""
+"""Starts the plane and the connector's scheduler side once every rank is known."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from kvferry.agent.announce.embedded import Announcement, Server
 from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler
+from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
-from kvferry.agent.vllm.scheduler_half import SchedulerHalf
 from kvferry.agent.vllm.settings import ConnectorSettings
-from kvferry.agent.vllm.worker_half import RankFacts
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
@@ -25,7 +25,7 @@ _START_S = 60.0
 _DIALECT = "vllm-kvferry"
 
 
-def start_scheduler_half(
+def start_connector_scheduler(
     settings: ConnectorSettings,
     config: Any,
     role: Role,
@@ -33,7 +33,7 @@ def start_scheduler_half(
     *,
     version: str,
     free_blocks: Callable[[], int],
-) -> tuple[PlaneThread, SchedulerHalf]:
+) -> tuple[PlaneThread, KvferryConnectorScheduler]:
     """Start the plane, and announce the server where proxies are named. Waits for the ranks.
 
     Args:
@@ -86,7 +86,7 @@ def start_scheduler_half(
         curve_secret=None if key is None else key.secret.decode(),
     )
     plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=api_process())
-    half = SchedulerHalf(
+    scheduler = KvferryConnectorScheduler(
         plane,
         incarnation=server.incarnation,
         host=settings.advertised_host,
@@ -104,12 +104,17 @@ def start_scheduler_half(
     )
     if settings.proxy:
         announcement = Announcement(
-            server, half, free_blocks, proxies=settings.proxy, key=key, drain_socket=settings.drain_socket
+            server,
+            scheduler,
+            free_blocks,
+            proxies=settings.proxy,
+            key=key,
+            drain_socket=settings.drain_socket,
         )
         plane.start(announcement.run)
     else:
         plane.start()
-    return plane, half
+    return plane, scheduler
 
 
 def served_name(model_config: Any) -> str:

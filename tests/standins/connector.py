@@ -73,7 +73,9 @@ class StandInConnector:
         self.leases[transfer_id] = 0
         self.lease_blocks[transfer_id] = tuple(block_ids)
 
-    def lend(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+    def grant_prefix(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str
+    ) -> bool:
         assert bool(block_ids) == bool(num_tokens) == bool(ids_hash)
         self.loans[transfer_id] = (num_tokens, tuple(block_ids), ids_hash)
         if not block_ids or transfer_id in self._used:

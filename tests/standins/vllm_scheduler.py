@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's scheduler as a connector's scheduler half meets it (vLLM 0.32.0, read and tried).
+"""A stand-in for vLLM's scheduler as a connector's scheduler side meets it (vLLM 0.32.0, read and tried).
 
-It keeps requests and blocks, calls the hooks in vLLM's order, and acts on each step's verdicts as vLLM does
+It keeps requests and blocks, calls the hooks in vLLM's order, and acts on each step's metadata as vLLM does
 with rank 0's report. What would end vLLM's engine, leak a block or free one twice is an AssertionError here.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvferry.agent.vllm.scheduler_half import SchedulerHalf, StepVerdicts
+from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
 
 
 class Status(enum.Enum):
@@ -63,8 +63,10 @@ class VllmRequest:
 class VllmScheduler:
     """Call `step` until nothing changes. `fails`: the policy for loads that failed is "fail"."""
 
-    def __init__(self, half: SchedulerHalf, num_blocks: int, block_size: int, *, fails: bool = False) -> None:
-        self._half = half
+    def __init__(
+        self, scheduler: KvferryConnectorScheduler, num_blocks: int, block_size: int, *, fails: bool = False
+    ) -> None:
+        self._scheduler = scheduler
         self.while_it_runs: Callable[[], object] = lambda: None
         """What happens elsewhere between a step's scheduling and its report."""
         self._block_size = block_size
@@ -79,25 +81,27 @@ class VllmScheduler:
 
     def add(self, request: VllmRequest) -> VllmRequest:
         self.requests[request.request_id] = request
-        self._half.on_new_request(request)
+        self._scheduler.on_new_request(request)
         self._waiting.append(request)
         return request
 
-    def step(self) -> StepVerdicts:
+    def step(self) -> ConnectorMetadata:
         """Schedule what can be, run it, and act on the report."""
         for request in list(self._waiting):
             self._schedule(request)
         tokens = self._tokens()
-        self._half.scheduled(tokens)
-        verdicts = self._half.take_verdicts(len(tokens))
+        self._scheduler.scheduled(tokens)
+        metadata = self._scheduler.build_metadata(len(tokens))
         for request_id, count in tokens.items():
             self.requests[request_id].num_computed_tokens += count
         self.while_it_runs()
-        report = replace(verdicts, received=set(verdicts.received))
-        if tokens or verdicts != StepVerdicts():  # else the report is empty: the connector does not see it
-            report.received = self._half.add_proven(report.received or None) or set()
+        report = replace(metadata, received=set(metadata.received))
+        if (
+            tokens or metadata != ConnectorMetadata()
+        ):  # else the report is empty: the connector does not see it
+            report.received = self._scheduler.add_proven(report.received or None) or set()
         self._act(report)
-        return verdicts
+        return metadata
 
     def finish(self, request: VllmRequest, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:
         """End a request, by itself or from outside."""
@@ -110,7 +114,7 @@ class VllmScheduler:
             request.ended_in_transfer = delayed
             self._received.discard(request.request_id)
         request.status = status
-        must_stay, request.params = self._half.request_finished(request, request.blocks)
+        must_stay, request.params = self._scheduler.request_finished(request, request.blocks)
         request.is_delayed = must_stay or delayed
         if not request.is_delayed:
             self._free(request)
@@ -139,7 +143,7 @@ class VllmScheduler:
                 return
         external, loads = 0, False
         if request.num_computed_tokens == 0:
-            external_or_later, loads = self._half.get_num_new_matched_tokens(request, request.cached)
+            external_or_later, loads = self._scheduler.get_num_new_matched_tokens(request, request.cached)
             if external_or_later is None:
                 return
             external = external_or_later
@@ -150,7 +154,7 @@ class VllmScheduler:
             if count > len(self.free):
                 return
             request.blocks = [self.free.pop() for _ in range(count)]
-        self._half.update_state_after_alloc(request, request.blocks, external)
+        self._scheduler.update_state_after_alloc(request, request.blocks, external)
         if loads:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             request.num_computed_tokens = request.cached + external
@@ -174,14 +178,14 @@ class VllmScheduler:
             request.loaded = True
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids) - 1)
 
-    def _act(self, verdicts: StepVerdicts) -> None:
-        assert verdicts.failed <= verdicts.received, "a failed request is received too"
-        failed = [self.requests[request_id] for request_id in verdicts.failed]
+    def _act(self, metadata: ConnectorMetadata) -> None:
+        assert metadata.failed <= metadata.received, "a failed request is received too"
+        failed = [self.requests[request_id] for request_id in metadata.failed]
         theirs = {block for request in failed for block in request.blocks}
-        assert verdicts.failed_blocks <= theirs, "another request's blocks"
+        assert metadata.failed_blocks <= theirs, "another request's blocks"
         for request in failed:
             request.failed = request.status is Status.WAITING_FOR_REMOTE_KVS
-        for request_id in verdicts.received:
+        for request_id in metadata.received:
             assert request_id in self.requests, "vLLM's engine ends"
             request = self.requests[request_id]
             assert request_id not in self._received, "reported twice"
@@ -192,7 +196,7 @@ class VllmScheduler:
             else:
                 assert request.ended_in_transfer, "it does not wait for a load"
                 self._free(request)
-        for request_id in verdicts.sent:
+        for request_id in metadata.sent:
             assert request_id in self.requests, "vLLM's engine ends"
             request = self.requests[request_id]
             assert request.is_delayed and not request.ended_in_transfer, "its blocks are not the connector's"

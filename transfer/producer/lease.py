@@ -240,7 +240,7 @@ class LeaseTable:
             return self._end(lease, LeaseState.DROPPED)
         return []
 
-    def lend(
+    def grant_prefix(
         self,
         now: float,
         transfer_id: TransferId,

@@ -110,7 +110,9 @@ class Producer:
             self._publisher.register(transfer_id, block_ids)
         self._perform(effects)
 
-    def lend(self, transfer_id: TransferId, block_ids: Sequence[int], num_tokens: int, ids_hash: str) -> bool:
+    def grant_prefix(
+        self, transfer_id: TransferId, block_ids: Sequence[int], num_tokens: int, ids_hash: str
+    ) -> bool:
         request = self._loan_requests.pop(transfer_id, None)
         if request is None:
             return False
@@ -128,7 +130,7 @@ class Producer:
     ) -> bool:
         now = time.monotonic()
         try:
-            effects = self._table.lend(
+            effects = self._table.grant_prefix(
                 now, transfer_id, request.consumer, block_ids, num_tokens, ids_hash, request.limit_s
             )
         except DuplicateTransfer:

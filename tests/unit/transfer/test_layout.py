@@ -4,7 +4,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.transfer.layout import KVGeometry, SpanTable, check_bounds, differences, merge_spans
+from kvferry.transfer.layout import (
+    KVGeometry,
+    SpanTable,
+    check_bounds,
+    differences,
+    merge_spans,
+    split_heads,
+)
 from tests.unit.transfer.plans import plan_spans
 
 GQA = KVGeometry(num_layers=3, num_kv_heads=4, head_dim=2, dtype="float32", block_size=2, rope="default")
@@ -122,6 +129,14 @@ def test_lists_of_unequal_length_are_an_error() -> None:
 def test_a_split_that_does_not_come_out_even_is_an_error(tp_size: int, rank: int) -> None:
     with pytest.raises(ValueError):
         GQA.local_heads(tp_size, rank)
+
+
+def test_heads_are_split_evenly_or_held_by_several_ranks() -> None:
+    """As vLLM splits them."""
+    assert [split_heads(8, 2, rank) for rank in range(2)] == [range(4), range(4, 8)]
+    assert [split_heads(2, 4, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
+    with pytest.raises(ValueError, match="4 KV heads cannot be split over 3 ranks"):
+        split_heads(4, 3, 0)
 
 
 def test_merging_needs_both_sides_adjacent() -> None:

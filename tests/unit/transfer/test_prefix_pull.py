@@ -25,7 +25,7 @@ async def answer(lender: Agent, blocks: list[int]) -> LoanRequested:
     asked: LoanRequested = await lender.event(LoanRequested)
     ids_hash = asked.hashes[len(blocks) - 1].hex() if blocks else ""
     tokens = len(blocks) * GEOMETRY.block_size
-    assert lender.plane.lend(asked.transfer_id, blocks, tokens, ids_hash) == bool(blocks)
+    assert lender.plane.grant_prefix(asked.transfer_id, blocks, tokens, ids_hash) == bool(blocks)
     return asked
 
 
@@ -150,7 +150,7 @@ async def test_a_lender_that_does_not_answer_costs_the_deadline_and_no_lease() -
         assert (failed.reason, failed.quiescent) == ("deadline", True)
         asked = await decode.event(LoanRequested)
         await asyncio.sleep(0.1)  # the drop is on its way
-        decode.plane.lend(asked.transfer_id, CACHED, 12, HASHES[2].hex())
+        decode.plane.grant_prefix(asked.transfer_id, CACHED, 12, HASHES[2].hex())
         assert (await decode.event(LeaseEnded, timeout_s=8.0)).cause == "dropped"
 
 
@@ -168,7 +168,7 @@ async def test_a_request_for_a_loan_that_comes_twice_gets_one_loan() -> None:
 
 async def test_what_was_not_asked_for_is_not_lent() -> None:
     async with Agent(seed=1, lends_prefixes=True) as decode:
-        assert not decode.plane.lend(new_transfer_id(), CACHED, 12, "hash")
+        assert not decode.plane.grant_prefix(new_transfer_id(), CACHED, 12, "hash")
         assert decode.plane.stats().leased == 0
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.agent.vllm.identity import is_continuable
 from kvferry.agent.vllm.settings import NotServed, check_served, read_settings, role_of
-from kvferry.agent.vllm.worker_half import local_heads
 
 
 def vllm_config(**changes: Any) -> Any:
@@ -108,13 +107,6 @@ def test_a_role_is_that_of_vllm() -> None:
     assert roles == ["prefill", "decode", "both"]
     with pytest.raises(NotServed, match="kv_role"):
         role_of("kv_other")
-
-
-def test_heads_are_split_as_vllm_splits_them() -> None:
-    assert [local_heads(8, 2, rank) for rank in range(2)] == [range(4), range(4, 8)]
-    assert [local_heads(2, 4, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
-    with pytest.raises(NotServed, match="tensor_parallel_size 3"):
-        local_heads(4, 3, 0)
 
 
 def test_what_an_answer_depends_on_beside_its_ids_is_told() -> None:

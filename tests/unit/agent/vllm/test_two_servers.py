@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker
 from kvferry.agent.vllm.settings import NotServed, read_settings
-from kvferry.agent.vllm.startup import start_scheduler_half
-from kvferry.agent.vllm.worker_half import WorkerHalf, local_heads
+from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
+from kvferry.transfer.layout import split_heads
 from tests.patience import patient
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 
@@ -76,15 +77,17 @@ class Server:
         self, stack: ExitStack, role: Role, *, order: str, tp_size: int, seed: int, **changes: Any
     ) -> None:
         settings = read_settings({"control_port": 0, "lease_s": 1.0})
-        heads = [local_heads(HEADS, tp_size, rank) for rank in range(tp_size)]
+        heads = [split_heads(HEADS, tp_size, rank) for rank in range(tp_size)]
         self.caches = [caches(order, len(each), seed + rank) for rank, each in enumerate(heads)]
         workers = [
-            WorkerHalf(settings, each, rank=rank, heads=heads[rank], num_blocks=BLOCKS, block_size=BLOCK)
+            KvferryConnectorWorker(
+                settings, each, rank=rank, heads=heads[rank], num_blocks=BLOCKS, block_size=BLOCK
+            )
             for rank, each in enumerate(self.caches)
         ]
         for worker in workers:
             stack.callback(worker.close)
-        self.plane, self.half = start_scheduler_half(
+        self.plane, self.scheduler = start_connector_scheduler(
             settings,
             vllm_config(tp_size, **changes),
             role,
@@ -93,7 +96,7 @@ class Server:
             free_blocks=lambda: 0,
         )
         stack.callback(self.plane.close)
-        self.vllm = VllmScheduler(self.half, BLOCKS, BLOCK)
+        self.vllm = VllmScheduler(self.scheduler, BLOCKS, BLOCK)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until it holds."""
@@ -146,8 +149,8 @@ def test_a_prompts_kv_arrives_and_the_lease_ends(orders: tuple[str, str], tp_siz
         assert consumer.vllm.computed == {"d": LENGTH - 1}
         assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
         producer.until(lambda: not producer.vllm.requests)
-        assert producer.half.take_figures() == {"leases_ended:released": 1}
-        assert consumer.half.take_figures()["transfers"] == 1
+        assert producer.scheduler.take_figures() == {"leases_ended:released": 1}
+        assert consumer.scheduler.take_figures()["transfers"] == 1
         consumer.vllm.finish(request)
         for server in (producer, consumer):
             server.vllm.check_integrity()
@@ -160,8 +163,8 @@ def test_a_lease_that_nobody_reads_ends_and_a_late_reader_computes_the_prompt() 
         request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
         consumer.until(lambda: request.status is Status.RUNNING)
         assert consumer.vllm.computed == {"d": 0}
-        assert producer.half.take_figures() == {"leases_ended:expired": 1}
-        assert consumer.half.take_figures()["recomputed"] == 1
+        assert producer.scheduler.take_figures() == {"leases_ended:expired": 1}
+        assert consumer.scheduler.take_figures()["recomputed"] == 1
 
 
 def test_a_transfer_id_is_good_for_one_lease() -> None:
@@ -170,7 +173,7 @@ def test_a_transfer_id_is_good_for_one_lease() -> None:
         producer.until(lambda: not producer.vllm.requests)
         lend(producer)
         producer.until(lambda: not producer.vllm.requests)
-        assert producer.half.take_figures() == {"leases_ended:expired": 1, "leases_ended:refused": 1}
+        assert producer.scheduler.take_figures() == {"leases_ended:expired": 1, "leases_ended:refused": 1}
 
 
 def test_another_models_kv_is_refused() -> None:
@@ -180,7 +183,7 @@ def test_another_models_kv_is_refused() -> None:
         request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
         consumer.until(lambda: request.status is Status.RUNNING)
         assert consumer.vllm.computed == {"d": 0}
-        assert consumer.half.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
+        assert consumer.scheduler.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])

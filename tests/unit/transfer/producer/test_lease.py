@@ -61,7 +61,7 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
 def lent(reader: Incarnation = READER) -> LeaseTable:
     """Blocks of the prefix cache, leased to `reader` for 20 seconds at most."""
     table = LeaseTable(LEASE_S)
-    assert table.lend(0.0, T, reader, [5, 6], 32, "hash", 20.0) == []
+    assert table.grant_prefix(0.0, T, reader, [5, 6], 32, "hash", 20.0) == []
     assert table.ready(0.0, T) == []
     return table
 
@@ -94,7 +94,7 @@ def test_a_loan_that_nobody_opens_or_renews_expires() -> None:
 def test_a_loan_whose_reader_has_given_up_ends_at_once() -> None:
     table = LeaseTable(LEASE_S)
     table.drop(0.0, T)
-    assert table.lend(1.0, T, READER, [5], 16, "hash", 20.0) == [Freed(T, "dropped")]
+    assert table.grant_prefix(1.0, T, READER, [5], 16, "hash", 20.0) == [Freed(T, "dropped")]
     assert table.ready(1.0, T) == [] and table.leased == 0
 
 
@@ -102,11 +102,11 @@ def test_an_id_that_was_used_or_is_waited_for_by_another_is_not_lent() -> None:
     table = lent()
     table.release(1.0, T, READER, True)
     with pytest.raises(DuplicateTransfer):
-        table.lend(2.0, T, READER, [5], 16, "hash", 20.0)
+        table.grant_prefix(2.0, T, READER, [5], 16, "hash", 20.0)
     table = LeaseTable(LEASE_S)
     open_lease(table, 0.0, reader=STRANGER)
     with pytest.raises(DuplicateTransfer):
-        table.lend(1.0, T, READER, [5], 16, "hash", 20.0)
+        table.grant_prefix(1.0, T, READER, [5], 16, "hash", 20.0)
     table.check_integrity()
 
 

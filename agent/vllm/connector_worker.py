@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's half in each of vLLM's rank processes: its KV tensors, and the transfer thread over them.
+"""The connector in each of vLLM's rank processes: its KV tensors, and the transfer thread over them.
 
 The scheduler's process commands the rank's transfer thread over a private Unix socket; vLLM's steps take no
 part in a transfer.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What the scheduler's half learns of a rank.
+    """What the scheduler's process learns of a rank.
 
     Attributes:
         layer_names: A hash.
@@ -43,7 +43,7 @@ class RankFacts:
     dtype: str
 
 
-class WorkerHalf:
+class KvferryConnectorWorker:
     """One rank. Raises `NotServed` if its KV lies in a way that cannot be transferred."""
 
     def __init__(
@@ -96,20 +96,6 @@ def _always() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
-
-
-def local_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
-    """The KV heads of a rank, by their number over all ranks: split evenly, or each held by several ranks.
-
-    Raises `NotServed` if that does not come out even.
-    """
-    if num_kv_heads % tp_size == 0:
-        share = num_kv_heads // tp_size
-        return range(rank * share, (rank + 1) * share)
-    if tp_size % num_kv_heads == 0:
-        head = rank // (tp_size // num_kv_heads)
-        return range(head, head + 1)
-    raise NotServed(f"tensor_parallel_size {tp_size} does not divide {num_kv_heads} KV heads evenly")
 
 
 def _pool(

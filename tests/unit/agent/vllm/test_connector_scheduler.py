@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler half, under a stand-in for vLLM's scheduler that asserts vLLM's rules."""
+"""The connector's scheduler side, under a stand-in for vLLM's scheduler that asserts vLLM's rules."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler, prompt_hash
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
-from kvferry.agent.vllm.scheduler_half import SchedulerHalf, prompt_hash
 from kvferry.proxy.wire.registration import Incarnation, LinkUse
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import RemotePrompt
@@ -33,7 +34,7 @@ class StandInPlane:
         self.dropped: list[str] = []
         self.events: list[Event] = []
 
-    def lend(
+    def register_lease(
         self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None:
         assert len(block_ids) == -(-num_tokens // BLOCK)
@@ -70,7 +71,7 @@ class Engine:
 
     def __init__(self, *, fails: bool = False, role: str = "both") -> None:
         self.plane = StandInPlane()
-        self.half = SchedulerHalf(
+        self.scheduler = KvferryConnectorScheduler(
             self.plane,
             incarnation="i" * 16,
             host="10.0.0.1",
@@ -86,16 +87,16 @@ class Engine:
             num_blocks=BLOCKS,
             free_blocks=lambda: len(self.vllm.free),
         )
-        self.vllm = VllmScheduler(self.half, BLOCKS, BLOCK, fails=fails)
+        self.vllm = VllmScheduler(self.scheduler, BLOCKS, BLOCK, fails=fails)
 
     def fetch(self, name: str, transfer_id: str, length: int = 10, **fields: Any) -> VllmRequest:
         ids = fields.pop("ids", prompt(length))
         return self.vllm.add(VllmRequest(name, ids, fetch_params(transfer_id, length), **fields))
 
-    def prefilled(self, name: str, transfer_id: str, length: int = 10) -> VllmRequest:
+    def prefilled(self, name: str, transfer_id: str, length: int = 10, **fields: Any) -> VllmRequest:
         """A prefill leg that has ended."""
         params = HAND_OVER | {"transfer_id": transfer_id}
-        request = self.vllm.add(VllmRequest(name, prompt(length), params))
+        request = self.vllm.add(VllmRequest(name, prompt(length), params, **fields))
         self.vllm.step()
         self.vllm.finish(request)
         return request
@@ -103,8 +104,8 @@ class Engine:
     def check_all_free(self) -> None:
         self.vllm.check_integrity()
         assert not self.vllm.requests and len(self.vllm.free) == BLOCKS
-        assert not self.half._fetches and not self.half._lent and not self.half._tasks
-        assert self.half.requests == self.half.leased_blocks == 0
+        assert not self.scheduler._fetches and not self.scheduler._lent and not self.scheduler._tasks
+        assert self.scheduler.requests == self.scheduler.leased_blocks == 0
 
 
 def during_one_step(engine: Engine, event: Event) -> Callable[[], None]:
@@ -157,7 +158,14 @@ def test_a_prompt_is_lent_until_its_lease_has_ended() -> None:
     engine.plane.events.append(LeaseEnded(transfer_id="t", cause="expired"))
     engine.vllm.step()
     engine.check_all_free()
-    assert engine.half.take_figures() == {"leases_ended:expired": 1}
+    assert engine.scheduler.take_figures() == {"leases_ended:expired": 1}
+
+
+def test_a_prompt_with_images_is_not_continued_from_its_ids() -> None:
+    """The ids of an image's place say nothing of the image: another server would go on with wrong tokens."""
+    engine = Engine()
+    request = engine.prefilled("p", "t", mm_features=(SimpleNamespace(identifier="a picture"),))
+    assert request.params is not None and request.params["continuable"] is False
 
 
 def test_several_choices_of_a_prefill_are_one_lease() -> None:
@@ -175,13 +183,13 @@ def test_a_block_that_several_prompts_share_is_one_leased_block() -> None:
     for number, blocks in enumerate(([1, 2, 3], [1, 2, 4])):
         task = HAND_OVER | {"transfer_id": f"t{number}"}
         request = VllmRequest(f"p{number}", prompt(3 * BLOCK), task, status=Status.FINISHED_STOPPED)
-        engine.half.on_new_request(request)
-        engine.half.request_finished(request, blocks)
-    leased = [engine.half.leased_blocks]
+        engine.scheduler.on_new_request(request)
+        engine.scheduler.request_finished(request, blocks)
+    leased = [engine.scheduler.leased_blocks]
     for number in range(2):
         engine.plane.events.append(LeaseEnded(transfer_id=f"t{number}", cause="released"))
-        engine.half.take_verdicts(0)
-        leased.append(engine.half.leased_blocks)
+        engine.scheduler.build_metadata(0)
+        leased.append(engine.scheduler.leased_blocks)
     assert leased == [4, 3, 0]
 
 
@@ -215,7 +223,7 @@ def test_a_drop_reaches_the_plane_by_a_request_that_vllm_rejects() -> None:
 def test_a_reset_ends_every_lease() -> None:
     engine = Engine()
     engine.prefilled("p", "t")
-    engine.half.reset()
+    engine.scheduler.reset()
     assert engine.plane.dropped == ["t"]
 
 
@@ -236,7 +244,7 @@ def test_a_prompt_is_computed_only_after_its_proof() -> None:
     assert request.status is Status.RUNNING and engine.vllm.computed == {"d": 9}
     engine.vllm.finish(request)
     engine.check_all_free()
-    figures = engine.half.take_figures()
+    figures = engine.scheduler.take_figures()
     assert figures == {"transfers": 1, "transfer_bytes": 7, "transfer_seconds": pytest.approx(0.1)}
 
 
@@ -254,8 +262,8 @@ def test_a_prompt_that_vllm_computes_all_the_same_is_held_no_longer() -> None:
     """It does for the prompt's logprobs, whatever the connector has found."""
     engine = Engine()
     request = engine.fetch("d", "t")
-    engine.half.get_num_new_matched_tokens(request, 0)
-    engine.half.update_state_after_alloc(request, [1, 2, 3], 0)
+    engine.scheduler.get_num_new_matched_tokens(request, 0)
+    engine.scheduler.update_state_after_alloc(request, [1, 2, 3], 0)
     assert engine.plane.cancelled == ["t"] and not engine.plane.pulls
 
 
@@ -277,9 +285,9 @@ def test_after_a_failure_nothing_is_believed(fails: bool, cached: int) -> None:
     request = engine.fetch("d", "t", length=10, cached=cached)
     engine.vllm.step()
     engine.plane.events.append(failed("t"))
-    verdicts = engine.vllm.step()
-    assert (verdicts.received, verdicts.failed) == ({"d"}, {"d"})
-    assert len(verdicts.failed_blocks) == 3 - cached // BLOCK
+    metadata = engine.vllm.step()
+    assert (metadata.received, metadata.failed) == ({"d"}, {"d"})
+    assert len(metadata.failed_blocks) == 3 - cached // BLOCK
     engine.vllm.step()
     if fails:
         assert request.status is Status.FINISHED_ERROR
@@ -287,7 +295,7 @@ def test_after_a_failure_nothing_is_believed(fails: bool, cached: int) -> None:
         assert request.status is Status.RUNNING and engine.vllm.computed == {"d": cached}
         engine.vllm.finish(request)
     engine.check_all_free()
-    assert engine.half.take_figures() == {"failed_transfers:invalid": 1, "recomputed": 1}
+    assert engine.scheduler.take_figures() == {"failed_transfers:invalid": 1, "recomputed": 1}
 
 
 def test_what_is_proven_while_a_step_runs_is_computed_on_in_the_next() -> None:
@@ -365,12 +373,12 @@ def test_a_request_that_is_aborted_while_it_is_fetched_keeps_its_blocks_until_no
         engine.plane.events.append(done("t"))
     else:
         engine.plane.events.append(failed("t", quiescent=end == "failed"))
-    verdicts = engine.vllm.step()
+    metadata = engine.vllm.step()
     if end == "quiescent":
-        assert not verdicts.received
+        assert not metadata.received
         engine.plane.events.append(PullQuiescent(transfer_id="t"))
-        verdicts = engine.vllm.step()
-    assert verdicts.received == {"d"} and not verdicts.failed and not verdicts.failed_blocks
+        metadata = engine.vllm.step()
+    assert metadata.received == {"d"} and not metadata.failed and not metadata.failed_blocks
     engine.check_all_free()
 
 
@@ -436,7 +444,7 @@ def test_what_was_done_is_reported_as_our_own_agents_report_it() -> None:
         LeaseEnded(transfer_id="lent", cause="expired"),
     ]
     engine.vllm.step()
-    work = engine.half.work
+    work = engine.scheduler.work
     assert (work.prompt_tokens, work.cached_tokens) == (20, 8), "one computed here, and one lent"
     assert (work.pull_bytes, sum(work.pulls), work.failures) == (7, 1, {"invalid": 1})
     assert (work.recomputes, work.leases_expired) == (1, 1)
@@ -470,7 +478,7 @@ def test_params_that_cannot_be_used_are_counted_and_the_prompt_is_computed_here(
     engine.vllm.finish(request)
     assert not engine.plane.held and not engine.plane.lent
     engine.check_all_free()
-    assert engine.half.take_figures() == {"bad_params": 1}
+    assert engine.scheduler.take_figures() == {"bad_params": 1}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's half in vLLM's scheduler: which prompts are lent, which are fetched, and what vLLM learns.
+"""The connector in vLLM's scheduler process: which prompts are lent, which are fetched, and what vLLM learns.
 
 vLLM calls it from its scheduler's loop (`KVConnectorBase_V1`, scheduler side). It says what to load and what
-may be freed in each step's `StepVerdicts`, which travel with the step to rank 0 and come back as its report;
-what has been proven by the time that any report comes back is added to it. So vLLM computes on a prompt's KV
-only after the producer's proof (I1), and writes a failed pull's blocks only when nothing else can (I3).
+may be freed in each step's `ConnectorMetadata`, which travels with the step to rank 0 and comes back as its
+report; what has been proven by the time that any report comes back is added to it. So vLLM computes on a
+prompt's KV only after the producer's proof (I1), and writes a failed pull's blocks only when nothing else can
+(I3).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Plane(Protocol):
 
     control_port: int
 
-    def lend(
+    def register_lease(
         self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None: ...
 
@@ -73,7 +74,7 @@ class Plane(Protocol):
 
 
 @dataclass(slots=True)
-class StepVerdicts:
+class ConnectorMetadata:
     """What rank 0 reports to vLLM's scheduler with one step, by vLLM's request ids.
 
     `received`: nothing writes to the request's blocks any more, and their KV is proven unless the request is
@@ -134,7 +135,7 @@ class _Lent:
     params: dict[str, Any]
 
 
-class SchedulerHalf:
+class KvferryConnectorScheduler:
     """The connector in the scheduler's process. Called by one thread; nothing waits.
 
     Args:
@@ -186,7 +187,7 @@ class SchedulerHalf:
         """By transfer id, until its requests have ended and nothing writes any more."""
         self._lent: dict[str, _Lent] = {}
         """By transfer id, until the lease has ended."""
-        self._verdicts = StepVerdicts()
+        self._metadata = ConnectorMetadata()
         self.requests = 0
         """Requests that vLLM has and that have not ended."""
         self.running = 0
@@ -327,23 +328,23 @@ class SchedulerHalf:
         """What a step's report says has been received, and what has been proven since it was made: vLLM may
         compute on it in the next step, or free its blocks if the request has ended.
 
-        By `take_verdicts` that would be a step later, or two if vLLM schedules a step before it has read the
+        By `build_metadata` that would be a step later, or two if vLLM schedules a step before it has read the
         last one's report.
         """
         self._handle_events()
-        proven = self._verdicts.received - self._verdicts.failed
-        self._verdicts.received -= proven
+        proven = self._metadata.received - self._metadata.failed
+        self._metadata.received -= proven
         return (received or set()) | proven or None
 
-    def take_verdicts(self, running: int) -> StepVerdicts:
+    def build_metadata(self, running: int) -> ConnectorMetadata:
         """What rank 0 is to report with the step that has just been scheduled, of so many requests."""
         self.steps += 1
         fetching = (FetchState.PULLING, FetchState.REPORTED)
         self.running = running + sum(fetch.state in fetching for fetch in self._fetches.values())
         self._handle_events()
         self.work = self._counts.work(self._leases_expired)
-        verdicts, self._verdicts = self._verdicts, StepVerdicts()
-        return verdicts
+        metadata, self._metadata = self._metadata, ConnectorMetadata()
+        return metadata
 
     # Requests end.
 
@@ -390,7 +391,7 @@ class SchedulerHalf:
         self._lent[task.transfer_id] = _Lent(request.request_id, tuple(blocks), params)
         self._leases_of.update(blocks)
         ids_hash = prompt_hash(request, num_tokens)
-        self._plane.lend(task.transfer_id, blocks, num_tokens, ids_hash, self._lease_limit_s)
+        self._plane.register_lease(task.transfer_id, blocks, num_tokens, ids_hash, self._lease_limit_s)
         return True, params
 
     def _leave(self, request_id: str, task: FetchPrompt) -> None:
@@ -446,7 +447,7 @@ class SchedulerHalf:
             self._leases_of[block] -= 1
             if not self._leases_of[block]:
                 del self._leases_of[block]
-        self._verdicts.sent.add(lent.request)
+        self._metadata.sent.add(lent.request)
 
     def _pull_failed(self, event: PullFailed) -> None:
         fetch = self._fetches.get(event.transfer_id)
@@ -469,14 +470,14 @@ class SchedulerHalf:
         if fetch is None or fetch.state is not FetchState.PULLING:
             return
         fetch.transition(FetchState.REPORTED)
-        self._verdicts.received.add(fetch.owner)
+        self._metadata.received.add(fetch.owner)
         if fetch.is_abandoned:
             # The blocks of a request that has ended may be another's by the time the report is read.
             fetch.transition(FetchState.OVER)
             self._forget_if_over(fetch)
         elif fetch.failure:
-            self._verdicts.failed.add(fetch.owner)
-            self._verdicts.failed_blocks.update(fetch.blocks)
+            self._metadata.failed.add(fetch.owner)
+            self._metadata.failed_blocks.update(fetch.blocks)
 
     def _fetch_of(self, request_id: str) -> _Fetch | None:
         task = self._tasks.get(request_id)
