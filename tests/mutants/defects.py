@@ -53,6 +53,20 @@ DEFECTS = (
         tests=(PREFIXES,),
     ),
     Defect(
+        sentence="More blocks of a prefix are asked for than a lender takes.",
+        file="agent/engine/prefix_transfers.py",
+        old="[sequence.num_remembered :][:MAX_LOAN_BLOCKS]",
+        new="[sequence.num_remembered :]",
+        tests=(PREFIXES,),
+    ),
+    Defect(
+        sentence="The stream of a prompt with images goes on from its token ids.",
+        file="agent/vllm/connector_scheduler.py",
+        old='self._continuable and not getattr(request, "mm_features", None)',
+        new="self._continuable",
+        tests=("tests/unit/agent/vllm/test_connector_scheduler.py",),
+    ),
+    Defect(
         sentence="Lent blocks are not pinned.",
         file="agent/engine/prefix_transfers.py",
         old="            self._allocator.lease(blocks)\n            self._lent[event.transfer_id] = blocks\n",

@@ -90,6 +90,16 @@ def test_the_last_token_is_always_computed() -> None:
     assert chunks_run(engine) == [(16, 20)]
 
 
+def test_no_more_is_asked_for_than_a_loan_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lender rejects a longer list, and the prompt would be computed from its beginning."""
+    monkeypatch.setattr("kvferry.agent.engine.prefix_transfers.MAX_LOAN_BLOCKS", 3)
+    engine, transfer_id, pull = borrowing()
+    assert pull.hashes == tuple(hash_blocks(PROMPT, SIZE)[:3])
+    arrive(engine, transfer_id, 3)
+    assert prefilled(engine).cached_tokens == 12
+    end_lease(engine)
+
+
 def test_only_what_is_not_cached_here_is_asked_for() -> None:
     engine = make_engine()
     engine.submit(request("before", PROMPT[:9], max_tokens=1))
