@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import logging
@@ -14,9 +15,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from jsonargparse import ArgumentParser
 
-from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.agent.api.openai_schema import read_sampling_defaults
 from kvferry.agent.api.process import run_agent
 from kvferry.agent.architectures import (
@@ -28,13 +27,11 @@ from kvferry.agent.architectures import (
     unsupported_reason,
 )
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
-from kvferry.common.addresses import WILDCARDS
 from kvferry.common.curve import BadClusterKey
 from kvferry.common.http.server import raise_file_limit, return_large_buffers
 from kvferry.common.http.tls import BadCertificate
 from kvferry.common.options import check_files, flag_parser, parse_flags
 from kvferry.common.telemetry.logs import configure_logging
-from kvferry.common.telemetry.tracing import check_endpoint
 from kvferry.transfer.engine import parse_backend_options
 
 log = logging.getLogger(__name__)
@@ -115,11 +112,11 @@ def parse_config(argv: Sequence[str]) -> AgentConfig:
         argv,
         prog=_PROG,
         description=_DESCRIPTION,
-        check=lambda config: with_model_directory(_checked(config)),
+        check=checked,
     )
 
 
-def build_parser() -> ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """One flag per field of `AgentConfig`, spelled with dashes and described by the class's docstring."""
     return flag_parser(AgentConfig, prog=_PROG, description=_DESCRIPTION)
 
@@ -162,12 +159,10 @@ def _cached_model(name: str) -> Path:
         ) from None
 
 
-def _checked(config: AgentConfig) -> AgentConfig:
-    check_endpoint(config.otlp_endpoint)
-    check_files(config, ("cluster_key", "tls_cert", "tls_key"))
+def checked(config: AgentConfig) -> AgentConfig:
+    """Return the settings with the model's directory. Raises ValueError for what this machine lacks."""
+    config.check_traces()
+    check_files(config, ("tls_cert", "tls_key"))
     parse_backend_options(config.transfer_options)
-    for address in config.proxy:
-        check_proxy(address)
-    if config.proxy and config.advertised_host in WILDCARDS:
-        raise ValueError(f"advertise_host is needed when host is {config.host!r}, which peers cannot dial")
-    return config
+    config.check_reachable()
+    return with_model_directory(config)

@@ -1,46 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line, and a YAML file, for a settings dataclass: one flag per field, spelled with dashes.
+"""The options of a command: the fields of a settings dataclass, read from words, a YAML file or JSON.
 
-What is wrong is said in one line that names the flag, the value and what would be right.
+A field `drain_s` is `--drain-s` on a command line, and `drain-s` (or `drain_s`) in a file. Its docstring
+describes the fields in groups, as `--help` shows them:
+
+    Network:
+        host: Address that the HTTP server binds.
+
+What is wrong is said in one line that names the option, the value and what would be right.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
-import docstring_parser
-from jsonargparse import ArgumentError, ArgumentParser
+import msgspec
 
-from kvferry.common.exceptions import message_of
+from kvferry.common.exceptions import NOT_JSON, message_of
+from kvferry.common.yaml_file import MAX_FILE_BYTES, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound="DataclassInstance")
+N = TypeVar("N", int, float)
+Source = Sequence[str] | Mapping[str, Any]
+"""Words of a command line, or data: a mapping from options to values."""
 
+GROUPS = (
+    *("Model", "Engine", "Load", "Processes", "Network", "Routing", "KV transfer"),
+    *("Timeouts", "Limits", "Security", "Logs", "Results"),
+)
+"""The groups of options, in the order of `--help`."""
 MAX_SHOWN_CHARS = 80
 """Of a value that is wrong."""
 _DESCRIBED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
-# How jsonargparse says it.
-_WRONG_VALUE = re.compile(
-    r'Parser key "(\w+)":\s+(?:Expected|Does not validate).*(?:Got|Given) value: (.*)', re.DOTALL
-)
-_WRONG_FILE = re.compile(r'Parser key "(\w+)": (File does not exist|Path is not a file): .*', re.DOTALL)
-_WRONG_KEY = re.compile(r"Option '([^']*)' is not accepted")
-_NO_VALUE = re.compile(r"argument (--[\w-]+): expected (?:one|at least one) argument")
-_MISSING = re.compile(r"the following arguments are required: (.*)")
-_UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
-_WRONG_NUMBER = re.compile(r"argument ([^:]*): invalid (int|float) value: '(.*)'", re.DOTALL)
-_WRONG_CHOICE = re.compile(r"argument ([^:]*): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+_METAVARS = {int: "N", float: "NUMBER", bool: "true|false", Path: "FILE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a settings class. `choices`: the words that its value may be; none if any."""
+
+    field: str
+    kind: Any
+    default: Any
+    group: str
+    help: str
+
+    @property
+    def name(self) -> str:
+        """As files spell it."""
+        return self.field.replace("_", "-")
+
+    @property
+    def is_list(self) -> bool:
+        return bool(self.kind == tuple[str, ...])
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(map(str, _choices(self.kind)))
+
+    @property
+    def expected(self) -> str:
+        """What would be right, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return next((_DESCRIBED_TYPES[part] for part in self._parts if part in _DESCRIBED_TYPES), "a text")
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        if self.choices:
+            return "|".join(self.choices)
+        return next((_METAVARS[part] for part in self._parts if part in _METAVARS), "TEXT")
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return get_args(self.kind) or (self.kind,)
+
+    def convert(self, value: Any) -> Any:
+        """Return a value in the field's type. Raises ValueError that says what would be right."""
+        try:
+            if Path not in self._parts:
+                return msgspec.convert(value, self.kind, strict=False)
+            name = msgspec.convert(value, str | None if type(None) in self._parts else str)
+            return None if name is None else Path(name)
+        except (msgspec.ValidationError, OverflowError) as error:
+            word = value if isinstance(value, str) else ""
+            shown = repr(value[:MAX_SHOWN_CHARS] if isinstance(value, str) else value)[: MAX_SHOWN_CHARS + 2]
+            raise ValueError(f"{shown} is not {self.expected}{did_you_mean(word, self.choices)}") from error
+
+
+def options_of(settings: type[DataclassInstance]) -> dict[str, Option]:
+    """Return the options of a settings class, by its fields, in the order of `--help`.
+
+    Raises KeyError for a field that no docstring describes, and ValueError for a group that is none.
+    """
+    types, described = get_type_hints(settings), _described_fields(settings)
+    options = [
+        Option(field.name, types[field.name], field.default, *described[field.name])
+        for field in fields(settings)
+    ]
+    groups, places = list(GROUPS), list(described)
+    options.sort(key=lambda each: (groups.index(each.group), places.index(each.field)))
+    return {each.field: each for each in options}
 
 
 def parse_flags(
@@ -57,25 +131,172 @@ def parse_flags(
     dataclass itself may.
 
     Raises:
-        SystemExit: with status 2 and a line on stderr that names the unknown flag or key, or the wrong
-            value; with status 0 after `--help`.
+        SystemExit: with status 2 and a line on stderr that names the unknown option, or the wrong value; with
+            status 0 after `--help`.
     """
-    parser = flag_parser(settings, prog=prog, description=description)
-    types = get_type_hints(settings)
-    unknown = _unknown_flag(argv, parser)
-    if unknown is not None:
-        exit_with(prog, f"{unknown}: no such option{did_you_mean(unknown, map(_flag, types))}")
-    try:
-        values = parser.parse_args(list(argv)).as_dict()
-    except ArgumentError as error:
-        exit_with(prog, _explained(str(error), types))
-    values.pop("config")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = collect(settings, [argv], prog=prog, description=description)
+    return make(settings, values, prog=prog, check=check)
+
+
+def collect(
+    settings: type[DataclassInstance],
+    sources: Iterable[Source],
+    *,
+    prog: str,
+    description: str = "",
+    part: str = "",
+) -> dict[str, Any]:
+    """Return the values that sources give to fields; a later one wins, and adds to a list.
+
+    `part` is the part of a fleet that the options are for: `--agent.lease-s`.
+
+    Raises:
+        SystemExit: as `parse_flags` does.
+    """
+    reader = _Reader(settings, prog, description, part)
+    for source in sources:
+        if isinstance(source, Mapping):
+            reader.take_data(source)
+        else:
+            reader.take_words(source)
+    return reader.values
+
+
+def make(
+    settings: type[C], values: Mapping[str, Any], *, prog: str, check: Callable[[C], C] | None = None
+) -> C:
+    """Return the settings with these values. Raises SystemExit as `parse_flags` does."""
+    options = options_of(settings)
+    for option in options.values():
+        if option.default is MISSING and option.field not in values:
+            exit_with(prog, f"--{option.name} must be given")
     try:
         made = settings(**values)
         return made if check is None else check(made)
     except ValueError as error:
-        exit_with(prog, _with_flags(str(error), types))
+        exit_with(prog, _with_flags(str(error), options))
+
+
+class _Reader:
+    def __init__(self, settings: type[DataclassInstance], prog: str, description: str, part: str) -> None:
+        self._options = options_of(settings)
+        self._prog = prog
+        self._parser = flag_parser(settings, prog=prog, description=description)
+        self._prefix = f"{part}." if part else ""
+        self.values: dict[str, Any] = {}
+
+    def take_words(self, argv: Sequence[str]) -> None:
+        known = {option for action in self._parser._actions for option in action.option_strings}
+        names = (word.partition("=")[0] for word in argv if word.startswith("--") and word != "--")
+        for name in names:
+            if name not in known:
+                close = did_you_mean(name, known)
+                exit_with(self._prog, self._flagged(f"{name}: no such option{close}"))
+        try:
+            namespace, rest = self._parser.parse_known_args(list(argv), argparse.Namespace(given=[]))
+        except argparse.ArgumentError as error:
+            self._exit_without_value(error)
+        if rest:
+            exit_with(self._prog, f"{' '.join(rest)!r}: every option begins with two dashes")
+        for field, words in namespace.given:
+            if field == "config":
+                self.take_data(read_settings(words, self._prog))
+            else:
+                self._put(self._options[field], words)
+
+    def take_data(self, data: Mapping[str, Any]) -> None:
+        for name, value in data.items():
+            option = self._options.get(str(name).replace("-", "_"))
+            if option is None:
+                names = [each.name for each in self._options.values()]
+                close = did_you_mean(str(name).replace("_", "-"), names)
+                exit_with(self._prog, f"--config: no such setting '{self._prefix}{name}'{close}")
+            self._put(option, [value] if option.is_list and isinstance(value, str) else value)
+
+    def _exit_without_value(self, error: argparse.ArgumentError) -> NoReturn:
+        """Name the option that has none: nothing else can be wrong, as every word is a value here."""
+        flag = error.argument_name or ""
+        option = self._options.get(flag.removeprefix("--").replace("-", "_"))
+        if option is None and flag != "--config":
+            exit_with(self._prog, f"{flag} takes no value")
+        what = "a file" if option is None else option.expected
+        exit_with(self._prog, self._flagged(f"{flag}: its value is missing, {what}"))
+
+    def _put(self, option: Option, value: Any) -> None:
+        try:
+            converted = option.convert(value)
+        except ValueError as error:
+            exit_with(self._prog, self._flagged(f"--{option.name}: {error}"))
+        if option.is_list:
+            converted = (*self.values.get(option.field, ()), *converted)
+        self.values[option.field] = converted
+
+    def _flagged(self, message: str) -> str:
+        return message.replace("--", f"--{self._prefix}") if self._prefix else message
+
+
+class _Record(argparse.Action):
+    """Notes what was given, in the order of the command line."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
+    ) -> None:
+        namespace.given.append((self.dest, values))
+
+
+def flag_parser(settings: type[DataclassInstance], *, prog: str, description: str) -> argparse.ArgumentParser:
+    """One flag per field. It may be repeated for `tuple[str, ...]`, and needs no value for a bool."""
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [OPTIONS]", description=description,
+        allow_abbrev=False, exit_on_error=False, add_help=False,
+    )  # fmt: skip
+    parser.add_argument("-h", "--help", action="help", help="Show this help.")
+    parser.add_argument(
+        "--config", action=_Record, default=argparse.SUPPRESS, metavar="FILE",
+        help="YAML file with any of these options, by the same names. - reads JSON from standard input.",
+    )  # fmt: skip
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options_of(settings).values():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        groups[option.group].add_argument(
+            f"--{option.name}", dest=option.field, action=_Record, default=argparse.SUPPRESS,
+            nargs="+" if option.is_list else "?" if option.kind is bool else None, const="true",
+            metavar=option.metavar, help=_help(option),
+        )  # fmt: skip
+    return parser
+
+
+def _help(option: Option) -> str:
+    shown = option.default
+    if shown is MISSING or shown is None or shown is False or shown in ("", (), sys.executable):
+        return option.help.replace("%", "%%")
+    return f"{option.help} (default: {shown})".replace("%", "%%")
+
+
+def read_settings(name: str, prog: str) -> Mapping[str, Any]:
+    """Return the settings in a YAML file, or of `-` those that standard input holds as JSON.
+
+    Raises SystemExit with status 2 and a line on stderr.
+    """
+    try:
+        data = (
+            msgspec.json.decode(sys.stdin.buffer.read(MAX_FILE_BYTES))
+            if name == "-"
+            else read_yaml(Path(name))
+        )
+    except OSError as error:
+        exit_with(prog, f"--config: {name!r}: {error.strerror}")
+    except (ValueError, *NOT_JSON) as error:
+        exit_with(prog, f"--config: {error}")
+    if not isinstance(data, Mapping):
+        exit_with(prog, f"--config: {name!r} holds no settings, one a line as `port: 8000`")
+    return data
+
+
+def as_json(values: Mapping[str, Any]) -> bytes:
+    """Return values of fields as `--config -` reads them."""
+    return msgspec.json.encode(values, enc_hook=str)
 
 
 def exit_with(prog: str, message: str) -> NoReturn:
@@ -88,11 +309,53 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of a command without a settings class. Its errors are lines like those of `parse_flags`."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
+        self.add_argument("-h", "--help", action="help", help="Show this help.")
+
+    def add_choice(self, name: str, choices: Sequence[str], **options: Any) -> None:
+        """Add an argument that is one of some words."""
+
+        def chosen(word: str) -> str:
+            if word not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"{word[:MAX_SHOWN_CHARS]!r} is not one of {', '.join(choices)}"
+                    f"{did_you_mean(word, choices)}"
+                )
+            return word
+
+        self.add_argument(name, type=chosen, choices=choices, **options)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Read a command line, in which arguments may follow options. Raises SystemExit with status 2."""
+        found, rest = self.parse_known_intermixed_args(list(argv))
+        if rest:
+            flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+            if flag is None:
+                exit_with(self.prog, f"unrecognized arguments: {' '.join(rest)}")
+            known = [option for action in self._actions for option in action.option_strings]
+            exit_with(self.prog, f"{flag}: no such option{did_you_mean(flag, known)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings]
-        exit_with(self.prog, _plain_explained(message, options))
+        exit_with(self.prog, message.removeprefix("argument "))
+
+
+def number(word: str) -> float:
+    """An argparse type: a number."""
+    return _number(word, float)
+
+
+def whole_number(word: str) -> int:
+    """An argparse type: a whole number."""
+    return _number(word, int)
+
+
+def _number(word: str, kind: type[N]) -> N:
+    try:
+        return kind(word)
+    except ValueError:
+        shown = word[:MAX_SHOWN_CHARS]
+        raise argparse.ArgumentTypeError(f"{shown!r} is not {_DESCRIBED_TYPES[kind]}") from None
 
 
 def is_server_url(word: str) -> bool:
@@ -157,25 +420,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def flag_parser(settings: type[DataclassInstance], *, prog: str, description: str) -> ArgumentParser:
-    """One flag per field. It may be repeated for `tuple[str, ...]`, and needs no value for a bool."""
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
-    types = get_type_hints(settings)
-    described = docstring_parser.parse(settings.__doc__ or "").params
-    helps = {param.arg_name: param.description for param in described}
-    for field in fields(settings):
-        options: dict[str, Any] = {"type": types[field.name], "default": field.default}
-        if types[field.name] == tuple[str, ...]:
-            options = {"nargs": "+", "action": "extend", "type": str, "default": []}
-        elif field.default is MISSING:
-            options = {"type": types[field.name], "required": True}
-        elif field.default is False:
-            options |= {"nargs": "?", "const": True}
-        parser.add_argument(_flag(field.name), help=helps.get(field.name), **options)
-    return parser
-
-
 def take_option(words: Sequence[str], option: str) -> tuple[str | None, list[str]]:
     """Return the value that a command line gives an option, the last if there are several, or None; and the
     words without it. What follows `--` is for another program.
@@ -195,65 +439,30 @@ def take_option(words: Sequence[str], option: str) -> tuple[str | None, list[str
 
 def flag_values(settings: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
     """Return each flag of a settings class, with the words that its value may be: none if any text."""
-    types = get_type_hints(settings)
     return {
-        _flag(field.name): ("true", "false")
-        if types[field.name] is bool
-        else tuple(map(str, _choices(types[field.name])))
-        for field in fields(settings)
+        f"--{option.name}": ("true", "false") if option.kind is bool else option.choices
+        for option in options_of(settings).values()
     }
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _unknown_flag(argv: Sequence[str], parser: ArgumentParser) -> str | None:
-    known = {option for action in parser._actions for option in action.option_strings}
-    given = (word.partition("=")[0] for word in argv if word.startswith("--") and word != "--")
-    return next((flag for flag in given if flag not in known), None)
-
-
-def _explained(message: str, types: Mapping[str, Any]) -> str:
-    """Return jsonargparse's message in terms of flags and of what would be right."""
-    if found := _WRONG_VALUE.fullmatch(message):
-        name, value = found.groups()
-        right = _described(types[name])
-        close = did_you_mean(value, map(str, _choices(types[name])))
-        return f"{_flag(name)}: {value[:MAX_SHOWN_CHARS]!r} is not {right}{close}"
-    if found := _WRONG_FILE.fullmatch(message):
-        return f"{_flag(found[1])}: {message.partition(': ')[2]}"
-    if found := _WRONG_KEY.search(message):
-        return f"--config: no such setting {found[1]!r}{did_you_mean(found[1], types)}"
-    if found := _NO_VALUE.fullmatch(message):
-        what = "a file" if found[1] == "--config" else _described(types.get(_name(found[1]), str))
-        return f"{found[1]}: its value is missing, {what}"
-    if found := _MISSING.fullmatch(message):
-        return f"{_flag(found[1])} must be given"
-    if found := _UNRECOGNIZED.fullmatch(message):
-        return f"{found[1]!r}: every option begins with two dashes"
-    if message.startswith(("Problems parsing config", "Unexpected config")):
-        return f"--config: the file is not YAML with one setting a line: {message}"
-    return message
-
-
-def _plain_explained(message: str, options: Sequence[str]) -> str:
-    """Return argparse's message as that of `_explained` would be."""
-    if (found := _UNRECOGNIZED.fullmatch(message)) and found[1].startswith("--"):
-        flag = found[1].split()[0].partition("=")[0]
-        return f"{flag}: no such option{did_you_mean(flag, options)}"
-    if found := _WRONG_NUMBER.fullmatch(message):
-        what = _DESCRIBED_TYPES[{"int": int, "float": float}[found[2]]]
-        return f"{found[1]}: {found[3][:MAX_SHOWN_CHARS]!r} is not {what}"
-    if found := _WRONG_CHOICE.fullmatch(message):
-        name, value, choices = found[1], found[2], found[3].replace("'", "")
-        close = did_you_mean(value, choices.split(", "))
-        return f"{name}: {value[:MAX_SHOWN_CHARS]!r} is not one of {choices}{close}"
-    return message.removeprefix("argument ")
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+def _described_fields(settings: type[DataclassInstance]) -> dict[str, tuple[str, str]]:
+    """Return the group and the description of each field, by the docstrings of the class and its bases."""
+    found: dict[str, tuple[str, str]] = {}
+    for each in settings.__mro__:
+        group = name = ""
+        theirs: dict[str, tuple[str, str]] = {}
+        for line in inspect.cleandoc(each.__doc__ or "").splitlines():
+            text = line.strip()
+            indent = len(line) - len(text)
+            if indent == 0 and text:
+                group, name = text.removesuffix(":") if text.endswith(":") else "", ""
+            elif indent == 4 and group:
+                name, _, words = text.partition(": ")
+                theirs[name] = group, words
+            elif text and name:
+                theirs[name] = group, f"{theirs[name][1]} {text}"
+        found = found | {name: words for name, words in theirs.items() if name not in found}
+    return found
 
 
 def _choices(expected: Any) -> tuple[Any, ...]:
@@ -263,16 +472,10 @@ def _choices(expected: Any) -> tuple[Any, ...]:
     return tuple(choice for part in get_args(expected) for choice in _choices(part))
 
 
-def _described(expected: Any) -> str:
-    if choices := _choices(expected):
-        return f"one of {', '.join(map(str, choices))}"
-    parts = get_args(expected) or (expected,)
-    return next((_DESCRIBED_TYPES[part] for part in parts if part in _DESCRIBED_TYPES), "a text")
-
-
 def _with_flags(message: str, names: Iterable[str]) -> str:
     """Return a settings class's own message, in which its fields are called as on the command line."""
     for name in sorted(names, key=len, reverse=True):
         anywhere = "_" in name  # one that is no English word
-        message = re.sub(rf"(?<![\w/.-]){name}(?![\w.])" if anywhere else rf"^{name}\b", _flag(name), message)
+        pattern = rf"(?<![\w/.-]){name}(?![\w.])" if anywhere else rf"^{name}\b"
+        message = re.sub(pattern, f"--{name.replace('_', '-')}", message)
     return message

@@ -48,13 +48,13 @@ def build_parser() -> CommandParser:
         'eval "$(kvferry completion bash)"; in ~/.zshrc, after compinit: eval "$(kvferry completion zsh)"; '
         "for fish: kvferry completion fish > ~/.config/fish/completions/kvferry.fish",
     )
-    parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
+    parser.add_choice("shell", SHELLS, help="Bash, zsh or fish.")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Entry point of `kvferry completion`."""
-    shell = build_parser().parse_args(argv).shell
+    shell = build_parser().read(argv).shell
     print(shellcode(["kvferry"], shell=shell), end="")
     return 0
 
@@ -97,7 +97,7 @@ def _flags_of(command: str, words: Sequence[str]) -> Mapping[str, tuple[str, ...
     agent = VLLM if take_option(words, "--engine")[0] == "vllm" else SETTINGS["agent"]
     if command == "agent":
         if any(word.partition("=")[0] == "--attach" for word in words):
-            return flag_values(_named(SIDECAR))
+            return flag_values(_named(SIDECAR)) | {"--config": ()}
         return flag_values(_named(agent)) | {"--config": (), "--attach": ()}
     if command in ("serve", "up"):
         for part, chosen in _named("kvferry.deploy.up:CHOSEN").items():

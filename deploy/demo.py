@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.deploy.launcher import Cluster, LaunchError
-from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
+from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec
 
 REQUEST_TIMEOUT_S = 60.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -136,7 +136,7 @@ async def demo(console: Console) -> None:
     """Run the demo. Raises `LaunchError` or `DemoFailed` with the reason if anything went wrong."""
     config = UpConfig(port=0, discovery_port=0, log_dir=Path("logs/demo"))
     console.print("starting a proxy, one prefill agent and one decode agent …")
-    spec = cluster_spec(config, PassedOn("make demo", ()))
+    spec = cluster_spec(config, PartOptions("make demo", ()))
     async with Cluster(spec, lambda words: console.print(words, highlight=False)) as cluster:
         await cluster.wait_ready()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)

@@ -18,7 +18,7 @@ import aiohttp
 from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
-from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
+from kvferry.common.options import CommandParser, key_in_file, number, readable_file, server_url
 from kvferry.deploy.status import StatusFailed, client_session, error_message, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 
@@ -105,22 +105,22 @@ def build_parser() -> CommandParser:
         "Its proxies send it nothing new meanwhile. Returns when it has ended.",
     )
     parser.add_argument(
-        "url", type=server_url, help="base URL of the agent, for example http://10.0.0.1:8000; or of a proxy"
+        "url", type=server_url, help="Base URL of the agent, for example http://10.0.0.1:8000; or of a proxy."
     )
     parser.add_argument(
-        "agent", nargs="?", help="with the URL of a proxy: which agent, by name, address or incarnation"
+        "agent", nargs="?", help="With the URL of a proxy: which agent, by name, address or incarnation."
     )
     parser.add_argument(
-        "--cluster-key", type=readable_file, help="the cluster's key file, if the agent has one"
+        "--cluster-key", type=readable_file, help="The cluster's key file, if the agent has one."
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
+        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
     )
     parser.add_argument(
-        "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy"
+        "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy."
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=90.0, help="how long to wait for its end (default: 90)"
+        "--timeout-s", type=number, default=90.0, help="How long to wait for its end (default: 90)."
     )
     return parser
 
@@ -138,7 +138,7 @@ async def drain(
 
 def main(argv: Sequence[str]) -> int:
     """Drain one agent. Returns 0 when it has ended, 1 when it has not."""
-    options = build_parser().parse_intermixed_args(argv)  # the agent may follow options
+    options = build_parser().read(argv)
     try:
         bearer = None
         if options.agent is not None:

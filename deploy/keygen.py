@@ -16,13 +16,13 @@ from kvferry.common.options import CommandParser
 
 def build_parser() -> CommandParser:
     parser = CommandParser("kvferry keygen", "Make a cluster key for --cluster-key of proxies and agents.")
-    parser.add_argument("file", type=Path, help="where to write it; must not exist yet")
+    parser.add_argument("file", type=Path, help="Where to write it; must not exist yet.")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Write a new key, readable by its owner alone. Returns the exit status; never overwrites a file."""
-    path: Path = build_parser().parse_args(argv).file
+    path: Path = build_parser().read(argv).file
     _, secret = zmq.curve_keypair()
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

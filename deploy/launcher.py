@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -30,8 +30,8 @@ from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.common.addresses import WILDCARDS
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of
-
-Role = Literal["prefill", "decode", "both"]
+from kvferry.common.options import as_json
+from kvferry.common.roles import Role
 
 LISTENING_TIMEOUT_S = 180.0
 PROGRESS_S = 20.0
@@ -43,6 +43,8 @@ MAX_RESTART_PAUSE_S = 30.0
 STABLE_S = 60.0
 PIPE_CLOSE_S = 5.0
 LISTENING_LINE_LIMIT = 4096
+READ_SETTINGS = ("--config", "-")
+"""What has a process read its settings, as JSON, from its standard input."""
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """A log that is larger is moved to a file beside it, which is overwritten."""
 LOG_CHECK_S = 10.0
@@ -59,13 +61,14 @@ class LaunchError(RuntimeError):
 class AgentSpec:
     """One agent to start.
 
-    `args` are further flags of `kvferry agent`, as given on its command line. `module` is run as the agent,
-    with `environment` beside the variables that there are. `listening_timeout_s`: how long it may take until
-    it listens.
+    `settings` are its options by the names of their fields; `args` are words after them, as on its command
+    line. `module` is run as the agent, with `environment` beside the variables that there are.
+    `listening_timeout_s`: how long it may take until it listens.
     """
 
     name: str
     role: Role
+    settings: dict[str, Any] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     module: str = "kvferry.agent"
     environment: dict[str, str] = field(default_factory=dict)
@@ -76,8 +79,9 @@ class AgentSpec:
 class ClusterSpec:
     """A proxy and its agents on this machine. Port 0 lets the OS choose.
 
-    `trust`: how the proxy's certificate is checked, where `proxy_args` make it serve https. `admin_key`: the
-    key for its list of agents, where they make it need one.
+    `proxy_settings` and `proxy_args` are as those of an agent. `trust`: how the proxy's certificate is
+    checked, where they make it serve https. `admin_key`: the key for its list of agents, where they make it
+    need one.
     """
 
     model: str
@@ -86,20 +90,21 @@ class ClusterSpec:
     host: str = "127.0.0.1"
     port: int = 0
     discovery_port: int = 0
+    proxy_settings: dict[str, Any] = field(default_factory=dict)
     proxy_args: tuple[str, ...] = ()
     trust: ssl.SSLContext | None = None
     admin_key: str | None = None
 
 
-def agent_words(agent: AgentSpec, model: str, host: str, proxy: str) -> tuple[str, ...]:
-    """Return the words after `python` that start an agent on free ports of `host`.
+def agent_command(agent: AgentSpec, model: str, host: str, proxy: str) -> tuple[tuple[str, ...], bytes]:
+    """Return the words after `python` that start an agent on free ports of `host`, and what it reads then.
 
     `proxy`: HOST:PORT of the proxy that it announces itself to.
     """
-    return (
-        "-m", agent.module, "--role", agent.role, "--model", model, "--host", host,
-        "--port", "0", "--control-port", "0", "--proxy", proxy, *agent.args,
-    )  # fmt: skip
+    chosen = {
+        "role": agent.role, "model": model, "host": host, "port": 0, "control_port": 0, "proxy": [proxy],
+    }  # fmt: skip
+    return ("-m", agent.module, *READ_SETTINGS, *agent.args), as_json(chosen | agent.settings)
 
 
 class RunLog(Protocol):
@@ -248,6 +253,7 @@ async def start_process(
     timeout_s: float = LISTENING_TIMEOUT_S,
     environment: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda _: None,
+    stdin: bytes = b"",
 ) -> Process:
     """Start `python argv…` and wait for the line on stdout with the addresses that it listens at.
 
@@ -260,6 +266,7 @@ async def start_process(
         child = await ChildProcess.start(
             argv,
             name,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             environment=environment,
@@ -339,8 +346,10 @@ class Cluster:
     async def start_agent(self, agent: AgentSpec) -> Process:
         """Start one agent, or restart one that has ended."""
         proxy = f"{self._agent_host}:{self.proxy.listening['discovery_port']}"
-        words = agent_words(agent, self.spec.model, self._agent_host, proxy)
-        process = await self._start(agent.name, words, agent.listening_timeout_s, agent.environment)
+        words, stdin = agent_command(agent, self.spec.model, self._agent_host, proxy)
+        process = await self._start(
+            agent.name, words, stdin, timeout_s=agent.listening_timeout_s, environment=agent.environment
+        )
         self.agents[agent.name] = process
         return process
 
@@ -448,7 +457,7 @@ class Cluster:
         """Start an agent that has ended, at its address if that is still free: this is how it is known."""
         port = urlsplit(self.agents[agent.name].url).port
         if port and listen_error(self._agent_host, port) is None:
-            agent = replace(agent, args=("--port", str(port), *agent.args))
+            agent = replace(agent, settings={"port": port} | agent.settings)
         return await self.start_agent(agent)
 
     async def _restart_proxy(self) -> Process:
@@ -456,21 +465,23 @@ class Cluster:
         return await self._start_proxy(ports["port"], ports["discovery_port"])
 
     async def _start_proxy(self, port: int, discovery_port: int) -> Process:
-        words = (
-            "-m", "kvferry.proxy", "--host", self.spec.host, "--port", str(port),
-            "--discovery-port", str(discovery_port), *self.spec.proxy_args,
-        )  # fmt: skip
-        self.proxy = await self._start("proxy", words)
+        chosen = {"host": self.spec.host, "port": port, "discovery_port": discovery_port}
+        words = ("-m", "kvferry.proxy", *READ_SETTINGS, *self.spec.proxy_args)
+        self.proxy = await self._start("proxy", words, as_json(chosen | self.spec.proxy_settings))
         return self.proxy
 
     async def _start(
         self,
         name: str,
         words: Sequence[str],
+        stdin: bytes,
+        *,
         timeout_s: float = LISTENING_TIMEOUT_S,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Process:
-        process = await start_process(name, words, self.spec.log_dir, timeout_s, environment, self._progress)
+        process = await start_process(
+            name, words, self.spec.log_dir, timeout_s, environment, self._progress, stdin
+        )
         # As Ctrl-C does: draining may take a minute.
         self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
         return process

@@ -225,28 +225,28 @@ def build_parser() -> CommandParser:
         "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
     )
     parser.add_argument(
-        "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"the proxy (default: {DEFAULT_URL})"
+        "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"The proxy (default: {DEFAULT_URL})."
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
+        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
     )
-    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate")
-    parser.add_argument(
+    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate.")
+    parser.add_choice(
         "--on",
-        choices=("local", "ray"),
+        ("local", "ray"),
         default="local",
-        help="ray: list what runs on which node of a Ray cluster, in place of what a proxy knows",
+        help="ray: list what runs on which node of a Ray cluster, in place of what a proxy knows.",
     )
     add_ray_arguments(parser)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--watch", action="store_true", help="show it anew every second, until Ctrl-C")
-    shown.add_argument("--json", action="store_true", help="print the proxy's whole answer as JSON")
+    shown.add_argument("--watch", action="store_true", help="Show it anew every second, until Ctrl-C.")
+    shown.add_argument("--json", action="store_true", help="Print the proxy's whole answer as JSON.")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Show a fleet. Returns 0, or 1 if the proxy cannot be asked."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
     try:
         if options.on == "ray":
             show_on_ray(options.ray_address, options.ray_namespace, options.json)

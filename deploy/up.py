@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.agent.cli import parse_config as parse_agent_config
-from kvferry.agent.config import AgentConfig
+from kvferry.agent.cli import checked as check_agent_config
+from kvferry.agent.config import AgentConfig, Engine
 from kvferry.agent.vllm.launch import (
     VLLM_START_S,
     CannotStart,
@@ -36,19 +35,23 @@ from kvferry.agent.vllm.launch import (
 )
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
-from kvferry.common.options import exit_with, parse_flags
+from kvferry.common.options import Source, collect, exit_with, make, read_settings
+from kvferry.common.roles import Role
+from kvferry.common.shared_options import TraceOptions
 from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
-from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, Role
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
 from kvferry.deploy.status import WATCH_INTERVAL_S, StatusFailed, client_session, fetch_nodes, summary
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.config import parse_config as parse_proxy_config
+from kvferry.proxy.config import checked as check_proxy_config
+from kvferry.transfer.options import TransferChoice
 
-PARTS = ("agent", "prefill", "decode", "both", "proxy", "vllm")
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+PARTS = ("agent", *ROLES, "proxy", "vllm")
 _AGENTS_CHOSEN = frozenset(
     {
         *("config", "model", "engine", "engine-python", "role", "name"),
@@ -72,51 +75,60 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpConfig:
-    """The options of `kvferry up`. Those of the processes follow a part's name: see `PassedOn`.
+class UpConfig(TraceOptions):
+    """The options of `kvferry up`. Those of the processes follow a part's name: see `PartOptions`.
 
-    Args:
+    Model:
         model: Checkpoint directory, or the name of a bundled model; for vLLM, a name on Hugging Face too.
+
+    Engine:
         engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector; or
             auto, which takes vllm where it is installed and finds a GPU, and says why.
         engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
+        device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
+            Default: cpu; for vLLM, where it can run here.
+        tp: Tensor-parallel ranks of every agent.
+
+    Processes:
         prefill: Number of prefill agents.
         decode: Number of decode agents.
         both: Number of agents that serve both legs.
-        tp: Tensor-parallel ranks of every agent.
-        transfer: KV transfer backend; auto takes the best that works between two agents.
-        device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
-            Default: cpu; for vLLM, where it can run here.
-        host: Address that the proxy binds, and the agents too unless it stands for all addresses.
-        port: HTTP port of the proxy.
-        discovery_port: Port at which agents announce themselves to the proxy.
-        log_dir: Folder for one log file per process.
-        log_format: Format of these logs: text, or json for one JSON object a line.
-        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, but for
-            vLLM's: it has options of its own.
         on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
             elsewhere when their node dies. kvferry down ends them.
         ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
         ray_namespace: Ray namespace of these agents: another one for each fleet in a Ray cluster.
         ray_resources: What an agent takes of its node, NAME=AMOUNT, beside a CPU and, with device cuda, a GPU
             per rank; CPU=AMOUNT for another number of CPUs.
+
+    Network:
+        host: Address that the proxy binds, and the agents too unless it stands for all addresses.
+        port: HTTP port of the proxy.
+        discovery_port: Port at which agents announce themselves to the proxy.
+
+    KV transfer:
+        transfer: KV transfer backend; auto takes the best that works between two agents.
+
+    Logs:
+        log_dir: Folder for one log file per process.
+        log_format: Format of these logs: text, or json for one JSON object a line.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, but for
+            vLLM's: it has options of its own.
     """
 
     model: str = "ferry-tiny"
-    engine: Literal["kvferry", "vllm", "auto"] = "kvferry"
+    engine: Engine = "kvferry"
     engine_python: str = sys.executable
     prefill: int = 1
     decode: int = 1
     both: int = 0
     tp: int = 1
-    transfer: Literal["auto", "mori", "cuda_ipc", "nixl", "mooncake", "nccl", "tcp"] = "auto"
+    transfer: TransferChoice = "auto"
     device: Literal["cpu", "cuda"] | None = None
     host: str = "127.0.0.1"
     port: int = 10001
     discovery_port: int = 36367
     log_dir: Path = Path("logs")
     log_format: LogFormat = "text"
-    otlp_endpoint: str | None = None
     on: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     ray_namespace: str = DEFAULT_NAMESPACE
@@ -141,7 +153,7 @@ class UpConfig:
             raise ValueError("ray_address, ray_namespace and ray_resources are for --on ray")
 
 
-class PassedOn:
+class PartOptions:
     """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
 
     The parts are agent (all agents), prefill, decode, both, proxy, and vllm (vLLM's own options, of all
@@ -153,121 +165,133 @@ class PassedOn:
 
     def __init__(self, prog: str, argv: Sequence[str]) -> None:
         self._prog = prog
-        argv = _with_file(prog, argv)
-        self.rest: list[str] = []
-        """The words that are for `kvferry up` itself."""
-        self._words: dict[str, list[str]] = {part: [] for part in PARTS}
-        into = self.rest
-        for word in argv:
+        self._sources: dict[str, list[Source]] = {part: [] for part in ("", *PARTS)}
+        """What is given for each part, in order; by "" for `kvferry up` itself."""
+        words, part = list(argv), ""
+        while words:
+            word = words.pop(0)
+            flag, equals, value = word.partition("=")
+            if flag == "--config":
+                if not equals and not words:
+                    exit_with(prog, "--config: its value is missing, a file")
+                self._take_file(read_settings(value if equals else words.pop(0), prog))
+                continue
             if word.startswith("--"):
-                part, dot, option = word.removeprefix("--").partition(".")
-                into = self._words[part] if dot and part in PARTS else self.rest
-                if into is not self.rest:
+                name, dot, option = word.removeprefix("--").partition(".")
+                part = name if dot and name in PARTS else ""
+                if part:
+                    self._check_not_chosen(part, option.partition("=")[0], "--")
                     word = f"--{option}"
-                    if option.partition("=")[0] in CHOSEN[part]:
-                        exit_with(self._prog, f"--{part}.{option}: {self._prog} chooses this")
-            into.append(word)
+            self._add_word(part, word)
 
-    def put_before(self, word: str, *parts: str) -> None:
-        """Have these parts get an option too; one that is given for a part wins."""
+    @property
+    def own(self) -> Sequence[Source]:
+        """What is for `kvferry up` itself."""
+        return self._sources[""]
+
+    def put_before(self, data: Mapping[str, Any], *parts: str) -> None:
+        """Have these parts get options too; one that is given for a part wins."""
         for part in parts:
-            self._words[part].insert(0, word)
+            self._sources[part].insert(0, data)
 
-    def proxy(self) -> tuple[tuple[str, ...], ProxyConfig]:
-        """Return the proxy's options, as words and as it reads them."""
-        return tuple(self._words["proxy"]), parse_proxy_config(self._words["proxy"])
+    def proxy(self) -> tuple[dict[str, Any], ProxyConfig]:
+        """Return the proxy's options, as values and as it reads them."""
+        values = self._collected(ProxyConfig, "proxy")
+        return values, make(ProxyConfig, values, prog=self._prog, check=check_proxy_config)
 
     def check_unused(self, part: str, why: str) -> None:
         """Exit with status 2 if there are options for a part that is not started."""
-        if self._words[part]:
-            option = self._words[part][0].removeprefix("--").partition("=")[0]
+        for source in self._sources[part]:
+            option = next(iter(source)).removeprefix("--").partition("=")[0]
             exit_with(self._prog, f"--{part}.{option}: {why}")
 
-    def agent(self, role: Role, model: str, *, is_here: bool = True) -> tuple[str, ...]:
+    def agent(self, role: Role, model: str, *, is_here: bool = True) -> dict[str, Any]:
         """Return the options of the agents of one role, which compute with our engine.
 
         `is_here`: they run on this machine, so the model and the files that are named must be here too.
         """
-        words = (*self._words["agent"], *self._words[role])
-        all_words = ("--model", model, "--role", role, *words)
-        if is_here:
-            parse_agent_config(all_words)
-        else:
-            parse_flags(AgentConfig, all_words, prog="kvferry agent", description="")
-        return words
+        values = self._collected(AgentConfig, "agent") | self._collected(AgentConfig, role)
+        check = check_agent_config if is_here else None
+        make(AgentConfig, {"model": model, "role": role} | values, prog=self._prog, check=check)
+        return values
 
-    def vllm_server(self, role: Role, model: str, words: Sequence[str]) -> tuple[str, ...]:
-        """Return the options of the vLLM servers of one role: `words`, and those that were given."""
-        words = (*words, *self._words["agent"], *self._words[role])
-        all_words = ("--model", model, "--role", role, *words)
-        parse_flags(VllmEngineConfig, all_words, prog="kvferry agent --engine vllm", description="")
-        return (*words, "--", *self._words["vllm"])
+    def vllm_server(self, role: Role, model: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of the vLLM servers of one role: those `chosen`, and those that were given."""
+        values = self._collected(VllmEngineConfig, "agent") | self._collected(VllmEngineConfig, role)
+        values = {**chosen, **values}
+        make(VllmEngineConfig, {"model": model, "role": role} | values, prog=self._prog)
+        return values
 
+    def vllm_words(self) -> tuple[str, ...]:
+        """Return the options of vLLM itself, as words of its command line."""
+        words: list[str] = []
+        for source in self._sources["vllm"]:
+            if isinstance(source, Mapping):
+                words += (word for name, value in source.items() for word in _flag_words(name, value))
+            else:
+                words += source
+        return tuple(words)
 
-def _with_file(prog: str, argv: Sequence[str]) -> list[str]:
-    """Return `argv` with the file of `--config FILE` or `--config=FILE`, if any, replaced by its settings."""
-    words = list(argv)
-    for at, word in enumerate(words):
-        flag, equals, name = word.partition("=")
-        if flag == "--config":
-            rest = words[at + 1 :]
-            if not equals:
-                if not rest:
-                    exit_with(prog, "--config: a file is missing")
-                name, *rest = rest
-            return [*words[:at], *_words_of(prog, Path(name)), *rest]
-    return words
+    def _collected(self, settings: type[Any], part: str) -> dict[str, Any]:
+        return collect(settings, self._sources[part], prog=self._prog, part=part)
 
+    def _add_word(self, part: str, word: str) -> None:
+        sources = self._sources[part]
+        if not sources or isinstance(sources[-1], Mapping):
+            sources.append([])
+        words = sources[-1]
+        assert isinstance(words, list)
+        words.append(word)
 
-def _words_of(prog: str, path: Path) -> list[str]:
-    """Return the settings of a YAML file as words of a command line."""
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except OSError as error:
-        exit_with(prog, f"--config: {str(path)!r}: {error.strerror}")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        exit_with(prog, f"--config: {str(path)!r} is not YAML: {error}")
-    if not isinstance(settings, dict):
-        exit_with(prog, f"--config: {str(path)!r} holds no settings")
-    words: list[str] = []
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            for option, setting in value.items():
-                is_count = option == "count" and name in ("prefill", "decode", "both")
-                words += _flag_words(name if is_count else f"{name}.{option}", setting)
-        else:
-            words += _flag_words(name, value)
-    return words
+    def _take_file(self, settings: Mapping[str, Any]) -> None:
+        own: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name not in PARTS or not isinstance(value, Mapping):
+                own[name] = value
+                continue
+            section = dict(value)
+            if name in ROLES and "count" in section:
+                own[name] = section.pop("count")
+            for option in section:
+                self._check_not_chosen(name, str(option).replace("_", "-"), "--config: ")
+            self._sources[name].append(section)
+        self._sources[""].append(own)
+
+    def _check_not_chosen(self, part: str, option: str, where: str) -> None:
+        if option in CHOSEN[part]:
+            exit_with(self._prog, f"{where}{part}.{option}: {self._prog} chooses this")
 
 
 def _flag_words(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if name.startswith("vllm.") and isinstance(value, bool):
-        return [flag if value else flag.replace(".", ".no-", 1)]
+    """Return an option of vLLM's as words. What is off has a flag of its own there."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
-def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
+def cluster_spec(config: UpConfig, parts: PartOptions) -> ClusterSpec:
     """Return the processes to start. Cores are divided evenly among the ranks, and GPUs among the agents.
+
+    An agent's name is a word of its command line, so that `ps` shows it.
 
     Raises:
         CannotStart: vLLM cannot be started here.
         BadKeyFile, BadCertificate: a file of the proxy's is none.
     """
-    roles: tuple[Role, ...] = ("prefill", "decode", "both")
-    for role in roles:
+    for role in ROLES:
         if not getattr(config, role):
-            passed_on.check_unused(role, "no agent of this role is started")
-    names = [(role, f"{role}-{index}") for role in roles for index in range(getattr(config, role))]
+            parts.check_unused(role, "no agent of this role is started")
+    names = [(role, f"{role}-{index}") for role in ROLES for index in range(getattr(config, role))]
     if config.otlp_endpoint is not None:
         traced = ("proxy",) if config.engine == "vllm" else ("proxy", "agent")
-        passed_on.put_before(f"--otlp-endpoint={config.otlp_endpoint}", *traced)
+        parts.put_before({"otlp_endpoint": config.otlp_endpoint}, *traced)
     if config.log_format != "text":
-        passed_on.put_before(f"--log-format={config.log_format}", "proxy", "agent")
-    agents = (_vllm_servers if config.engine == "vllm" else _own_agents)(config, passed_on, names)
-    proxy_args, proxy = passed_on.proxy()
+        parts.put_before({"log_format": config.log_format}, "proxy", "agent")
+    agents = (_vllm_servers if config.engine == "vllm" else _own_agents)(config, parts, names)
+    proxy_settings, proxy = parts.proxy()
     return ClusterSpec(
         model=config.model,
         agents=agents,
@@ -275,34 +299,33 @@ def cluster_spec(config: UpConfig, passed_on: PassedOn) -> ClusterSpec:
         host=config.host,
         port=config.port,
         discovery_port=config.discovery_port,
-        proxy_args=proxy_args,
-        trust=None if proxy.tls_cert is None else pinned_context(proxy.tls_cert),
+        proxy_settings=proxy_settings,
+        trust=None if proxy.tls_cert is None else pinned_context(Path(proxy.tls_cert)),
         admin_key=None if proxy.api_keys is None else admin_key(proxy.api_keys),
     )
 
 
 def _own_agents(
-    config: UpConfig, passed_on: PassedOn, names: Sequence[tuple[Role, str]]
+    config: UpConfig, parts: PartOptions, names: Sequence[tuple[Role, str]]
 ) -> tuple[AgentSpec, ...]:
-    passed_on.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
+    parts.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
     is_here, threads = config.on == "local", _threads(config)
     num_gpus = count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
-    own = {role: passed_on.agent(role, config.model, is_here=is_here) for role, _ in names}
+    own = {role: parts.agent(role, config.model, is_here=is_here) for role, _ in names}
 
     def agent(number: int, role: Role, name: str) -> AgentSpec:
         first = _first_gpu(number, config.tp, num_gpus)
         device = f"cuda:{first}" if first else config.device or "cpu"
-        words = (
-            "--name", name, "--tp", str(config.tp), "--transfer", config.transfer,
-            "--device", device, "--threads", str(threads),
-        )  # fmt: skip
-        return AgentSpec(name=name, role=role, args=(*words, *own[role]))
+        chosen = {
+            "tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads,
+        }  # fmt: skip
+        return AgentSpec(name=name, role=role, settings=chosen | own[role], args=("--name", name))
 
     return tuple(agent(number, *each) for number, each in enumerate(names))
 
 
 def _vllm_servers(
-    config: UpConfig, passed_on: PassedOn, names: Sequence[tuple[Role, str]]
+    config: UpConfig, parts: PartOptions, names: Sequence[tuple[Role, str]]
 ) -> tuple[AgentSpec, ...]:
     """Raises `CannotStart`."""
     is_here = config.on == "local"
@@ -314,9 +337,9 @@ def _vllm_servers(
     transfer = config.transfer
     if transfer == "auto":
         transfer = "tcp" if device == "cpu" else "cuda_ipc" if is_here else "nixl"
-    python = () if config.engine_python == sys.executable else ("--engine-python", config.engine_python)
-    words = ("--tp", str(config.tp), "--transfer", transfer, *python)
-    own = {role: passed_on.vllm_server(role, config.model, words) for role, _ in names}
+    chosen = {"tp": config.tp, "transfer": transfer, "engine_python": config.engine_python}
+    own = {role: parts.vllm_server(role, config.model, chosen) for role, _ in names}
+    words = parts.vllm_words()
     # vLLM's build for CPUs would take all cores for each server.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(_threads(config))}
     environment = {name: value for name, value in environment.items() if name not in os.environ}
@@ -326,7 +349,8 @@ def _vllm_servers(
         return AgentSpec(
             name=name,
             role=role,
-            args=("--name", name, *own[role]),
+            settings=own[role],
+            args=("--name", name, "--", *words),
             module="kvferry.agent.vllm.launch",
             environment=environment if device == "cpu" else gpus,
             listening_timeout_s=VLLM_START_S,
@@ -420,8 +444,9 @@ def main(argv: list[str]) -> int:
 
 
 def _main(prog: str, argv: list[str]) -> int:
-    passed_on = PassedOn(prog, argv)
-    config = parse_flags(UpConfig, passed_on.rest, prog=prog, description=DESCRIPTION)
+    parts = PartOptions(prog, argv)
+    values = collect(UpConfig, parts.own, prog=prog, description=DESCRIPTION)
+    config = make(UpConfig, values, prog=prog)
     console = Console(soft_wrap=True)
 
     def show(words: str) -> None:
@@ -432,7 +457,7 @@ def _main(prog: str, argv: list[str]) -> int:
         show(f"--engine auto takes {engine}: {why}")
         config = replace(config, engine=engine)
     try:
-        spec = cluster_spec(config, passed_on)
+        spec = cluster_spec(config, parts)
     except (BadKeyFile, BadCertificate) as error:
         exit_with(prog, f"--proxy: {error}")
     except CannotStart as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 from kvferry.common.engine_servers.description import (
     EngineDialect,
@@ -15,8 +14,15 @@ from kvferry.common.engine_servers.description import (
     server_from_words,
 )
 from kvferry.common.options import check_files, parse_flags
-from kvferry.common.telemetry.logs import LogFormat
-from kvferry.common.telemetry.tracing import check_endpoint
+from kvferry.common.shared_options import (
+    HttpOptions,
+    LogOptions,
+    TraceOptions,
+    check_at_least_1,
+    check_not_negative,
+    check_ports,
+    check_positive,
+)
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
@@ -24,25 +30,26 @@ from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyConfig:
+class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     """Settings of one proxy.
 
-    Args:
-        host: Address that the HTTP server and discovery bind.
-        port: HTTP port; 0 lets the OS choose.
+    Processes:
         workers: Processes that serve clients on that port, each with queues and limits of its own; with 1,
             one process does everything.
+
+    Network:
+        host: Address that the HTTP server and discovery bind.
+        port: HTTP port; 0 lets the OS choose.
         discovery_port: Port that agents register at; 0 lets the OS choose.
         prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
         decode: Decode server of another engine, likewise.
         dialect: Dialect of the servers for which none is given.
         nodes: YAML file that lists servers of other engines.
-        max_body_bytes: Largest request body accepted.
-        body_timeout_s: Deadline for a client to send a request's head, and then one for its body, in seconds.
-        connect_timeout_s: Deadline for connecting to an agent, in seconds.
-        first_byte_timeout_s: Deadline for a prefill's response or a stream's first event, in seconds.
-        idle_timeout_s: Longest time without data within a stream, in seconds.
-        total_timeout_s: Deadline for a whole request, in seconds.
+        cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
+            Default: none but the proxy's own.
+        max_connections: Maximum of open connections to all agents together.
+
+    Routing:
         retries: How often a request is retried on another pair when an agent is lost before its first event;
             2 covers the loss of a prefill and then of a decode agent.
         migrations: How often a stream that breaks later is continued on another pair.
@@ -55,38 +62,44 @@ class ProxyConfig:
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
             than compute them again; 0 disables this.
-        prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
-        decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
-        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
-        queue_timeout_s: Longest time in that queue, in seconds; then 429.
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
         breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
+
+    KV transfer:
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
             `kv_lease_duration`. Nothing is proven by it: decode legs that take longer are cancelled.
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`. They do not count
             expired leases, so their responses rest on this number; without it READ mode is not served.
-        max_connections: Maximum of open connections to all agents together.
+
+    Timeouts:
+        body_timeout_s: Deadline for a client to send a request's head, and then one for its body, in seconds.
+        connect_timeout_s: Deadline for connecting to an agent, in seconds.
+        first_byte_timeout_s: Deadline for a prefill's response or a stream's first event, in seconds.
+        idle_timeout_s: Longest time without data within a stream, in seconds.
+        total_timeout_s: Deadline for a whole request, in seconds.
+        queue_timeout_s: Longest time in that queue, in seconds; then 429.
         keepalive_s: Seconds that an idle connection to an agent stays open.
         client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is dropped.
         drain_s: Seconds that running requests may take to finish when the proxy is asked to end by SIGTERM.
             Ctrl-C gives 3 s at most; a second signal ends it at once.
+
+    Limits:
+        prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
+        decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
+        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
+
+    Security:
         api_keys: File of the API keys that clients must send. Default: no authentication.
         share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
             find out, by the number of cached tokens and by time, which prompts others have sent.
-        cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
-            Default: none but the proxy's own.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
             registrations from others are rejected. Default: any.
         cluster_key: File made by `kvferry keygen`; with it, only agents with the same key may register.
-        tls_cert: PEM file with the certificate (and its chain) for serving clients over https; needs tls_key.
-        tls_key: PEM file with the certificate's key, without a password.
         agent_ca: PEM file with the authority that signed the agents' certificates. With it, only https agents
             may register; without it, https agents are verified against the system's authorities.
+
+    Logs:
         log_prompts: Include the beginning of every prompt in the request log.
-        log_level: Minimum level of log messages.
-        log_format: text, or json for one JSON object a line.
-        otlp_endpoint: Base URL of an OpenTelemetry collector to which traces are sent by OTLP over HTTP, as
-            http://localhost:4318. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says, else no traces.
     """
 
     host: str = "127.0.0.1"
@@ -97,7 +110,6 @@ class ProxyConfig:
     decode: tuple[str, ...] = ()
     dialect: EngineDialect | None = None
     nodes: Path | None = None
-    max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
     first_byte_timeout_s: float = 300.0
@@ -127,48 +139,33 @@ class ProxyConfig:
     cors_origins: tuple[str, ...] = ()
     allow_address: str = ""
     cluster_key: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
     agent_ca: Path | None = None
     log_prompts: bool = False
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "text"
-    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("port", "discovery_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"{name} must be a port number (0-65535), got {getattr(self, name)}")
-        for name in (
-            "workers",
-            "max_body_bytes",
-            "max_connections",
-            "prefill_limit",
-            "decode_limit",
-            "breaker_failures",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_s") and value is not None and not value > 0:
-                raise ValueError(f"{field.name} must be greater than 0, got {value}")
+        self.check_http()
+        check_ports(port=self.port, discovery_port=self.discovery_port)
+        check_at_least_1(
+            workers=self.workers,
+            max_connections=self.max_connections,
+            prefill_limit=self.prefill_limit,
+            decode_limit=self.decode_limit,
+            breaker_failures=self.breaker_failures,
+        )
+        check_positive(
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_s")}
+        )
         self.named_servers()
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be given together")
         AddressRules(self.allow_address)
         CorsPolicy(self.cors_origins)
-        for name in (
-            "retries",
-            "migrations",
-            "split_min_tokens",
-            "stream_pull_min_tokens",
-            "prefix_pull_min_tokens",
-            "queue_limit",
-        ):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_not_negative(
+            retries=self.retries,
+            migrations=self.migrations,
+            split_min_tokens=self.split_min_tokens,
+            stream_pull_min_tokens=self.stream_pull_min_tokens or 0,
+            prefix_pull_min_tokens=self.prefix_pull_min_tokens,
+            queue_limit=self.queue_limit,
+        )
 
     def named_servers(self) -> tuple[StaticNode, ...]:
         """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""
@@ -190,11 +187,12 @@ def parse_config(argv: Sequence[str]) -> ProxyConfig:
         argv,
         prog="kvferry proxy",
         description="Serve an OpenAI-compatible API through pairs of prefill and decode agents.",
-        check=_checked,
+        check=checked,
     )
 
 
-def _checked(config: ProxyConfig) -> ProxyConfig:
-    check_endpoint(config.otlp_endpoint)
+def checked(config: ProxyConfig) -> ProxyConfig:
+    """Return the settings as they are. Raises ValueError for what this machine does not have."""
+    config.check_traces()
     check_files(config, ("api_keys", "cluster_key", "tls_cert", "tls_key", "agent_ca"))
     return config

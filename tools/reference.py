@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-import docstring_parser
 from prometheus_client.metrics_core import Metric
 
 from kvferry.agent.announce.attach import SidecarConfig
@@ -21,6 +20,7 @@ from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
 from kvferry.agent.vllm.launch import VllmEngineConfig
+from kvferry.common.options import options_of
 from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
@@ -80,12 +80,13 @@ def cli_page() -> str:
         "",
         "`kvferry COMMAND --help` prints the same. A wrong command line ends with status 2 and one line that "
         "names the option, the value and what would be right. Commands with many options also take "
-        "`--config FILE`: YAML with the same names, dashes written as underscores (`kvferry up` takes both). "
-        "Options that may be repeated are lists there.",
+        "`--config FILE`: YAML with the same names, dashes in front apart: `drain-s: 30`. Options that "
+        "may be repeated are lists there. What follows it on the command line wins. `--config -` reads JSON "
+        "from standard input.",
     ]
     for name, (settings, words) in SETTINGS.items():
-        lines += ["", f"## {name}", "", *([words, ""] if words else [])]
-        lines += ["| option | default | meaning |", "|---|---|---|", *_settings_rows(settings)]
+        lines += ["", f"## {name}", *(["", words] if words else [])]
+        lines += _settings_lines(settings)
     for name, build in PARSERS.items():
         parser = build()
         lines += ["", f"## {name}", "", parser.description or "", ""]
@@ -192,18 +193,18 @@ def _metric_row(family: Metric) -> str:
     return f"| `{name}` | {family.type} | {'; '.join(labels)} | {_cell(family.documentation)} |"
 
 
-def _settings_rows(settings: type[Any]) -> Iterator[str]:
-    types = get_type_hints(settings)
-    described = {
-        param.arg_name: param.description for param in docstring_parser.parse(settings.__doc__ or "").params
-    }
-    for field in fields(settings):
-        default = "required" if field.default is MISSING else _shown(field.default)
-        choices = _choices(types[field.name])
-        words = " ".join((described.get(field.name) or "").split())
-        if choices:
-            words += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
-        yield f"| `--{field.name.replace('_', '-')}` | {default} | {_cell(words)} |"
+def _settings_lines(settings: type[Any]) -> Iterator[str]:
+    """One table for each group of options."""
+    group = ""
+    for option in options_of(settings).values():
+        if option.group != group:
+            group = option.group
+            yield from ("", f"### {group}", "", "| option | default | meaning |", "|---|---|---|")
+        default = "required" if option.default is MISSING else _shown(option.default)
+        words = option.help
+        if option.choices:
+            words += f" One of {', '.join(f'`{choice}`' for choice in option.choices)}."
+        yield f"| `--{option.name}` | {default} | {_cell(words)} |"
 
 
 def _parser_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -222,14 +223,6 @@ def _shown(value: object) -> str:
     if value == sys.executable:
         return "its own"
     return "" if value is None or value in ((), "") else f"`{value}`"
-
-
-def _choices(kind: Any) -> list[str]:
-    if get_origin(kind) is Literal:
-        return [str(choice) for choice in get_args(kind)]
-    if get_origin(kind) is Union or type(kind).__name__ == "UnionType":
-        return [choice for each in get_args(kind) for choice in _choices(each)]
-    return []
 
 
 def _cell(text: str) -> str:

@@ -12,32 +12,13 @@ import importlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kvferry.transfer.layout import SpanTable
+from kvferry.transfer.options import BACKENDS, SETTINGS
 
 if TYPE_CHECKING:
     import torch
-
-BACKENDS: Mapping[str, str] = MappingProxyType(
-    {
-        "mori": "kvferry.transfer.backends.mori.engine",
-        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc.engine",
-        "nixl": "kvferry.transfer.backends.nixl.engine",
-        "mooncake": "kvferry.transfer.backends.mooncake.engine",
-        "nccl": "kvferry.transfer.backends.nccl.engine",
-        "tcp": "kvferry.transfer.backends.tcp.engine",
-    },
-)
-"""Backend name to module, best first."""
-SETTINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "mori": "kvferry.transfer.backends.mori.settings",
-        "cuda_ipc": "kvferry.transfer.backends.cuda_ipc.settings",
-    }
-)
-"""Backends that take options, and the module that reads them."""
 
 
 class TransferError(Exception):

@@ -22,59 +22,59 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import aiohttp
 import msgspec
 import uvloop
 
 from kvferry.agent.announce.membership import Membership
-from kvferry.agent.announce.proxy_names import check_proxy
+from kvferry.agent.announce.options import AnnounceOptions
 from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.engine_servers.description import EngineDialect, StaticNode
 from kvferry.common.engine_servers.monitor import HealthMonitor, ServerDown, ServerUp
 from kvferry.common.options import check_files, parse_flags
+from kvferry.common.shared_options import LogOptions, check_not_negative
 from kvferry.common.stop import StopRequest
-from kvferry.common.telemetry.logs import LogFormat, configure_logging
+from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.wire.engine_servers import registration_of
-from kvferry.proxy.wire.registration import Bye, Load, NodeState, Register, Role, TransferMode
+from kvferry.proxy.wire.registration import Bye, Load, NodeState, Register, TransferMode
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SidecarConfig:
+class SidecarConfig(AnnounceOptions, LogOptions):
     """The options of `kvferry agent --attach`.
 
-    Args:
+    Model:
+        model: Which of the models that it lists to serve; the first when not given.
+        tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
+        dp_size: Data-parallel size; likewise.
+
+    Network:
         attach: Base URL of the server's OpenAI API, as this process reaches it.
         advertise_url: The same as proxies must dial it; the URL of --attach when not given.
-        role: Which legs of a request the server takes.
         dialect: The protocol between its engine and a router.
-        proxy: Discovery addresses of the proxies to announce it to: HOST:PORT, or dns:NAME[:PORT] for every
-            address of a name, which is looked up again and again.
+
+    KV transfer:
         kv_host: Where its peers reach it for KV; the advertised URL's host when not given.
         bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
         handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM); ATOM servers report theirs.
         notify_port: Port for notifications of KV transfers (MoRIIO).
-        tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
-        dp_size: Data-parallel size; likewise.
         transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
-        model: Which of the models that it lists to serve; the first when not given.
+
+    Limits:
         max_running: Most sequences that it runs at once; unlimited when not given.
+
+    Timeouts:
         drain_s: Seconds that the server has to finish its requests when this process is asked to end.
         lease_s: Seconds after its last request for which another server may still read KV from it; not waited
             for if its role is decode.
-        cluster_key: File made by `kvferry keygen`, the same as the proxies'.
-        log_level: Least severe log line written.
-        log_format: text, or json for one JSON object a line.
     """
 
     attach: str = ""
     advertise_url: str | None = None
-    role: Role = "both"
     dialect: EngineDialect | None = None
-    proxy: tuple[str, ...] = ()
     kv_host: str | None = None
     bootstrap_port: int | None = None
     handshake_port: int | None = None
@@ -84,21 +84,14 @@ class SidecarConfig:
     transfer_mode: TransferMode | None = None
     model: str | None = None
     max_running: int | None = None
-    drain_s: float = 60.0
     lease_s: float = 30.0
-    cluster_key: Path | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for name in ("attach", "dialect", "proxy"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} must be given")
-        for address in self.proxy:
-            check_proxy(address)
-        for name in ("drain_s", "lease_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
+        self.check_announcement()
+        check_not_negative(lease_s=self.lease_s)
         self.server()
 
     def server(self) -> StaticNode:
@@ -218,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     )
     configure_logging("sidecar", config.log_level, config.log_format)
     try:
-        key = ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None
+        key = ClusterKey.read(Path(config.cluster_key)) if config.cluster_key is not None else None
         uvloop.run(_run(config, key))
     except (OSError, BadClusterKey) as error:
         print(f"kvferry agent: {error}", file=sys.stderr)

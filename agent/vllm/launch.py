@@ -25,16 +25,18 @@ from typing import Any, Literal
 import aiohttp
 
 from kvferry.agent.announce.drain_socket import Drainer
-from kvferry.agent.announce.proxy_names import check_proxy
-from kvferry.agent.config import BUNDLED_MODELS, Role
+from kvferry.agent.announce.options import ServerOptions
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.vllm.settings import NotServed, check_version, read_settings
+from kvferry.agent.vllm.settings import NotServed, VllmTransfer, check_version, read_settings
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.options import exit_with, parse_flags, take_option
+from kvferry.common.shared_options import LogOptions
 from kvferry.common.stop import StopRequest
-from kvferry.common.telemetry.logs import LogFormat, configure_logging
+from kvferry.common.telemetry.logs import configure_logging
 from kvferry.transfer.net import CannotBind, check_can_bind
+from kvferry.transfer.options import PlaneOptions
 
 _PROBE_S = 0.5
 _PROGRESS_S = 10.0
@@ -137,67 +139,35 @@ def with_chosen_engine(words: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmEngineConfig:
+class VllmEngineConfig(ServerOptions, PlaneOptions, LogOptions):
     """The options of `kvferry agent --engine vllm`. Words after `--` go to vLLM as they are.
 
-    Args:
+    Model:
+        model: Model as vLLM names it: a directory, or a name on Hugging Face; or a bundled model's name.
+
+    Engine:
         engine: The engine, vllm.
         engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
-        model: Model as vLLM names it: a directory, or a name on Hugging Face; or a bundled model's name.
-        role: Which legs of a request this server takes.
-        served_model_name: Name that clients ask for; the model's when not given.
-        name: Name of this server on operators' pages, of at most 64 characters; its address when not given.
-        host: Address that the API binds.
-        port: Port of the API; 0 lets the OS choose.
-        advertise_host: Host that peers and proxies must dial; the bound host when not given.
-        control_port: Port of the KV control channel; 0 lets the OS choose.
-        proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
-            address of a name, which is looked up again and again.
-        tp: Tensor-parallel ranks.
+
+    KV transfer:
         transfer: KV transfer backend; both servers of a pair need the same.
-        transfer_options: Options of transfer backends, BACKEND.NAME=VALUE separated by commas.
-        lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
-        pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
-        on_pull_failure: What a decode server does when the KV cannot be proven right.
-        cluster_key: File made by `kvferry keygen`, the same as its proxies'.
-        drain_s: Seconds that SIGTERM gives to what runs, is on its way, or is leased, before vLLM is ended.
+
+    Timeouts:
         start_timeout_s: How long vLLM may take until it serves.
-        log_level: Least severe log line written by this process.
+
+    Logs:
         log_format: text, or json for one JSON object a line; vLLM's own lines are as they are.
     """
 
     model: str
     engine: Literal["vllm"] = "vllm"
     engine_python: str = sys.executable
-    role: Role = "both"
-    served_model_name: str | None = None
-    name: str = ""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    advertise_host: str | None = None
-    control_port: int = 6301
-    proxy: tuple[str, ...] = ()
-    tp: int = 1
-    transfer: Literal["tcp", "nixl", "cuda_ipc"] = "tcp"
-    transfer_options: str = ""
-    lease_s: float = 10.0
-    pull_timeout_s: float = 30.0
-    on_pull_failure: Literal["recompute", "fail"] = "recompute"
-    cluster_key: str | None = None
-    drain_s: float = 60.0
+    transfer: VllmTransfer = "tcp"
     start_timeout_s: float = VLLM_START_S
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
-        for address in self.proxy:
-            check_proxy(address)
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be a port number (0-65535), got {self.port}")
-        if self.tp < 1:
-            raise ValueError(f"tp must be at least 1, got {self.tp}")
-        if not self.drain_s >= 0:
-            raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
+        self.check_server()
+        self.check_plane()
         try:
             read_settings(self.connector_settings())
         except NotServed as error:
@@ -206,7 +176,7 @@ class VllmEngineConfig:
     @property
     def url(self) -> str:
         """Where proxies reach the API. A port that the OS chooses is not known yet: 1 stands for it."""
-        return f"http://{host_port(self.advertise_host or self.host, self.port or 1)}"
+        return f"http://{host_port(self.advertised_host, self.port or 1)}"
 
     def connector_settings(self, drain_socket: str = "") -> dict[str, Any]:
         """`kv_connector_extra_config`."""

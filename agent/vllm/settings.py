@@ -9,14 +9,16 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from kvferry.agent.announce.options import check_name
 from kvferry.agent.announce.proxy_names import check_proxy
-from kvferry.agent.config import check_name
 from kvferry.common.addresses import WILDCARDS
 from kvferry.proxy.wire.registration import Role
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
 MAX_PROXIES = 64
+VllmTransfer = Literal["tcp", "nixl", "cuda_ipc"]
+"""Those of the backends (`transfer.options`) that were tried in vLLM."""
 
 
 class NotServed(ValueError):
@@ -50,7 +52,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
     proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
     name: str = ""
-    transfer: Literal["tcp", "nixl", "cuda_ipc"] = "tcp"
+    transfer: VllmTransfer = "tcp"
     transfer_options: str = ""
     lease_s: _Seconds = 10.0
     pull_timeout_s: _Seconds = 30.0

@@ -23,10 +23,10 @@ from msgspec import Meta
 from kvferry.common.addresses import bracketed, check_dialable, host_port
 from kvferry.common.engine_servers import atom
 from kvferry.common.roles import Role, TransferMode
+from kvferry.common.yaml_file import read_yaml
 
 EngineDialect = Literal["vllm-kvferry", "vllm-nixl", "vllm-moriio", "vllm-mooncake", "sglang", "atom"]
 
-MAX_FILE_BYTES = 4 * 1024 * 1024
 BOOTSTRAP_PORT = 8998
 """The default of SGLang's and of Mooncake's bootstrap server."""
 _OPTIONS: dict[EngineDialect, frozenset[str]] = {
@@ -154,12 +154,13 @@ def server_from_words(text: str, role: Role, dialect: str | None) -> StaticNode:
 
 def servers_from_file(path: Path) -> tuple[StaticNode, ...]:
     """Read a YAML file of nodes. Raises `OSError` and `BadEngineServer`."""
-    raw = path.read_bytes()
-    if len(raw) > MAX_FILE_BYTES:
-        raise BadEngineServer(f"{path}: larger than {MAX_FILE_BYTES} bytes")
     try:
-        file = msgspec.yaml.decode(raw, type=_File)
-    except (msgspec.DecodeError, RecursionError) as error:
+        data = read_yaml(path)
+    except ValueError as error:
+        raise BadEngineServer(str(error)) from error
+    try:
+        file = msgspec.convert(data, _File)
+    except msgspec.ValidationError as error:
         raise BadEngineServer(f"{path}: {error}") from error
     shared: dict[str, object] = {} if file.dialect is None else {"dialect": file.dialect}
     return tuple(

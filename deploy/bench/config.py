@@ -83,7 +83,7 @@ class Objectives:
 class BenchConfig:
     """The options of `kvferry bench`.
 
-    Args:
+    Load:
         server: Server to send the load to, as URL or NAME=URL; may be repeated, or given without
             --server. All get the same load in turn. Default: http://127.0.0.1:10001.
         model: Name of the model to request. Default: the first that each server lists.
@@ -101,14 +101,20 @@ class BenchConfig:
         output_tokens: Length of the answers, likewise.
         ignore_eos: Send ignore_eos, so that answers have exactly that length. A server that does not know
             this member of a request needs false.
+        seed: Number from which lengths and arrival times are made. Words are others in every run, so that no
+            prefix cache has them.
+
+    Timeouts:
+        timeout_s: Deadline of a request, in seconds; it counts as failed then.
+
+    Security:
+        key: File that holds the API key, if the servers want one.
+        ca: PEM file of who signed the servers' certificates.
+
+    Results:
         ttft_ms: Objective for goodput: longest time to the first token, in ms.
         tpot_ms: Objective for goodput: longest mean time per token after the first, in ms.
         e2e_ms: Objective for goodput: longest time to the end of the answer, in ms.
-        timeout_s: Deadline of a request, in seconds; it counts as failed then.
-        seed: Number from which lengths and arrival times are made. Words are others in every run, so that no
-            prefix cache has them.
-        key: File that holds the API key, if the servers want one.
-        ca: PEM file of who signed the servers' certificates.
         json: File for all results, with every request.
         plot: File for a chart, .png, .svg or .pdf; needs the extra bench.
     """

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.common.http.tls import BadCertificate, client_context
-from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
+from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url, whole_number
 from kvferry.deploy.doctor.fleet import check_fleet
 from kvferry.deploy.doctor.machine import (
     describe_devices,
@@ -24,7 +24,8 @@ from kvferry.deploy.doctor.machine import (
     installed_vllm,
     named_models,
 )
-from kvferry.transfer.engine import BACKENDS, Usability, parse_backend_options, usable
+from kvferry.transfer.engine import Usability, parse_backend_options, usable
+from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.rdma_devices import list_rdma_devices
 
 
@@ -36,18 +37,20 @@ def build_parser() -> CommandParser:
         "clocks agree.",
     )
     parser.add_argument(
-        "--model", help="only this model: a directory, a bundled one, or one of the Hugging Face cache"
+        "--model", help="Only this model: a directory, a bundled one, or one of the Hugging Face cache."
     )
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that serve it (default: 1)")
-    parser.add_argument("--proxy", type=server_url, help="base URL of a proxy, whose agents are checked too")
     parser.add_argument(
-        "--key", type=key_in_file, help="file that holds the operator's key, if the proxy has one"
+        "--tp", type=whole_number, default=1, help="Tensor-parallel ranks that serve it (default: 1)."
     )
-    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the servers' certificates")
+    parser.add_argument("--proxy", type=server_url, help="Base URL of a proxy, whose agents are checked too.")
+    parser.add_argument(
+        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+    )
+    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the servers' certificates.")
     parser.add_argument(
         "--transfer-options",
         default="",
-        help="options of backends, as an agent takes them: BACKEND.NAME=VALUE,…",
+        help="Options of backends, as an agent takes them: BACKEND.NAME=VALUE with commas between.",
     )
     return parser
 
@@ -79,7 +82,7 @@ def main(argv: list[str]) -> int:
     proxy that is named and its agents; else 1.
     """
     parser = build_parser()
-    asked = parser.parse_args(argv)
+    asked = parser.read(argv)
     try:
         options = parse_backend_options(asked.transfer_options)
         tried = {name: try_backend(name, options.get(name)) for name in BACKENDS}

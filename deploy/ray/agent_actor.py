@@ -20,7 +20,7 @@ import msgspec
 
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.state_machine import transition, transitions
-from kvferry.deploy.launcher import PIPE_CLOSE_S, AgentSpec, Backoff, LaunchError, Process, agent_words
+from kvferry.deploy.launcher import PIPE_CLOSE_S, AgentSpec, Backoff, LaunchError, Process, agent_command
 
 MAX_KEPT_LINES = 2_000
 MAX_REPORTED_LINES = 500
@@ -195,10 +195,11 @@ class AgentActor:
     async def _started(self) -> AsyncIterator[Process]:
         """A process of the agent that listens. Raises `LaunchError`, and OSError if none can be made."""
         order = self._order
-        words = agent_words(order.agent, order.model, self._node, order.proxy)
+        words, stdin = agent_command(order.agent, order.model, self._node, order.proxy)
         child = await ChildProcess.start(
             ("-m", "kvferry.deploy.ray.child", *words),
             order.agent.name,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             environment=order.agent.environment,

@@ -17,12 +17,12 @@ DEFAULT_NAMESPACE = "kvferry"
 def add_ray_arguments(parser: ArgumentParser) -> None:
     """Add the options that say which agents are meant."""
     parser.add_argument(
-        "--ray-address", help="HOST:PORT of the Ray cluster's head; the cluster of this host when not given"
+        "--ray-address", help="HOST:PORT of the Ray cluster's head; the cluster of this host when not given."
     )
     parser.add_argument(
         "--ray-namespace",
         default=DEFAULT_NAMESPACE,
-        help=f"the Ray namespace of the agents (default: {DEFAULT_NAMESPACE})",
+        help=f"The Ray namespace of the agents (default: {DEFAULT_NAMESPACE}).",
     )
 
 
@@ -38,7 +38,7 @@ def build_parser() -> CommandParser:
 
 def main(argv: Sequence[str]) -> int:
     """End a fleet. Returns 0, also if there is none, and 1 if Ray cannot be asked."""
-    options = build_parser().parse_args(argv)
+    options = build_parser().read(argv)
     try:
         with connected(options.ray_address, options.ray_namespace):
             fleet = RayFleet.find(options.ray_namespace)

@@ -36,8 +36,8 @@ MISTAKES = [
     ("proxy -p 7", 2, "'-p 7': every option begins with two dashes"),
     ("up --model no", 2, "'no' is no directory, no bundled model (ferry-tiny)"),
     ("up --agent.lease-s 0", 2, "--lease-s must be greater than 0"),
-    ("up --decode.lase-s 5", 2, "--lase-s: no such option; did you mean --lease-s?"),
-    ("up --proxy.prt 1", 2, "--prt: no such option; did you mean --port?"),
+    ("up --decode.lase-s 5", 2, "--decode.lase-s: no such option; did you mean --decode.lease-s?"),
+    ("up --proxy.prt 1", 2, "--proxy.prt: no such option; did you mean --proxy.port?"),
     ("up --proxy.api-keys {folder}/keys", 2, "/keys has no admin's key, which the list of agents needs"),
     ("up --prefill.port 8000", 2, "--prefill.port: kvferry up chooses this"),
     ("up --engine vlm", 2, "--engine: 'vlm' is not one of kvferry, vllm, auto; did you mean vllm?"),
@@ -51,10 +51,11 @@ MISTAKES = [
     ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
     ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
     ("up --config none.yaml", 2, "--config: 'none.yaml': No such file or directory"),
-    ("up --config", 2, "--config: a file is missing"),
+    ("up --config", 2, "--config: its value is missing, a file"),
     ("up --config {folder}/torn.yml", 2, "torn.yml' is not YAML: "),
-    ("up --config {folder}/bad.yml", 2, "--prt: no such option; did you mean --port?"),
-    ("up --config {folder}/fleet.yml", 2, "--lase-s: no such option; did you mean --lease-s?"),
+    ("up --config {folder}/bad.yml", 2, "--config: no such setting 'prt'; did you mean port?"),
+    ("up --config {folder}/fleet.yml", 2, "--config: no such setting 'decode.lase-s'; did you mean lease-s?"),
+    ("up --config {folder}/chosen.yml", 2, "--config: agent.port: kvferry up chooses this"),
     ("serve no", 2, "'no' is no directory, no bundled model (ferry-tiny)"),
     ("serve --prot 1", 2, "kvferry serve: --prot: no such option; did you mean --port?"),
     ("status http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be asked: "),
@@ -125,10 +126,18 @@ MISTAKES = [
     ("agent --model no", 2, "'no' is no directory, no bundled model (ferry-tiny), and not in the Hugging"),
     ("agent --model {folder}", 2, "has no config.json"),
     # Files.
-    ("proxy --config {folder}/none.yml", 2, "--config: File does not exist"),
+    ("proxy --config {folder}/none.yml", 2, "--config: '{folder}/none.yml': No such file or directory"),
     ("proxy --config {folder}/bad.yml", 2, "--config: no such setting 'prt'; did you mean port?"),
     ("proxy --config {folder}/wrong.yml", 2, "--port: 'abc' is not a whole number"),
-    ("proxy --config {folder}/torn.yml", 2, "--config: the file is not YAML"),
+    ("proxy --config {folder}/torn.yml", 2, "torn.yml' is not YAML: "),
+    ("proxy --config {folder}/deep.yml", 2, "more than 8 maps and lists lie within each other"),
+    ("up --config {folder}/deep.yml", 2, "more than 8 maps and lists lie within each other"),
+    ("proxy --nodes {folder}/deep.yml", 1, "more than 8 maps and lists lie within each other"),
+    ("proxy --config {folder}/alias.yml", 2, "an alias (*NAME) is not allowed here"),
+    ("proxy --config {folder}/many.yml", 2, "many.yml' is not YAML: "),
+    ("proxy --config {folder}/list.yml", 2, "list.yml' holds no settings, one a line as `port: 8000`"),
+    ("proxy --config {folder}/kind.yml", 2, "--host: 5 is not a text"),
+    ("proxy --config {folder}/nested.yml", 2, "--port: {{'number': 5}} is not a whole number"),
     ("proxy --api-keys {folder}/none", 2, "no such file"),
     (f"agent {MODEL} --cluster-key {{folder}}/none", 2, "--cluster-key: '{folder}/none': no such file"),
     ("proxy --cluster-key {folder}/open.key", 1, "open.key can be read or written by others: chmod 600 it"),
@@ -136,7 +145,7 @@ MISTAKES = [
     ("proxy --tls-cert {folder}/junk --tls-key {folder}/junk", 1, "are no certificate and its key"),
     ("keygen {folder}/junk", 1, "kvferry keygen: {folder}/junk: File exists"),
     ("proxy --config", 2, "--config: its value is missing, a file"),
-    ("agent --config {folder}", 2, "--config: Path is not a file"),
+    ("agent --config {folder}", 2, "--config: '{folder}': Is a directory"),
     ("proxy --nodes {folder}/none", 1, "{folder}/none: No such file or directory"),
     ("up --log-dir {folder}/junk/logs", 1, "{folder}/junk/logs: Not a directory"),
     # What is there already, or is not.
@@ -166,6 +175,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "wrong.yml").write_text("port: abc\n")
     (made / "torn.yml").write_text("port: [\n")
     (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
+    (made / "chosen.yml").write_text("agent: {port: 5}\n")
+    (made / "deep.yml").write_text("port: " + "[" * 5000 + "]" * 5000 + "\n")
+    (made / "alias.yml").write_text("proxy: &a [x, x]\nhost: *a\n")
+    (made / "many.yml").write_text("port: " + "9" * 5000 + "\n")
+    (made / "list.yml").write_text("- port: 5\n")
+    (made / "kind.yml").write_text("host: 5\n")
+    (made / "nested.yml").write_text("port: {number: 5}\n")
     (made / "keys").write_text("client-key-0123456789\n")
     (made / "pair").write_text("client-key-0123456789\nadmin-key-0123456789 admin\n")
     (made / "latin").write_bytes(b"cl\xe9\n")

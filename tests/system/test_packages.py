@@ -51,7 +51,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def closure(names: set[str]) -> set[str]:
     """Return distributions with all that they require here."""
     found: set[str] = set()
-    waiting = {*names, "typeshed-client"}  # of jsonargparse[signatures]
+    waiting = {*names}
     while waiting:
         name = waiting.pop()
         found.add(name)

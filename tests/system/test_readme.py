@@ -28,13 +28,13 @@ import pytest
 from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.cli import parse_config as agent_config
 from kvferry.agent.vllm.launch import VllmEngineConfig
-from kvferry.common.options import parse_flags
+from kvferry.common.options import collect, parse_flags
 from kvferry.deploy import completion, drain, keygen, status
 from kvferry.deploy.bench.config import parse_config as bench_config
 from kvferry.deploy.cli import COMMANDS, main
 from kvferry.deploy.doctor import command as doctor
 from kvferry.deploy.ray import down
-from kvferry.deploy.up import PassedOn, UpConfig
+from kvferry.deploy.up import PartOptions, UpConfig
 from kvferry.proxy.api.auth import admin_key
 from kvferry.proxy.config import parse_config as proxy_config
 
@@ -272,8 +272,8 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
         agent_config(words)
     elif name in ("up", "serve"):
         words = ["--model", *words] if name == "serve" and not words[0].startswith("-") else words
-        passed_on = PassedOn(f"kvferry {name}", words)
-        parse_flags(UpConfig, passed_on.rest, prog=f"kvferry {name}", description="")
+        parts = PartOptions(f"kvferry {name}", words)
+        collect(UpConfig, parts.own, prog=f"kvferry {name}")
     elif name == "bench":
         bench_config(words)
     elif name in (
@@ -285,7 +285,7 @@ def test_a_documented_command_is_understood(page: str, command: str, tmp_path: P
             "status": status,
         }
     ):
-        parsers[name].build_parser().parse_args(words)
+        parsers[name].build_parser().read(words)
     else:
         assert name == "keygen"
         (tmp_path / "cluster.key").unlink()

@@ -27,7 +27,9 @@ INTERNAL = {
     "common/engine_servers/monitor.py::MAX_FAILED_PROBES": "when a server is down",
     "common/engine_servers/atom.py::MAX_PARALLEL": "what is believed of a server",
     "common/engine_servers/probe.py::MAX_COUNT": "what is believed of a server",
-    "common/engine_servers/description.py::MAX_FILE_BYTES": "the operator's own file",
+    "common/yaml_file.py::MAX_FILE_BYTES": "the operator's own file",
+    "common/yaml_file.py::MAX_DEPTH": "the operator's own file",
+    "common/shared_options.py::MAX_PORT": "what a port may be",
     "proxy/exchange/retry.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",
@@ -41,6 +43,7 @@ INTERNAL = {
     "proxy/workers/messages.py::MAX_UNSENT_BYTES": "between a supervisor and its workers",
     "proxy/workers/supervisor.py::MAX_DEATHS": "when a supervisor ends",
     "proxy/workers/supervisor.py::MAX_MISSED": "when a worker hangs",
+    "common/child_process.py::MAX_LINE_BYTES": "between our own processes",
     "common/options.py::MAX_SHOWN_CHARS": "how much of a mistake is shown to its maker",
     "agent/api/text/detokenizer.py::_MAX_HELD_IDS": "what a model may write",
 }

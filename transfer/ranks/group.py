@@ -17,10 +17,10 @@ import numpy as np
 from kvferry.transfer.access_tokens import new_secret
 from kvferry.transfer.checksum import SumTable, unpack_sums
 from kvferry.transfer.control.messages import EngineDescription
-from kvferry.transfer.engine import BACKENDS
 from kvferry.transfer.events import RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import Placement
+from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, dial

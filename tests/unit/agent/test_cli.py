@@ -144,7 +144,7 @@ def test_no_new_options() -> None:
     """House rule 22: a flag is a promise; adding one is a decision."""
     flags = {option for action in build_parser()._actions for option in action.option_strings}
     assert flags == {
-        "-h", "--help", "--config", "--print_config",
+        "-h", "--help", "--config",
         "--model", "--engine", "--role", "--served-model-name", "--name", "--host", "--port",
         "--advertise-host", "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",

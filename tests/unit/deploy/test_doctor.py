@@ -19,7 +19,8 @@ from kvferry.deploy.doctor.machine import (
     describe_vllm,
 )
 from kvferry.proxy.config import ProxyConfig
-from kvferry.transfer.engine import BACKENDS, Usability
+from kvferry.transfer.engine import Usability
+from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.rdma_devices import RdmaDevice, RdmaPort
 
 PORT = RdmaPort(1, "ACTIVE", "Ethernet", "100 Gb/sec")

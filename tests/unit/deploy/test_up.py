@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 
 from kvferry.agent.vllm.launch import CannotStart, VllmEngineConfig
-from kvferry.common.options import parse_flags
 from kvferry.deploy.launcher import AgentSpec
-from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
+from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec
 
 
 def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> None:
     words = ("--proxy.log-format=text", "--decode.log-format", "text")
     spec = cluster_spec(
-        UpConfig(log_format="json", otlp_endpoint="http://c:4318"), PassedOn("kvferry up", words)
+        UpConfig(log_format="json", otlp_endpoint="http://c:4318"), PartOptions("kvferry up", words)
     )
     prefill, decode = spec.agents
-    assert spec.proxy_args == ("--log-format=json", "--otlp-endpoint=http://c:4318", "--log-format=text")
-    assert prefill.args[-2:] == ("--log-format=json", "--otlp-endpoint=http://c:4318")
-    assert decode.args[-4:] == (*prefill.args[-2:], "--log-format", "text")
+    assert spec.proxy_settings == {"log_format": "text", "otlp_endpoint": "http://c:4318"}
+    for agent, log_format in ((prefill, "json"), (decode, "text")):
+        assert agent.settings["otlp_endpoint"] == "http://c:4318"
+        assert agent.settings["log_format"] == log_format
 
 
 def test_nothing_is_passed_on_by_default() -> None:
-    assert cluster_spec(UpConfig(), PassedOn("kvferry up", ())).proxy_args == ()
+    assert cluster_spec(UpConfig(), PartOptions("kvferry up", ())).proxy_settings == {}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def python(tmp_path: Path) -> Callable[[int], str]:
 
 def servers(python: str, *words: str, **settings: Any) -> tuple[AgentSpec, ...]:
     config = UpConfig(engine="vllm", engine_python=python, **settings)
-    return cluster_spec(config, PassedOn("kvferry up", words)).agents
+    return cluster_spec(config, PartOptions("kvferry up", words)).agents
 
 
 def test_vllm_servers_get_their_options_and_vllm_its_own(
@@ -57,25 +57,22 @@ def test_vllm_servers_get_their_options_and_vllm_its_own(
     file = tmp_path / "up.yaml"
     file.write_text("vllm: {max-model-len: 4096, enforce_eager: true, async-scheduling: false}\n")
     words = ("--config", str(file), "--vllm.dtype", "float32", "--agent.lease-s", "5", "--decode.lease-s=7")
-    passed_on = PassedOn("kvferry up", words)
+    passed_on = PartOptions("kvferry up", words)
     config = UpConfig(engine="vllm", engine_python=python(0), model="m", both=1, log_format="json")
     agents = cluster_spec(config, passed_on).agents
     assert [agent.name for agent in agents] == ["prefill-0", "decode-0", "both-0"]
     for agent in agents:
         assert agent.module == "kvferry.agent.vllm.launch"
-        at = agent.args.index("--")
-        own, vllms = agent.args[:at], agent.args[at + 1 :]
-        assert vllms == (
+        assert agent.args == (
+            *("--name", agent.name, "--"),
             "--max-model-len=4096",
             "--enforce-eager",
             "--no-async-scheduling",
             "--dtype",
             "float32",
         )
-        made = parse_flags(
-            VllmEngineConfig, ("--model", "m", "--role", agent.role, *own), prog="", description=""
-        )
-        assert (made.name, made.transfer, made.engine_python) == (agent.name, "tcp", config.engine_python)
+        made = VllmEngineConfig(model="m", role=agent.role, **agent.settings)
+        assert (made.transfer, made.engine_python) == ("tcp", config.engine_python)
         assert made.lease_s == (7.0 if agent.role == "decode" else 5.0)
         assert made.log_format == "json"
 
@@ -111,7 +108,7 @@ def test_each_vllm_server_has_gpus_of_its_own_if_there_are_enough(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     agents = servers(python(num_gpus), tp=tp)
     assert [agent.environment for agent in agents] == [{"CUDA_VISIBLE_DEVICES": each} for each in theirs]
-    assert all(agent.args[agent.args.index("--transfer") + 1] == "cuda_ipc" for agent in agents)
+    assert all(agent.settings["transfer"] == "cuda_ipc" for agent in agents)
 
 
 def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None:
@@ -122,7 +119,7 @@ def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None
     with pytest.raises(CannotStart, match=f"{sys.executable} lacks vllm"):
         servers(sys.executable)
     for words, said in (
-        (("--agent.kv-blocks", "5"), "--kv-blocks: no such option"),
+        (("--agent.kv-blocks", "5"), "--agent.kv-blocks: no such option"),
         (("--agent.engine-python", "x"), "--agent.engine-python: kvferry up chooses this"),
         (("--vllm.port", "5"), "--vllm.port: kvferry up chooses this"),
     ):
@@ -133,6 +130,6 @@ def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None
 
 def test_agents_of_ours_have_gpus_of_their_own_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    spec = cluster_spec(UpConfig(device="cuda", decode=2), PassedOn("kvferry up", ()))
-    devices = [agent.args[agent.args.index("--device") + 1] for agent in spec.agents]
+    spec = cluster_spec(UpConfig(device="cuda", decode=2), PartOptions("kvferry up", ()))
+    devices = [agent.settings["device"] for agent in spec.agents]
     assert devices == ["cuda", "cuda:1", "cuda"]

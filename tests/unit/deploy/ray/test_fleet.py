@@ -12,7 +12,7 @@ import pytest
 from kvferry.deploy import launcher
 from kvferry.deploy.ray.agent_actor import RelayedLog
 from kvferry.deploy.ray.fleet import RayFleet, bundle_of
-from kvferry.deploy.up import PassedOn, UpConfig, cluster_spec
+from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec
 
 
 def test_an_agent_takes_a_cpu_and_a_gpu_per_rank() -> None:
@@ -45,11 +45,11 @@ def test_the_model_and_files_need_not_be_here() -> None:
     """They must be on the nodes; options are checked here all the same."""
     words = ("--agent.cluster-key", "/not/here", "--decode.kv-blocks", "77")
     config = UpConfig(on="ray", model="/not/here/either", tp=2, ray_resources=("CPU=8",))
-    prefill, decode = cluster_spec(config, PassedOn("kvferry up", words)).agents
-    assert prefill.args[-4:] == ("--threads", "4", "--cluster-key", "/not/here")
-    assert decode.args[-2:] == ("--kv-blocks", "77")
+    prefill, decode = cluster_spec(config, PartOptions("kvferry up", words)).agents
+    assert (prefill.settings["threads"], prefill.settings["cluster_key"]) == (4, "/not/here")
+    assert decode.settings["kv_blocks"] == 77
     with pytest.raises(SystemExit):
-        cluster_spec(config, PassedOn("kvferry up", ("--agent.kv-blocks", "none")))
+        cluster_spec(config, PartOptions("kvferry up", ("--agent.kv-blocks", "none")))
 
 
 def test_lines_of_a_log_are_given_once_and_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
