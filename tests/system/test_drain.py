@@ -60,7 +60,7 @@ async def load(url: str, ended: asyncio.Event, answers: list[tuple[int, object]]
 async def end(agent: Process) -> Samples:
     """Send SIGTERM, wait for the end, and return the last metrics page."""
     page = await scrape(agent.url)
-    agent.terminate(signal.SIGTERM)
+    agent.process.ask_to_end(signal.SIGTERM)
     async with asyncio.timeout(DRAIN_S):
         while agent.process.returncode is None:
             try:

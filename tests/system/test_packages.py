@@ -29,7 +29,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("bare")
     ours = site / "kvferry"
     ours.mkdir()
-    for name in ("agent", "deploy", "proxy", "transfer"):
+    for name in ("agent", "common", "deploy", "proxy", "transfer"):
         (ours / name).symlink_to(ROOT / name)
     (ours / "models").symlink_to(ROOT / "deploy" / "models")
     extras = [

@@ -70,7 +70,7 @@ FOREIGN = {
     "--dry-run",
 }
 # Programs of others: what follows them is their own.
-PROGRAMS = {"docker", "pip", "podman-compose", "python"}
+PROGRAMS = {"curl", "docker", "pip", "podman-compose", "python"}
 
 
 def commands() -> list[str]:

@@ -92,7 +92,7 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         for process in self.processes.values():
-            process.terminate(signal.SIGINT)
+            process.process.ask_to_end(signal.SIGINT)
         await self._stack.aclose()
 
     @contextmanager
@@ -264,7 +264,7 @@ async def loaded(
 
 
 async def sigterm(process: Process) -> None:
-    process.terminate(signal.SIGTERM)
+    process.process.ask_to_end(signal.SIGTERM)
 
 
 async def trouble(fleet: Fleet, load: Load) -> dict[str, float]:
