@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.agent.announce.options import ServerOptions
+from kvferry.common.http.browser_guard import AllowedHosts
 from kvferry.common.shared_options import (
     HttpOptions,
     LogOptions,
@@ -64,6 +65,10 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
         max_num_seqs: Most sequences that run at once.
 
     Security:
+        allowed_hosts: Without cluster_key, further names by which this agent may be called, as
+            agent.example.com, .example.com for all below it, or * for any. Addresses, this machine's name,
+            `host`, `advertise_host` and names that no web site has (without a dot; .localhost, .local,
+            .internal) always may.
         trust_request_chat_template: Let requests bring a chat_template, which can take any amount of work.
 
     Logs:
@@ -77,6 +82,7 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     self_check: Literal["auto", "on", "off"] = "auto"
     generation_config: Literal["auto", "none"] = "auto"
+    allowed_hosts: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
     max_model_len: int | None = None
     block_size: int = 16
@@ -94,6 +100,7 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
         self.check_server()
         self.check_plane()
         self.check_http()
+        AllowedHosts(self.allowed_hosts)
         check_at_least_1(
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,

@@ -13,6 +13,7 @@ from kvferry.common.engine_servers.description import (
     check_distinct,
     server_from_words,
 )
+from kvferry.common.http.browser_guard import AllowedHosts
 from kvferry.common.options import check_files, parse_flags
 from kvferry.common.shared_options import (
     HttpOptions,
@@ -92,6 +93,9 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         api_keys: File of the API keys that clients must send. Default: no authentication.
         share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
             find out, by the number of cached tokens and by time, which prompts others have sent.
+        allowed_hosts: Without api_keys, further names by which clients may call the proxy, as
+            proxy.example.com, .example.com for all below it, or * for any. Addresses, this machine's name,
+            `host` and names that no web site has (without a dot; .localhost, .local, .internal) always may.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
             registrations from others are rejected. Default: any.
         cluster_key: File made by `kvferry keygen`; with it, only agents with the same key may register.
@@ -137,6 +141,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     api_keys: Path | None = None
     share_prefixes: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allow_address: str = ""
     cluster_key: Path | None = None
     agent_ca: Path | None = None
@@ -158,6 +163,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         self.named_servers()
         AddressRules(self.allow_address)
         CorsPolicy(self.cors_origins)
+        AllowedHosts(self.allowed_hosts)
         check_not_negative(
             retries=self.retries,
             migrations=self.migrations,

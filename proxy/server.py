@@ -19,6 +19,7 @@ from quart import Quart
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
+from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.server import HttpServer, ServerBounds
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
@@ -330,7 +331,9 @@ def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolS
 
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
-    completions = services.create_completions()
+    config, completions = services.config, services.create_completions()
+    cors = CorsPolicy(config.cors_origins)
+    hosts = AllowedHosts(config.allowed_hosts, [config.host]) if services.api_keys is None else None
     return uvicorn.Config(
         cast(Any, services.create_app()),
         http=cast(
@@ -338,12 +341,13 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
             partial(
                 ClientConnection,
                 handlers=dict.fromkeys(ENDPOINTS, completions) | {"/health": serve_health},
-                head_s=services.config.body_timeout_s,
+                head_s=config.body_timeout_s,
                 bounds=ServerBounds(),
                 last_request_s=LAST_REQUEST_S,
-                stall_s=services.config.client_stall_s,
+                browser_guard=BrowserGuard(hosts, cors.allows),
+                stall_s=config.client_stall_s,
                 unread_s={EVENTS_PATH: UNREAD_S},
-                cors=CorsPolicy(services.config.cors_origins) if services.config.cors_origins else None,
+                cors=cors if config.cors_origins else None,
             ),
         ),
         ws="none",

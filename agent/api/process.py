@@ -38,6 +38,7 @@ from kvferry.common.addresses import host_port
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.curve import ClusterKey
 from kvferry.common.hashing import Purpose, digest
+from kvferry.common.http.browser_guard import AllowedHosts
 from kvferry.common.http.server import HttpServer
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
@@ -248,6 +249,9 @@ class _Agent:
         self._engine.fail_all(error)
 
     def _create_server(self) -> HttpServer:
+        config, hosts = self._config, None
+        if self._key is None:
+            hosts = AllowedHosts(config.allowed_hosts, [config.host, config.advertised_host])
         return create_server(
             create_app(
                 config=self._config,
@@ -269,6 +273,7 @@ class _Agent:
                 tracing=self._tracing,
             ),
             self._tls,
+            hosts,
         )
 
     def _registration(self, index: int, state: NodeState) -> Register:

@@ -36,6 +36,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mint_request_id
 from kvferry.common.addresses import host_port
+from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -237,12 +238,25 @@ def create_app(
     return app
 
 
-def create_server(app: Quart, tls: ssl.SSLContext | None = None) -> HttpServer:
-    """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`."""
+def create_server(
+    app: Quart, tls: ssl.SSLContext | None = None, hosts: AllowedHosts | None = None
+) -> HttpServer:
+    """The server for `app`; run it with `serve(sockets=[listener])`, end it with `should_exit = True`.
+
+    `hosts` are those by which it may be called; None where it serves only who has the cluster's token.
+    """
     return HttpServer(
         uvicorn.Config(
             app,
-            http=cast(Any, partial(GuardedConnection, head_s=_HEAD_TIMEOUT_S, bounds=ServerBounds())),
+            http=cast(
+                Any,
+                partial(
+                    GuardedConnection,
+                    head_s=_HEAD_TIMEOUT_S,
+                    bounds=ServerBounds(),
+                    browser_guard=BrowserGuard(hosts),
+                ),
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -27,6 +27,8 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from kvferry.common.http.browser_guard import BrowserGuard
+
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
 MAX_PIPELINED = 100
@@ -268,12 +270,20 @@ class GuardedConnection(HttpToolsProtocol):
         bounds: Shared by all connections of the server.
         last_request_s: When the server stops, how long a connection without a request may still send one: it
             may be on its way. 0 closes such connections at once.
+        browser_guard: Refuses what pages of other sites cause; None serves it.
     """
 
     def __init__(
-        self, *args: Any, head_s: float, bounds: ServerBounds, last_request_s: float = 0.0, **kwargs: Any
+        self,
+        *args: Any,
+        head_s: float,
+        bounds: ServerBounds,
+        last_request_s: float = 0.0,
+        browser_guard: BrowserGuard | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._browser_guard = browser_guard
         self._head_s = head_s
         self._last_request_s = last_request_s
         self._is_stopping = False
@@ -360,6 +370,11 @@ class GuardedConnection(HttpToolsProtocol):
             status, message = refusal
             self._reject(status, "bad_request", message)
             raise RequestRejected(message)
+        if self._browser_guard is not None:
+            caused = self._browser_guard.refusal(self.parser.get_method(), self.url, headers)
+            if caused is not None:
+                self._reject(403, *caused)
+                raise RequestRejected(caused[1])
         if self.parser.should_upgrade():
             return  # see `_feed`
         self.expect_100_continue = b"expect" in headers and self.parser.get_http_version() == "1.1"

@@ -31,6 +31,10 @@ class CorsPolicy:
             if origin != ANY and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"cors_origins: {origin!r} is no origin, as https://chat.example.com is")
 
+    def allows(self, path: str, origin: bytes) -> bool:
+        """Whether pages of this origin may call this path."""
+        return path.startswith(PATHS) and (ANY.encode() in self._origins or origin.lower() in self._origins)
+
     def headers(self, path: str, request: Mapping[bytes, bytes]) -> list[Header]:
         """Return what a response gets; nothing where the origin or path is not allowed, or none is named."""
         origin = request.get(b"origin")

@@ -70,7 +70,8 @@ def test_every_option_is_on_the_page() -> None:
 
 
 def test_every_error_code_of_the_proxy_has_advice() -> None:
-    assert advised("From the proxy") == proxy_codes() | {"supervisor_unavailable"}
+    others = {"supervisor_unavailable", "host_not_allowed", "cross_site"}
+    assert advised("From the proxy") == proxy_codes() | others
 
 
 def test_every_error_code_of_an_agent_has_advice() -> None:

@@ -50,6 +50,7 @@ def test_the_flags_are_these() -> None:
         "api_keys",
         "share_prefixes",
         "cors_origins",
+        "allowed_hosts",
         "allow_address",
         "cluster_key",
         "tls_cert",

@@ -298,6 +298,41 @@ async def test_a_client_is_disconnected_that_sends_too_much(agent: Agent, sent: 
     assert received.count(b"HTTP/1.1 ") <= 100
 
 
+# Web pages (N4).
+
+EVIL = "http://evil.example"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example:8000"}, "host_not_allowed"),
+        ({"Origin": EVIL}, "cross_site"),
+        ({"Sec-Fetch-Site": "cross-site"}, "cross_site"),
+    ],
+    ids=["rebinding", "origin", "fetch"],
+)
+async def test_a_web_page_does_not_operate_an_agent(agent: Agent, headers: dict[str, str], code: str) -> None:
+    """Any page could read all, and end the agent by `POST /drain`."""
+    gone = {"transfer_id": "t", "incarnation": agent.incarnation}
+    for path, body in (("/drain", {}), ("/kv/drop", gone), ("/v1/completions", agent.body())):
+        status, answer, _ = await agent.post(path, body, **headers)
+        assert (status, answer["error"]["code"]) == (403, code)
+    for path in ("/metrics", "/v1/models", "/health"):
+        async with agent.http.get(agent.url + path, headers=headers) as response:
+            assert response.status == (200 if code == "cross_site" else 403)
+    assert await agent.get_status("/ready") == 200
+
+
+async def test_an_agent_is_called_by_its_names(model: Path) -> None:
+    names = ("--advertise-host", "gpu-7.example.com", "--allowed-hosts", "other.example.com")
+    async with running(model, *names, ready=False) as agent:
+        local = agent.url.replace("gpu-7.example.com", "127.0.0.1")
+        for host, status in (("GPU-7.example.com:1", 200), ("other.example.com", 200), ("evil.example", 403)):
+            async with agent.http.get(f"{local}/health", headers={"Host": host}) as response:
+                assert response.status == status
+
+
 # Legs of a request (docs/architecture.md#one-request).
 
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client, or a web page in its browser, may not do to other clients and to the servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.deploy.launcher import Cluster
+from tests.abuse.attacks import CHAT, COMPLETIONS, check_refused, check_served, completion
+from tests.abuse.raw import exchange, post
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+REBINDING = ("Host: evil.example:10001",)
+CROSS_SITE = ("Host: 127.0.0.1:10001", "Origin: http://evil.example", "Content-Type: text/plain")
+FETCHED = ("Host: 127.0.0.1:10001", "Sec-Fetch-Site: cross-site")
+
+
+def sent(method: str, path: str, headers: tuple[str, ...]) -> bytes:
+    body = completion(max_tokens=4) if method == "POST" else b""
+    head = (f"{method} {path} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "", "")
+    return "\r\n".join(head).encode() + body
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [(REBINDING, "host_not_allowed"), (CROSS_SITE, "cross_site"), (FETCHED, "cross_site")],
+    ids=["rebinding", "a form", "fetch"],
+)
+async def test_a_web_page_operates_nothing(cluster: Cluster, headers: tuple[str, ...], code: str) -> None:
+    """N4: it read `/nodes` and all else, drained agents and ended them."""
+    agents = [agent.url for agent in cluster.agents.values()]
+    ids = [agent.listening["incarnation"] for agent in cluster.agents.values()]
+    tries = [(cluster.url, "POST", f"/nodes/{each}/{what}") for each in ids for what in ("drain", "end")]
+    tries += [(cluster.url, "POST", path) for path in (COMPLETIONS, CHAT, "/v1/messages", "/tokenize")]
+    tries += [(agent, "POST", path) for agent in agents for path in ("/drain", "/kv/drop", COMPLETIONS)]
+    if code == "host_not_allowed":
+        tries += [(cluster.url, "GET", path) for path in ("/nodes", "/ui", "/ui/events", "/v1/models")]
+        tries += [(agent, "GET", "/metrics") for agent in agents]
+    for url, method, path in tries:
+        reply = await exchange(url, sent(method, path, headers))
+        assert reply is not None, path
+        check_refused(reply, 403)
+        assert reply.error["code"] == code, path
+    check_served(await post(cluster.url, completion(max_tokens=4)))
