@@ -24,6 +24,7 @@ from kvferry.common.shared_options import (
     check_ports,
     check_positive,
 )
+from kvferry.proxy.dialects.fields import allowed_fields
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
@@ -48,6 +49,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         nodes: YAML file that lists servers of other engines.
         cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
             Default: none but the proxy's own.
+        allow_fields: Fields of requests that clients may send to servers of other engines beside those that
+            docs/dialects/README.md lists, as priority. An engine may read ranks, ids and code from fields.
         max_connections: Maximum of open connections to all agents together.
 
     Routing:
@@ -114,6 +117,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     decode: tuple[str, ...] = ()
     dialect: EngineDialect | None = None
     nodes: Path | None = None
+    allow_fields: tuple[str, ...] = ()
     body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
     first_byte_timeout_s: float = 300.0
@@ -164,6 +168,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         AddressRules(self.allow_address)
         CorsPolicy(self.cors_origins)
         AllowedHosts(self.allowed_hosts)
+        allowed_fields(self.allow_fields)
         check_not_negative(
             retries=self.retries,
             migrations=self.migrations,

@@ -31,6 +31,7 @@ from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
+from kvferry.proxy.dialects.fields import allowed_fields
 from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
 from kvferry.proxy.exchange.attempt import AttemptContext
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
@@ -122,7 +123,11 @@ class Services:
             attempts=AttemptContext(
                 upstream=self.upstream,
                 drops=self.drops,
-                dialects=all_dialects(nixl_lease_s=config.nixl_lease_s, moriio_lease_s=config.moriio_lease_s),
+                dialects=all_dialects(
+                    nixl_lease_s=config.nixl_lease_s,
+                    moriio_lease_s=config.moriio_lease_s,
+                    allow_fields=allowed_fields(config.allow_fields),
+                ),
                 kv_endpoints=KvEndpointCache(),
                 expiry_counts=ExpiryCounts(self.upstream),
                 metrics=self.metrics,

@@ -30,6 +30,7 @@ from kvferry.proxy.dialects.base import (
     reject_ranking,
     reject_unsupported,
 )
+from kvferry.proxy.dialects.fields import ATOM_FIELDS, ClientFields
 from kvferry.proxy.dialects.names import ATOM
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
@@ -119,9 +120,11 @@ class Atom(Dialect):
     """
 
     name: ClassVar[str] = ATOM
+    fields: ClassVar[ClientFields] = ATOM_FIELDS
 
     def check(self, request: ClientRequest) -> None:
         """Also reject what would lack its first position, or need both servers to know the whole prompt."""
+        super().check(request)
         reject_ranking(request, _ENGINE)
         reject_unsupported(request, _ENGINE, "logprobs", "top_logprobs", "prompt_logprobs", "echo")
 

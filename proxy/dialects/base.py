@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
+from kvferry.proxy.dialects.fields import ClientFields, check_fields
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
@@ -160,10 +162,12 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     opening: Opening | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Dialect(ABC):
     """One engine's protocol.
 
-    `name` is as in `Register.dialect`. `has_leases`: whether a prefill server gives KV up after a while,
+    `name` is as in `Register.dialect`. `fields`: what clients may send; `allow_fields`: what else the
+    operator lets them. `has_leases`: whether a prefill server gives KV up after a while,
     which a decode server does not notice. `lease_s`: how many seconds that is, as the operator says; None
     if unknown. `lease_flag`: where the operator says it. `expiry_counter`: its Prometheus counter of KV that
     expired unread, if it has one. `forks`: whether all choices of a prompt are sampled from one transfer.
@@ -176,6 +180,8 @@ class Dialect(ABC):
     """
 
     name: ClassVar[str]
+    fields: ClassVar[ClientFields]
+    allow_fields: frozenset[str] = frozenset()
     has_leases: ClassVar[bool] = False
     lease_flag: ClassVar[str] = ""
     expiry_counter: ClassVar[str | None] = None
@@ -185,9 +191,11 @@ class Dialect(ABC):
     drop_status: ClassVar[int] = 404
     is_native: ClassVar[bool] = False
 
-    @abstractmethod
     def check(self, request: ClientRequest) -> None:
-        """Raise `InvalidRequest` for what this engine would answer wrongly or not at all."""
+        """Raise `InvalidRequest` for a field that is not a client's, and for what this engine would answer
+        wrongly or not at all.
+        """
+        check_fields(request.body, self.fields[request.endpoint], self.allow_fields)
 
     @abstractmethod
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:

@@ -16,19 +16,23 @@ from kvferry.proxy.dialects.vllm_nixl import VllmNixl
 
 
 def all_dialects(
-    *, nixl_lease_s: float | None = None, moriio_lease_s: float | None = None
+    *,
+    nixl_lease_s: float | None = None,
+    moriio_lease_s: float | None = None,
+    allow_fields: frozenset[str] = frozenset(),
 ) -> Mapping[str, Dialect]:
     """Return the dialects, by name.
 
-    The leases are how long prefill servers keep KV, as the operator says; None if unknown.
+    The leases are how long prefill servers keep KV, as the operator says; None if unknown. `allow_fields`:
+    what clients may send beside each dialect's own.
     """
     made = (
         Native(),
-        Atom(),
-        Sglang(),
-        VllmKvferry(),
-        VllmMooncake(),
-        VllmMoriio(lease_s=moriio_lease_s),
-        VllmNixl(lease_s=nixl_lease_s),
+        Atom(allow_fields=allow_fields),
+        Sglang(allow_fields=allow_fields),
+        VllmKvferry(allow_fields=allow_fields),
+        VllmMooncake(allow_fields=allow_fields),
+        VllmMoriio(allow_fields=allow_fields, lease_s=moriio_lease_s),
+        VllmNixl(allow_fields=allow_fields, lease_s=nixl_lease_s),
     )
     return {dialect.name: dialect for dialect in made}

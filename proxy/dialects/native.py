@@ -25,6 +25,7 @@ from kvferry.proxy.dialects.base import (
     Prefilled,
     SubRequest,
 )
+from kvferry.proxy.dialects.fields import check_stream_options
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
@@ -36,15 +37,6 @@ NULL = msgspec.Raw(b"null")
 DROP_PATH = "/kv/drop"
 _RESERVED = ("kvferry_first_choice", "kvferry_token_lines")
 _NOT_FOR_PREFILL = frozenset({"stream_options", "max_completion_tokens"})
-
-
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-_STREAM_OPTIONS = msgspec.json.Decoder(_StreamOptions | None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +58,7 @@ class Native(Dialect):
                 "use_beam_search is not supported with kvferry agents", param="use_beam_search"
             )
         # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
-        try:
-            _STREAM_OPTIONS.decode(request.body.get("stream_options", NULL))
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+        check_stream_options(request.body)
         if request.continuous_usage and not request.include_usage:
             message = "continuous_usage_stats needs include_usage to be true"
             raise InvalidRequest(message, param="stream_options")

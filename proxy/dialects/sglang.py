@@ -29,6 +29,7 @@ from kvferry.proxy.dialects.base import (
     reject_ranking,
     reject_unsupported,
 )
+from kvferry.proxy.dialects.fields import SGLANG_FIELDS, ClientFields
 from kvferry.proxy.dialects.names import SGLANG
 from kvferry.proxy.errors import BadResponse, InvalidRequest, agent_error
 from kvferry.proxy.request import ClientRequest
@@ -41,9 +42,11 @@ class Sglang(Dialect):
     """A server of a pair takes no request without a room, so nothing is served by one alone."""
 
     name: ClassVar[str] = SGLANG
+    fields: ClassVar[ClientFields] = SGLANG_FIELDS
 
     def check(self, request: ClientRequest) -> None:
         """Also reject the prompt's logprobs: they stay behind at the prefill server."""
+        super().check(request)
         reject_ranking(request, _ENGINE)
         reject_unsupported(request, _ENGINE, "prompt_logprobs")
         if request.undivided:

@@ -8,11 +8,12 @@ out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from kvferry.proxy.dialects.base import Dialect, LegRequest, SubRequest, make_leg, reject_ranking
+from kvferry.proxy.dialects.fields import VLLM_FIELDS, ClientFields
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 
@@ -69,8 +70,11 @@ class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
 class VllmDialect(Dialect):
     """What all connectors share."""
 
+    fields: ClassVar[ClientFields] = VLLM_FIELDS
+
     def check(self, request: ClientRequest) -> None:
         """Reject what compares choices."""
+        super().check(request)
         reject_ranking(request, ENGINE)
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:

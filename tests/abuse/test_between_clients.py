@@ -8,6 +8,7 @@ import pytest
 from kvferry.deploy.launcher import Cluster
 from tests.abuse.attacks import CHAT, COMPLETIONS, check_refused, check_served, completion
 from tests.abuse.raw import exchange, post
+from tests.standins.engines import SERVERS, Fabric
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -43,3 +44,38 @@ async def test_a_web_page_operates_nothing(cluster: Cluster, headers: tuple[str,
         check_refused(reply, 403)
         assert reply.error["code"] == code, path
     check_served(await post(cluster.url, completion(max_tokens=4)))
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm-nixl"])
+async def test_an_engines_own_fields_do_not_pass(cluster: Cluster, dialect: str) -> None:
+    """N6: a client chose ranks, ids and priorities at the servers, and what code they run."""
+    proxies, fabric = (f"127.0.0.1:{cluster.proxy.listening['discovery_port']}",), Fabric()
+    own = {
+        "disagg_prefill_dp_rank": 5,
+        "routed_dp_rank": 5,
+        "rid": "x",
+        "priority": -9,
+        "session_params": {"id": "x"},
+        "lora_path": "/x",
+        "custom_logit_processor": "gASV",
+        "input_ids": [1],
+        "prompt_embeds": "AA==",
+        "ec_transfer_params": {},
+        "kv_transfer_params": {"do_remote_prefill": True},
+        "vllm_xargs": {"kv_transfer_params": "x"},
+        "bootstrap_room": 1,
+    }
+    model = f"other-{dialect}"
+    async with (
+        SERVERS[dialect](role="prefill", proxies=proxies, fabric=fabric, model=model) as prefill,
+        SERVERS[dialect](role="decode", proxies=proxies, fabric=fabric, model=model) as decode,
+    ):
+        for server in (prefill, decode):
+            await server.until(lambda server=server: server.acks)
+        for name, value in own.items():
+            reply = await post(cluster.url, completion(model=model, max_tokens=4, n=2, **{name: value}))
+            check_refused(reply, 400, name)
+        assert not (prefill.asked or decode.asked)
+        check_served(await post(cluster.url, completion(model=model, max_tokens=4, n=2)))
+        told = [asked.body for asked in (*prefill.asked, *decode.asked)]
+        assert len(told) == 4 and not any("rid" in body or "priority" in body for body in told)

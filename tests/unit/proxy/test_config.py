@@ -22,6 +22,7 @@ def test_the_flags_are_these() -> None:
         "decode",
         "dialect",
         "nodes",
+        "allow_fields",
         "max_body_bytes",
         "body_timeout_s",
         "connect_timeout_s",

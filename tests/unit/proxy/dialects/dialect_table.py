@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables in `docs/dialects/README.md`: what becomes of each request field in each dialect, and which
-streams of vLLM servers with our connector begin with the prefill's token and outlive their decode server.
+"""The tables in `docs/dialects/README.md`: what becomes of each request field in each dialect, which fields
+clients may send to the servers of each engine, and which streams of vLLM servers with our connector begin
+with the prefill's token and outlive their decode server.
 
 They are worked out by asking the code, so they cannot say what is not so. `python -m
 tests.unit.proxy.dialects.dialect_table --write` puts them into the page; `test_dialect_table.py` fails when
@@ -20,6 +21,7 @@ from kvferry.agent.api.openai_schema import ChatBody, CompletionBody, decode_bod
 from kvferry.agent.errors import ApiError
 from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
 from kvferry.proxy.dialects.catalogue import all_dialects
+from kvferry.proxy.dialects.fields import ATOM_FIELDS, SGLANG_FIELDS, VLLM_FIELDS
 from kvferry.proxy.dialects.names import ATOM, SERVING_ALONE, VLLM_KVFERRY
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
@@ -30,6 +32,7 @@ from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+FIELDS_BEGIN, FIELDS_END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
 STREAMS_BEGIN, STREAMS_END = "<!-- streams: begin -->\n", "<!-- streams: end -->\n"
 IDS = Identity(request_id=RequestId("r"), answer_id=AnswerId("cmpl-a"), created=12, seed=99)
 TRANSFER = TransferId("0123456789abcdef0123456789abcdef")
@@ -37,6 +40,7 @@ ALL = all_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
 DIALECTS = {name: dialect for name, dialect in ALL.items() if not dialect.is_native}
 """Of other engines."""
 CHAT: Endpoint = "chat/completions"
+ENDPOINTS: tuple[Endpoint, Endpoint] = ("completions", CHAT)
 
 BOTH, DECODE, REFUSED = "both legs", "decode leg", "**400**"
 WHOLE = "prefill's answer is the whole"
@@ -67,6 +71,7 @@ ROWS: tuple[Row, ...] = (
     ("`max_completion_tokens: 9`", {"max_completion_tokens": 9}, CHAT),
     ("`seed`", {"seed": 3}, "completions"),
     ("`stream_options`", {"stream": True, "stream_options": {"include_usage": True}}, "completions"),
+    ("an engine's own field: `priority`", {"priority": 1}, "completions"),
     ("an unknown field", {"of_the_future": 1}, "completions"),
 )
 
@@ -88,7 +93,6 @@ STREAMS: tuple[Row, ...] = (
     ("`bad_words`", {"bad_words": ["x"]}, "completions"),
     ("`return_token_ids`", {"return_token_ids": True}, "completions"),
     ("`continuous_usage_stats`", {"stream_options": {"continuous_usage_stats": True}}, "completions"),
-    ("an unknown field", {"of_the_future": 1}, "completions"),
 )
 
 
@@ -120,6 +124,20 @@ def table() -> str:
     lines.append("| EOS or stop at token 1 | " + " | ".join([WHOLE, *ended]) + " |")
     cached = [_cached(DIALECTS[name]) for name in sorted(DIALECTS)]
     lines.append("| cached tokens in `usage` | " + " | ".join(["decode's answer", *cached]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def client_fields() -> str:
+    """The catalogues of the engines in Markdown: the fields of all of them first."""
+    catalogues = (VLLM_FIELDS, SGLANG_FIELDS, ATOM_FIELDS)
+    shared = {each: frozenset.intersection(*(fields[each] for fields in catalogues)) for each in ENDPOINTS}
+    lines = ["| servers of | fields of both endpoints | of completions | of chats |", "|---|---|---|---|"]
+    for name, fields in zip(("all engines", "vLLM", "SGLang", "ATOM"), (shared, *catalogues), strict=True):
+        known = {each: frozenset() if fields is shared else shared[each] for each in ENDPOINTS}
+        completion, chat = (fields[each] - known[each] for each in ENDPOINTS)
+        cells = (completion & chat, completion - chat, chat - completion)
+        shown = (", ".join(f"`{field}`" for field in sorted(cell)) for cell in cells)
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -239,7 +257,11 @@ def _cached(dialect: Dialect) -> str:
 def page() -> str:
     """The page with these tables in it."""
     text = PAGE.read_text()
-    for begin, made, end in ((BEGIN, table(), END), (STREAMS_BEGIN, streams(), STREAMS_END)):
+    for begin, made, end in (
+        (BEGIN, table(), END),
+        (FIELDS_BEGIN, client_fields(), FIELDS_END),
+        (STREAMS_BEGIN, streams(), STREAMS_END),
+    ):
         before, _, rest = text.partition(begin)
         text = before + begin + made + end + rest.partition(end)[2]
     return text
@@ -249,4 +271,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(page())
     else:
-        print(table(), streams(), sep="\n")
+        print(table(), client_fields(), streams(), sep="\n")

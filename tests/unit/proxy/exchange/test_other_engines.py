@@ -110,6 +110,28 @@ async def test_a_pair_answers_as_one_server_alone_does(fleet: Fleet, path: str, 
         await check_equal(fleet, body | extra, path)
 
 
+@every_kind
+async def test_an_engines_own_fields_are_no_clients(fleet: Fleet) -> None:
+    """N6: they reached both servers as they were, `rid` n times the same."""
+    servers = await fleet.pair()
+    for path, body in (("completions", BODY | {"n": 2}), ("chat/completions", CHAT | {"max_tokens": 1})):
+        for field in ("disagg_prefill_dp_rank", "rid", "vllm_xargs", "priority", "session_params"):
+            status, answer = await fleet.stage.ask(body | {field: {"x": 1}}, path)
+            assert (status, answer["error"]["param"]) == (400, field)
+    assert not any(server.asked for server in servers)
+
+
+@pytest.mark.parametrize("stage", [{"allow_fields": ("rid,session_params",)}], indirect=True)
+@every_kind
+async def test_an_operator_may_let_clients_send_more(fleet: Fleet) -> None:
+    servers = await fleet.pair()
+    status, answer = await fleet.stage.ask(BODY | {"session_params": {"id": "x"}})
+    assert status == 200, answer
+    assert all(asked.body["session_params"] == {"id": "x"} for server in servers for asked in server.asked)
+    status, answer = await fleet.stage.ask(BODY | {"session_params": {"id": "x"}, "priority": 1})
+    assert (status, answer["error"]["param"]) == (400, "priority")
+
+
 async def check_equal(fleet: Fleet, asked: dict[str, Any], path: str) -> None:
     expected = await reference(asked, path)
     status, answer = await fleet.stage.ask(asked, path)
