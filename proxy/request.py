@@ -188,6 +188,8 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     else:
         prompt = fields.prompt
         prompts, longest = _count_prompts(prompt)
+        if newer is not None:  # which other engines know of a chat alone
+            body["max_tokens"] = body.pop("max_completion_tokens")
     if prompts * n > MAX_CHOICES:
         raise InvalidRequest(f"n times the number of prompts may be {MAX_CHOICES} at most", param="n")
     return ClientRequest(

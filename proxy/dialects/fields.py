@@ -69,7 +69,7 @@ SGLANG_FIELDS = _client_fields(
     return_meta_info return_prompt_token_ids separate_reasoning stream_reasoning task use_audio_in_video
     """,
 )
-ATOM_FIELDS = _client_fields("", "max_completion_tokens", "chat_template_kwargs")
+ATOM_FIELDS = _client_fields("", "", "chat_template_kwargs")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _NULL = b"null"

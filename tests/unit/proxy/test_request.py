@@ -266,3 +266,11 @@ def test_any_value_is_accepted_or_refused_and_never_breaks(value: Any, field: st
         assert error.status == 400
     else:
         assert request.model
+
+
+def test_a_completions_newer_limit_is_its_limit() -> None:
+    """Other engines' servers would generate by their default, or by an older limit beside it."""
+    request = completion(max_tokens=9, max_completion_tokens=3)
+    assert request.max_tokens == 3
+    assert decoded(request) == COMPLETION | {"max_tokens": 3}
+    assert decoded(completion(max_tokens=9, max_completion_tokens=None))["max_tokens"] == 9
