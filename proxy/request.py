@@ -245,21 +245,32 @@ def check_context(request: ClientRequest, max_model_len: int | None) -> None:
         )
 
 
-class _CompletionUsage(msgspec.Struct):
+class ReportedUsage(msgspec.Struct, frozen=True):
+    """How many tokens a request used, as its answer reports it."""
+
+    prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _AnswerWithUsage(msgspec.Struct):
-    usage: _CompletionUsage | None = None
+    usage: ReportedUsage | None = None
 
 
-def completion_tokens(answer: bytes) -> int:
-    """The completion tokens that a complete answer reports in its usage; 0 without one."""
+def reported_usage(answer: bytes) -> ReportedUsage | None:
+    """The usage in a complete answer, or in an event; None without one."""
     try:
-        usage = msgspec.json.decode(answer, type=_AnswerWithUsage).usage
+        return msgspec.json.decode(answer, type=_AnswerWithUsage).usage
     except NOT_JSON:
-        return 0
-    return 0 if usage is None else usage.completion_tokens
+        return None
+
+
+def with_usage(request: ClientRequest) -> ClientRequest:
+    """The request with `stream_options` that have a stream report its usage."""
+    options = msgspec.json.decode(request.body.get("stream_options", b"null"), type=dict[str, Any] | None)
+    asked = Raw(msgspec.json.encode((options or {}) | {"include_usage": True}))
+    return msgspec.structs.replace(
+        request, body={**request.body, "stream_options": asked}, include_usage=True
+    )
 
 
 def invalid_field(message: str) -> str | None:

@@ -135,6 +135,7 @@ class Services:
         )
         return Completions(
             new_exchange=partial(Exchange, context),
+            max_model_len=self.fleet.max_model_len,
             api_keys=self.api_keys,
             share_prefixes=config.share_prefixes,
             metrics=self.metrics,

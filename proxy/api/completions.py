@@ -16,8 +16,16 @@ from kvferry.common.exceptions import release_locals
 from kvferry.common.work_pool import PoolBusy, WorkPool
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
 from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter, send_error
+from kvferry.proxy.api.token_reservation import RequestEnd, TokenReservation
 from kvferry.proxy.api.translations import messages, responses
-from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, TooManyBodies, WrongMethod
+from kvferry.proxy.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    ProxyError,
+    TooManyBodies,
+    TooManyResponses,
+    WrongMethod,
+)
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
@@ -75,6 +83,7 @@ class Completions:
         self,
         *,
         new_exchange: NewExchange,
+        max_model_len: Callable[[str], int | None],
         api_keys: ApiKeys | None,
         share_prefixes: bool,
         metrics: Metrics,
@@ -86,6 +95,7 @@ class Completions:
         tracing: Tracing | None,
     ) -> None:
         self._new_exchange = new_exchange
+        self._max_model_len = max_model_len
         self._api_keys = api_keys
         self._share_prefixes = share_prefixes
         self._metrics = metrics
@@ -153,16 +163,21 @@ class Completions:
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
         writer = ResponseWriter(response, log, translation)
+        tokens: TokenReservation | None = None
+        exchange: Exchange | None = None
+        refused = False
         try:
             rate_limit = client.rate_limit
             if not rate_limit.is_unlimited:
                 rate_limit.admit(time.monotonic())
-                if rate_limit.counts_tokens:
-                    log.charge_tokens_to(rate_limit)
             raw = await self._body(headers, response, receive)
             salt_key = None if self._share_prefixes else client.salt_key
             parse = partial(_parse_body, log.endpoint, raw, translation, salt_key)
             request = await self._run_beside(len(raw), parse)
+            if rate_limit.counts_tokens:
+                context = self._max_model_len(request.model)
+                tokens = TokenReservation(rate_limit, request, context, time.monotonic())
+                request = writer.count_tokens(request)
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 log.endpoint,
@@ -181,6 +196,7 @@ class Completions:
             writer.end()
         except ProxyError as error:
             writer.fail(error)
+            refused = error.status in (429, 503) and not isinstance(error, TooManyResponses)
             release_locals(error)
         except asyncio.CancelledError as cancelled:
             writer.client_left()
@@ -193,6 +209,16 @@ class Completions:
                 response.abort()
             else:
                 writer.fail(ProxyError("internal error of the proxy"))
+        finally:
+            if tokens is not None:
+                end = RequestEnd(
+                    usage=writer.usage,
+                    sent=max(log.num_events, exchange.num_tokens if exchange is not None else 0),
+                    unseen=writer.may_have_more,
+                    refused=refused,
+                    leg_seconds=log.leg_seconds(),
+                )
+                tokens.settle(end, time.monotonic())
 
     async def _run_beside(self, nbytes: int, work: Callable[[], T]) -> T:
         """Return what `work` makes of a body, of a large one beside the event loop.

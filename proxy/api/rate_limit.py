@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rate limits of a client, on requests and tokens, as token buckets.
 
-How many tokens a request uses is known only when it has ended. So a request is admitted while the bucket is
-not empty, and its tokens are charged as they become known: the prompt's when it is parsed, the answer's when
-it has ended. The bucket's level may become negative, and then the client waits: in the long run the rate
-holds.
+How many tokens a request uses is known only when it has ended, if then. So a request is admitted while the
+bucket is not empty, and reserves as many as it may use (`TokenReservation`): its prompt's, and for its answer
+what it asked for, at most as many as the bucket holds when it is full. When it has ended, what it did not use
+is refunded, and what it used beyond that is charged. The bucket's level may become negative, and then the
+client waits: in the long run the rate holds.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ class RateLimit:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
         self.is_unlimited = requests is tokens is None
+        self._most_tokens = 0 if tokens is None else tokens.amount
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether `charge` has any effect."""
+        """Whether tokens are limited."""
         return self._tokens is not None
 
     def admit(self, now: float) -> None:
@@ -81,8 +83,25 @@ class RateLimit:
         if self._requests is not None:
             self._requests.charge(1, now)
 
+    def reserve(self, prompt: int, answer: float, now: float) -> int:
+        """Charge a request's tokens, of the answer's at most a full bucket; returns how many.
+
+        Raises `RateLimited`, and then takes back what `admit` has charged.
+        """
+        if self._tokens is None:
+            return 0
+        try:
+            _check(self._tokens, "tokens", now)
+        except RateLimited:
+            if self._requests is not None:
+                self._requests.charge(-1, now)
+            raise
+        reserved = prompt + int(min(answer, self._most_tokens))
+        self._tokens.charge(reserved, now)
+        return reserved
+
     def charge(self, tokens: int, now: float) -> None:
-        """Charge tokens of a prompt or an answer."""
+        """Charge tokens; give them back if negative."""
         if self._tokens is not None:
             self._tokens.charge(tokens, now)
 

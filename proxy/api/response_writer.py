@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+import msgspec
 
 from kvferry.common.http.server import Header
 from kvferry.proxy import sse
@@ -14,11 +17,13 @@ from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
-from kvferry.proxy.request import completion_tokens
+from kvferry.proxy.request import ClientRequest, ReportedUsage, reported_usage, with_usage
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""
+_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
+"""No text can look like this: its quotes have backslashes."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
     (b"cache-control", b"no-cache"),
@@ -55,8 +60,12 @@ class ResponseWriter:
         self._sources: list[PausableSource] = []
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
-        self._num_tokens = 0
-        """Of a whole response, if they are counted."""
+        self.usage: ReportedUsage | None = None
+        """What the response says of its tokens, if they are counted."""
+        self._counts_tokens = False
+        self._hides_usage = False
+        """Whether the client has not asked for the usage at the end of its stream."""
+        self._streams = False
         self.is_started = False
         """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
         self.include_timing = False
@@ -73,14 +82,18 @@ class ResponseWriter:
 
     def write_event(self, event: bytes) -> None:
         """Write one event of a token, by the shortest path."""
-        if self.is_started and not self.include_timing and self._rewriter is None:
+        if not self.is_started or self.include_timing or self._counts_tokens or self._rewriter is not None:
+            self.write(event)
+        else:
             self._log.event(event)
             self._response.write(event)
-        else:
-            self.write(event)
 
     def write(self, events: bytes) -> None:
         """Write one or more whole events."""
+        if self._counts_tokens:
+            events = self._read_usage(events)
+            if not events:
+                return
         if not self.is_started:
             self.is_started = True
             self._response.start(200, (*STREAM_HEADERS, *self._headers()))
@@ -109,17 +122,16 @@ class ResponseWriter:
     @property
     def num_unprepared(self) -> int:
         """How many bytes `prepare` has to work on."""
-        if self._whole is None or (self._rewriter is None and not self._log.counts_tokens):
-            return 0
-        return len(self._whole[1])
+        is_read = self._rewriter is not None or self._counts_tokens
+        return len(self._whole[1]) if is_read and self._whole is not None else 0
 
     def prepare(self) -> None:
         """Make a whole response what `end` is to send. May run in a thread. Raises `BadResponse`."""
         if self._whole is None:
             return
         content_type, body = self._whole
-        if self._log.counts_tokens:
-            self._num_tokens = completion_tokens(body)
+        if self._counts_tokens:
+            self.usage = reported_usage(body)
         if self._rewriter is not None:
             self._whole = content_type, self._rewriter.whole(body)
 
@@ -130,7 +142,6 @@ class ResponseWriter:
             self._log.end(self._status, self._code)
             return
         content_type, body = self._whole
-        self._log.count_tokens(self._num_tokens)
         self._log.end(200)
         content = (b"content-type", content_type.encode("latin-1"))
         self._response.send(200, (content, *self._headers()), body)
@@ -154,6 +165,32 @@ class ResponseWriter:
         else:
             self._log.end(CLIENT_LEFT, "client_left")
 
+    def count_tokens(self, request: ClientRequest) -> ClientRequest:
+        """Read the response's usage; returns the request, which asks for it."""
+        self._counts_tokens, self._streams = True, request.stream
+        if not request.stream or request.include_usage:
+            return request
+        self._hides_usage = True
+        return with_usage(request)
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether agents may have made more than was relayed: all of what is not streamed, and what a client
+        that does not read has left with them.
+        """
+        return not self._streams or (self._is_paused and not self._is_done)
+
+    def _read_usage(self, events: bytes) -> bytes:
+        """Note a stream's usage; returns the events, without it where the client has not asked for it."""
+        if not _NO_CHOICES.search(events):
+            return events
+        shown = []
+        for event in sse.split(events):
+            usage = reported_usage(sse.data(event) or b"") if _NO_CHOICES.search(event) else None
+            self.usage = usage or self.usage
+            shown.append(_without_usage(event) if usage is not None and self._hides_usage else event)
+        return b"".join(shown)
+
     def _headers(self) -> tuple[Header, Header]:
         timing = (b"server-timing", self._log.server_timing().encode("latin-1"))
         return _request_id_header(self._log.request_id), timing
@@ -162,6 +199,13 @@ class ResponseWriter:
         self._is_paused = paused
         for source in self._sources:
             (source.pause if paused else source.resume)()
+
+
+def _without_usage(event: bytes) -> bytes:
+    """An event without choices, without its usage; nothing if it has no timing either."""
+    members = msgspec.json.decode(sse.data(event) or b"{}", type=dict[str, msgspec.Raw])
+    del members["usage"]
+    return sse.event(members) if "kvferry_timing" in members else b""
 
 
 def send_error(

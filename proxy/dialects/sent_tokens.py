@@ -68,6 +68,12 @@ class SentTokens:
         return self._lines.endswith(_END_LINE)
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens the client has, with those whose text is held back."""
+        num_lines = self._lines.count(b"\n") - self.complete
+        return num_lines + self._lines.count(b",")
+
+    @property
     def num_held(self) -> int:
         """Bytes that are kept of the lines."""
         return len(self._lines) + len(self._unshown)
@@ -87,6 +93,12 @@ class SentTokens:
     def count_sampled(self) -> int:
         """The same with those behind which there is no text."""
         return self.count + _count(self._unshown)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of all choices agents have sent, with those behind which there is no text."""
+        num_lines = self._lines.count(b"\n") - self.complete
+        return num_lines + self._lines.count(b",") + _count(self._unshown)
 
     def strip(self, events: bytes) -> bytes:
         """Note the token lines of whole events; returns the events without them, maybe none.

@@ -101,6 +101,11 @@ class Exchange:
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of a stream the client has, as far as agents have said."""
+        return sum(sent.num_tokens for sent in self._state.sent)
+
     async def run(self, sink: ResponseSink) -> None:
         """Give `sink` the whole response. Raises `ProxyError`, maybe when `sink` has events already."""
         try:

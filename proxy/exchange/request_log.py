@@ -8,13 +8,11 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.router import Pair
-from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
@@ -62,12 +60,6 @@ _LEGS = {
 }
 
 
-class TokenLimit(Protocol):
-    """What tokens are charged to."""
-
-    def charge(self, tokens: int, now: float) -> None: ...
-
-
 class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`.
 
@@ -98,7 +90,6 @@ class RequestLog:
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
         self._transfer_ids: list[TransferId] = []
-        self._token_limit: TokenLimit | None = None
         self._choices = 1
         self._model = ""
         self._model_metrics = metrics.of_model("")
@@ -135,14 +126,8 @@ class RequestLog:
         if self.trace_id is None and traceparent is not None:
             self.trace_id = traceparent.split("-")[1]
 
-    def charge_tokens_to(self, limit: TokenLimit) -> None:
-        """Charge the tokens of prompt and response to `limit`, as they become known."""
-        self._token_limit = limit
-
     def set_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
         """Record the parsed request. `show_prompt`: log its prompt too."""
-        if self._token_limit is not None:
-            self._token_limit.charge(routing_request(request, None).tokens, time.monotonic())
         self._choices = request.sequences
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
         self._model_metrics = self._metrics.of_model(request.model)
@@ -177,14 +162,9 @@ class RequestLog:
         self._transfer_ids += transfer_ids
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether the response's tokens are charged."""
-        return self._token_limit is not None
-
-    def count_tokens(self, tokens: int) -> None:
-        """Charge the tokens of a whole response."""
-        if self._token_limit is not None:
-            self._token_limit.charge(tokens, time.monotonic())
+    def num_events(self) -> int:
+        """How many events of a stream were sent to the client."""
+        return self._events
 
     def events(self, events: bytes) -> None:
         """Count whole events that are about to be sent to the client."""
@@ -253,8 +233,6 @@ class RequestLog:
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
             of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
-        if self._token_limit is not None:
-            self._token_limit.charge(self._events, time.monotonic())
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
         self._remember(status, code)

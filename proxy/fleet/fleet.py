@@ -102,6 +102,11 @@ class Fleet:
             self._scaling.arrived(asked.model, asked.prompts, asked.decoded_sequences)
         return self._acquire(request) if self.clock() >= self._settled_at else self._acquire_early(request)
 
+    def max_model_len(self, model: str) -> int | None:
+        """Return the longest context of an agent that serves the model; None if none has said."""
+        nodes = self.registry.snapshot(self.clock()).nodes
+        return max((node.info.max_model_len for node in nodes if node.info.model == model), default=0) or None
+
     def connection_refused(self, agent: Incarnation) -> None:
         """Take the agent out of rotation until it pings again."""
         self.registry.connection_refused(agent, self.clock())

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from kvferry.deploy.launcher import Cluster
+from kvferry.deploy.launcher import Cluster, start_process
 from tests.abuse.attacks import CHAT, COMPLETIONS, check_refused, check_served, completion
-from tests.abuse.raw import exchange, post
+from tests.abuse.raw import REPLY_S, Reply, exchange, post
 from tests.standins.engines import SERVERS, Fabric
+from tests.system.conftest import StartAgent
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -79,3 +83,59 @@ async def test_an_engines_own_fields_do_not_pass(cluster: Cluster, dialect: str)
         check_served(await post(cluster.url, completion(model=model, max_tokens=4, n=2)))
         told = [asked.body for asked in (*prefill.asked, *decode.asked)]
         assert len(told) == 4 and not any("rid" in body or "priority" in body for body in told)
+
+
+LIMITED, OTHER = "limited-key-of-16-and-more", "another-key-of-16-and-more"
+LEAVE_S = 1.0
+
+
+async def test_a_limited_key_does_not_make_tokens_by_leaving(
+    start_agent: StartAgent, tmp_path: Path, log_dir: Path
+) -> None:
+    """N5: six requests, each left after 3 s, made 26,520 tokens at 300 a minute."""
+    (tmp_path / "keys").write_text(f"{LIMITED} tokens=300/min\n{OTHER}\n")
+    argv = (
+        "-m",
+        "kvferry.proxy",
+        "--port",
+        "0",
+        "--discovery-port",
+        "0",
+        "--api-keys",
+        str(tmp_path / "keys"),
+    )
+    proxy = await start_process("limited", argv, log_dir / "limited")
+    try:
+        async with start_agent("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}"):
+
+            async def ask(key: str, reply_s: float, **fields: Any) -> Reply | None:
+                body = completion(**fields)
+                head = (
+                    f"POST {COMPLETIONS} HTTP/1.1",
+                    "Host: 127.0.0.1",
+                    f"Authorization: Bearer {key}",
+                    f"Content-Length: {len(body)}",
+                )
+                try:
+                    return await exchange(proxy.url, "\r\n".join((*head, "", "")).encode() + body, reply_s)
+                except TimeoutError:
+                    return None
+
+            large = {"n": 60, "max_tokens": 1900, "ignore_eos": True}
+            served = await ask(LIMITED, REPLY_S, max_tokens=4)
+            assert served is not None
+            check_served(served)
+            assert await ask(LIMITED, LEAVE_S, **large) is None, "served within a second"
+            for stream in (False, False, False, True, True):
+                refused = await ask(LIMITED, LEAVE_S, stream=stream, **large)
+                assert refused is not None
+                check_refused(refused, 429)
+                assert (
+                    refused.error["code"] == "rate_limit_exceeded"
+                    and b"retry-after: " in refused.head.lower()
+                )
+            other = await ask(OTHER, REPLY_S, max_tokens=4)
+            assert other is not None
+            check_served(other)
+    finally:
+        await proxy.stop()

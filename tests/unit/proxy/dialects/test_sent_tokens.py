@@ -34,6 +34,9 @@ def test_token_lines_are_cut_out_and_noted_however_the_events_come(cuts: list[in
     for start, end in itertools.pairwise([0, *sorted(cuts), len(EVENTS)]):
         assert sent.strip(b"".join(EVENTS[start:end])) == b"".join(SHOWN[start:end])
     assert msgspec.to_builtins(sent.resume()) == KNOWN
+    assert sent.num_tokens == 5
+    sent.end()
+    assert sent.num_tokens == 5
 
 
 @pytest.mark.parametrize("last", [b"\n", sse.event({"usage": 1})])
