@@ -68,12 +68,6 @@ class SentTokens:
         return self._lines.endswith(_END_LINE)
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens the client has, with those whose text is held back."""
-        num_lines = self._lines.count(b"\n") - self.complete
-        return num_lines + self._lines.count(b",")
-
-    @property
     def num_held(self) -> int:
         """Bytes that are kept of the lines."""
         return len(self._lines) + len(self._unshown)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.dialects.base import Dialect
-from kvferry.proxy.dialects.catalogue import other_dialects
+from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import (
     ATOM_FIELDS,
     SGLANG_FIELDS,
@@ -23,7 +23,11 @@ from kvferry.proxy.request import ClientRequest, parse_request
 from tests.unit.agent.api import published_fields as published
 
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
-DIALECTS = other_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0)
+DIALECTS = {
+    name: dialect
+    for name, dialect in all_dialects(nixl_lease_s=30.0, moriio_lease_s=60.0).items()
+    if not dialect.is_native
+}
 OPENAI = {
     "completions": published.OPENAI_COMPLETION,
     "chat/completions": published.OPENAI_CHAT,
@@ -80,7 +84,7 @@ def test_what_is_not_a_clients_is_refused_by_name(dialect: Dialect, endpoint: En
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_an_operator_allows_more(name: str) -> None:
-    dialect = other_dialects(allow_fields=allowed_fields(["rid,priority", "x-y"]))[name]
+    dialect = all_dialects(allow_fields=allowed_fields(["rid,priority", "x-y"]))[name]
     dialect.check(ask("completions", rid="x", priority=3))
     with pytest.raises(InvalidRequest) as caught:
         dialect.check(ask("completions", priority=3, session_id="x"))
