@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.grammar import GrammarCompiler
+from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.steps import (
     Boot,
     FromRank,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvferry.agent.architectures import UnsupportedModel
-from kvferry.agent.grammar import GrammarCompiler
+from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step, StepOutputs
 from kvferry.agent.worker.attention import make_batch

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from kvferry.agent.grammar import BadGrammar, GrammarCompiler, Matcher
+from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler, Matcher
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams, TokenLogprob
 from kvferry.agent.messages.steps import (
     PromptScores,

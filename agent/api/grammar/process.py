@@ -26,7 +26,7 @@ def main() -> int:
     die_with_parent(os.getppid())
     # A grammar that takes more ends this process, which counts as too costly.
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    from kvferry.agent.grammar import BadGrammar, GrammarCompiler
+    from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler
 
     try:
         compiler = GrammarCompiler(Path(sys.argv[1]))

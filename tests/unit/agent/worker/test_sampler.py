@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry import models
 from kvferry.agent.api.text.tokenizer import Tokenizer
-from kvferry.agent.grammar import GrammarCompiler
+from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import PromptScores, SampleOutput, SamplingRow, SamplingSetup
 from kvferry.agent.worker.sampler import (

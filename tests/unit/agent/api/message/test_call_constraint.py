@@ -19,7 +19,7 @@ from kvferry.agent.api.message.response_form import ResponseForm, known_form
 from kvferry.agent.api.message.tools import MAX_SCHEMA_DEPTH, ToolUse
 from kvferry.agent.api.openai_schema import ChatBody, decode_body
 from kvferry.agent.errors import MAX_MESSAGE_CHARS, ApiError
-from kvferry.agent.grammar import GrammarCompiler
+from kvferry.agent.grammar.compiler import GrammarCompiler
 from tests.standins import chat_templates
 
 EOS = "<|im_end|>"

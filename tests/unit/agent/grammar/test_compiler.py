@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry import models
-from kvferry.agent import grammar
-from kvferry.agent.grammar import BadGrammar, GrammarCompiler
+from kvferry.agent.grammar import compiler as grammar
+from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler
 
 MODEL = Path(models.__path__[0]) / "ferry-tiny"
 EOS = 935
