@@ -25,8 +25,10 @@ from kvferry.agent.config import START_TIMEOUT_S, AgentConfig
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator, IntegrityError
 from kvferry.agent.engine.executor import RANK_MODULE, BrokenRank, Executor
+from kvferry.agent.engine.masks import MaskProcess
 from kvferry.agent.engine.scheduler import Scheduler
 from kvferry.agent.ids import host_id
+from kvferry.agent.messages.masks import MasksBoot
 from kvferry.agent.messages.requests import (
     Abort,
     Drain,
@@ -59,6 +61,10 @@ _INBOX_LIMIT = 1024
 _WAITING_PER_SEQUENCE = 4
 _STATS_INTERVAL_S = 1.0
 _STATS_PAUSE_S = 0.1
+_MASKS_WAIT_PER_STEP, _MASKS_WAIT_S = 0.5, 0.01
+"""How long a step waits at most for masks of the tokens before: as a part of the step before, and at all.
+Most come within that. Those that do not are waited for once, and their sequences miss the step.
+"""
 
 
 class ApiGone(RuntimeError):
@@ -109,6 +115,7 @@ class Engine:
         connector: SchedulerConnector,
         scheduler: Scheduler,
         allocator: BlockAllocator,
+        masks: MaskProcess,
         wake: asyncio.Event,
     ) -> None:
         self._channel = channel
@@ -116,6 +123,7 @@ class Engine:
         self._connector = connector
         self._scheduler = scheduler
         self._allocator = allocator
+        self._masks = masks
         self._wake = wake
         self._clock = asyncio.get_running_loop().time
         self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue(_INBOX_LIMIT)
@@ -144,10 +152,13 @@ class Engine:
                 await self._tell_drained()
                 await self._sleep()
                 continue
+            began = self._clock()
             outputs = await self._executor.run(step, self._scheduler.written)
-            self._scheduler.commit(outputs, self._clock())
+            ended = self._clock()
+            self._scheduler.commit(outputs, ended)
             await self._send(self._scheduler.take_messages())
             await self._publish_stats()
+            await self._masks.settle(min(_MASKS_WAIT_S, (ended - began) * _MASKS_WAIT_PER_STEP))
 
     def _handle_arrivals(self) -> None:
         """Pass everything that has arrived to the scheduler."""
@@ -158,6 +169,8 @@ class Engine:
         while not self._inbox.empty():
             self._handle(self._inbox.get_nowait(), now)
             self._audited = False
+        for result in self._masks.take_results():
+            self._scheduler.handle_mask(result)
         self._scheduler.expire(now)
 
     def _handle(self, message: ToEngine, now: float) -> None:
@@ -281,6 +294,10 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
     )
 
 
+def make_masks_boot(boot: Boot, ready: RankReady) -> MasksBoot:
+    return MasksBoot(config=boot.config, vocab_size=ready.vocab_size, eos_ids=ready.eos_ids)
+
+
 class _Stopped(Exception):
     """SIGTERM arrived."""
 
@@ -318,13 +335,18 @@ async def _run_until_cancelled(boot: Boot, run_dir: Path, rank_module: str, stop
         try:
             await connector.start(START_TIMEOUT_S)
             limits, allocator = make_limits(boot.config, ready), BlockAllocator(ready.num_blocks)
-            scheduler = Scheduler(limits, allocator, connector)
-            engine = Engine(channel, executor, connector, scheduler, allocator, wake)
+            masks = MaskProcess(make_masks_boot(boot, ready), run_dir, wake.set)
+            scheduler = Scheduler(limits, allocator, connector, masks)
+            engine = Engine(channel, executor, connector, scheduler, allocator, masks, wake)
             await channel.send(make_announcement(plane, connector, limits))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.receive())
-                tasks.create_task(engine.loop())
-                tasks.create_task(executor.watch())
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(engine.receive())
+                    tasks.create_task(engine.loop())
+                    tasks.create_task(executor.watch())
+                    tasks.create_task(masks.run())
+            finally:
+                await masks.close()
         finally:
             await connector.close()
     finally:

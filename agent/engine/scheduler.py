@@ -27,6 +27,7 @@ from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.engine.admission import Limits, check_request, duplicate_transfer, failed
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
+from kvferry.agent.engine.masks import MaskResult, MaskSource
 from kvferry.agent.engine.prefix_transfers import PrefixOutcome, PrefixTransfers
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
@@ -80,7 +81,13 @@ class _Plan:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix cache, preemption and KV transfer."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator, connector: SchedulerConnector) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: BlockAllocator,
+        connector: SchedulerConnector,
+        masks: MaskSource,
+    ) -> None:
         self.counters = SchedulerCounters()
         self._limits = limits
         self._allocator = allocator
@@ -89,6 +96,7 @@ class Scheduler:
         self._meter = CapacityMeter(limits.max_num_seqs, allocator.num_blocks)
         self._transfers = TransferLedger(limits, allocator, connector, self.work)
         self._prefixes = PrefixTransfers(limits, allocator, connector)
+        self._masks = masks
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -167,6 +175,7 @@ class Scheduler:
         request.sequences[index] = trunk
         self._requests[submit.request_id] = request
         self._waiting.append(trunk)
+        self._want_mask(trunk)  # its grammar is compiled while it waits
 
     def _refusal(self, submit: Submit) -> RequestFailed | None:
         if submit.request_id in self._requests:
@@ -227,6 +236,16 @@ class Scheduler:
             self._prefixes.quiescent(event.transfer_id)
             self._transfers.pull_quiescent(event.transfer_id)
 
+    def handle_mask(self, result: MaskResult) -> None:
+        """Let a sequence go on with its mask, or fail its request, unless that is over."""
+        sequence, request = result.sequence, result.sequence.request
+        if self._requests.get(request.request_id) is not request:
+            return
+        if result.failure is not None:
+            self._fail(request, *result.failure)
+        else:
+            sequence.known_mask = result.position, result.bits
+
     def _prefix_ended(self, outcome: PrefixOutcome | None, now: float) -> None:
         """Compute the prompt from the end of its proven prefix on; after a failure begin anew."""
         if outcome is None:
@@ -285,7 +304,9 @@ class Scheduler:
         plan = self._plan = _Plan(began=now if self._stepped_at is None else self._stepped_at)
         self._plan_decodes(plan, [sequence for sequence in self._running if sequence.is_decoding])
         for sequence in self._running:
-            if not sequence.is_decoding and not self._plan_chunk(plan, sequence):
+            if sequence.is_decoding or not self._can_sample(sequence):
+                continue
+            if not self._plan_chunk(plan, sequence):
                 break
         self._admit(plan, now)
         if not plan.parts:
@@ -357,13 +378,28 @@ class Scheduler:
 
     # Planning.
 
+    def _can_sample(self, sequence: Sequence) -> bool:
+        """Whether nothing is missing for the token that a sequence's next part samples, if it samples one."""
+        end = sequence.next_chunk_end(self._limits.prefill_chunk)
+        if sequence.mask is not None or not sequence.samples_at(end):
+            return True
+        return not self._want_mask(sequence)
+
+    def _want_mask(self, sequence: Sequence) -> bool:
+        """Have the mask of a sequence's next token computed; returns whether it needs one."""
+        sampling = sequence.request.submit.sampling
+        needs_one = bool(sampling.grammar) and sampling.max_tokens > 0
+        if needs_one:
+            self._masks.want(sequence)
+        return needs_one
+
     def _plan_decodes(self, plan: _Plan, sequences: Seq[Sequence]) -> None:
         """Plan one token of each sequence. Some may be preempted to make room for the KV of those before.
 
         `sequences` are in the order of `_running`, of which they are the end or all that decode; a victim is
         then never one that is planned already.
         """
-        for sequence in sequences:
+        for sequence in filter(self._can_sample, sequences):
             while sequence.state is SequenceState.RUNNING:
                 try:
                     self._kv_cache.ensure_writable(sequence, plan.copies)
@@ -453,7 +489,7 @@ class Scheduler:
         self._running.append(sequence)
         if sequence.is_decoding:
             self._plan_decodes(plan, self._prompt_done(sequence, now))
-        else:
+        elif self._can_sample(sequence):
             self._plan_chunk(plan, sequence)
 
     def _preempt_newest(self, plan: _Plan) -> None:
@@ -507,6 +543,8 @@ class Scheduler:
             tokens.append(sibling.append(token, self._limits.eos_ids))
             if tokens[-1].finish is not None:
                 self._finish(sibling)
+            elif not request.produces:
+                self._want_mask(sibling)
         if request.produces:
             self._end_produce(request, tokens)
 
@@ -583,6 +621,8 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.described:
             self._ended_keys.append(request.key)
+        if request.submit.sampling.grammar:
+            self._masks.forget(request)
 
 
 def _setups(plan: _Plan, chunks: Seq[Chunk]) -> Iterator[SamplingSetup]:

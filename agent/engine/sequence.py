@@ -67,7 +67,8 @@ class Sequence:
     `blocks` is the block table; block i holds positions [i * block_size, (i + 1) * block_size). It covers at
     least `num_computed` tokens, and the first `num_remembered` blocks were offered to the prefix cache. The
     last token's KV is computed by the step that samples its successor. Of its output tokens the ranks know
-    the first `num_described` as far as penalties need them. `num_decoded` steps decoded a token of it.
+    the first `num_described` as far as penalties need them. `num_decoded` steps decoded a token of it. With a
+    grammar, the mask of the output position `mask_wanted_at` is wanted, and that of `known_mask` is known.
     """
 
     def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
@@ -78,6 +79,8 @@ class Sequence:
         self.num_remembered = 0
         self.num_described = 0
         self.num_decoded = 0
+        self.known_mask: tuple[int, bytes] | None = None
+        self.mask_wanted_at: int | None = None
         self.blocks: list[int] = []
         self.hashes: list[BlockHash] = []
         self.state = SequenceState.WAITING
@@ -96,6 +99,13 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.request.prompt_len
+
+    @property
+    def mask(self) -> bytes | None:
+        """Which tokens may come next, a bit each; None if it is not known, or there is no grammar."""
+        if self.known_mask is None or self.known_mask[0] != self.num_outputs:
+            return None
+        return self.known_mask[1]
 
     @property
     def is_decoding(self) -> bool:
@@ -146,7 +156,7 @@ class Sequence:
         The chunk must be sent: its rows count as known to the ranks.
         """
         choices: Iterable[int] = ()
-        if end == len(self.tokens) and self.request.submit.sampling.max_tokens:
+        if self.samples_at(end):
             choices = (self.index,) if self.request.forked else self.request.unfinished_choices()
         return Chunk(
             token_ids=tuple(self.tokens[self.num_computed : end]),
@@ -154,7 +164,12 @@ class Sequence:
             blocks=tuple(self.blocks[: -(-end // block_size)]),
             samples=tuple(self.sampling_row(choice) for choice in choices),
             scores=self._scores(end),
+            mask=(self.mask or b"") if choices else b"",
         )
+
+    def samples_at(self, end: int) -> bool:
+        """Whether a chunk up to `end` gives the next token."""
+        return end == len(self.tokens) and self.request.submit.sampling.max_tokens > 0
 
     def _scores(self, end: int) -> PromptScores | None:
         if not self.request.scores_prompt:

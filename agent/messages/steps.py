@@ -23,7 +23,6 @@ def uses_earlier_ids(sampling: SamplingParams) -> bool:
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
         or any(len(word) > 1 for word in sampling.bad_words)
-        or sampling.grammar
     )
 
 
@@ -64,7 +63,8 @@ class PromptScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Consecutive tokens of one sequence: compute their KV, and sample from the last one's logits.
 
-    `blocks` is the block table up to and including the last token's block.
+    `blocks` is the block table up to and including the last token's block. Where the answer has a grammar,
+    `mask` says which tokens may be sampled: a bit each, the lowest first.
     """
 
     token_ids: tuple[int, ...]
@@ -72,6 +72,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     blocks: tuple[int, ...]
     samples: tuple[SamplingRow, ...] = ()
     scores: PromptScores | None = None
+    mask: bytes = b""
 
     @property
     def logit_rows(self) -> range:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.steps import (
     Boot,
     FromRank,
@@ -73,7 +72,6 @@ class Rank:
             self._pool,
             self._eos_ids,
             is_sampler=rank == 0,
-            grammars=self._grammars() if rank == 0 else None,
         )
         self._runner.warm_up(self._model.max_model_len)
         self._computing = threading.Event()
@@ -129,20 +127,6 @@ class Rank:
             eos_ids=self._eos_ids,
             weights=self._model.weights_hash,
         )
-
-    def _grammars(self) -> GrammarCompiler | None:
-        """Return None where llguidance cannot use the tokenizer; the API process refuses grammars then."""
-        if not self._eos_ids:
-            return None
-        try:
-            return GrammarCompiler(
-                Path(self._config.model),
-                vocab_size=self._model.config.vocab_size,
-                eos_ids=self._eos_ids,
-            )
-        except (OSError, ValueError) as error:
-            log.info("constrained output is not supported: %s", error)
-            return None
 
     def _allocate_pool(self, device: torch.device) -> torch.Tensor:
         """Allocate `kv_blocks`, or as many as fit."""

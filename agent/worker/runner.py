@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvferry.agent.architectures import UnsupportedModel
-from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step, StepOutputs
 from kvferry.agent.worker.attention import make_batch
@@ -29,7 +28,6 @@ class StepRunner:
         pool: This rank's KV, shape as `KVGeometry.pool_shape`, of the model's dtype.
         eos_ids: Tokens that end an answer.
         is_sampler: Whether this rank samples the tokens; one of the group does.
-        grammars: Compiles what answers are constrained to, on the rank that samples.
     """
 
     def __init__(
@@ -39,11 +37,10 @@ class StepRunner:
         eos_ids: Sequence[int],
         *,
         is_sampler: bool,
-        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
-        self._sampler = Sampler(eos_ids, model.config.vocab_size, grammars) if is_sampler else None
+        self._sampler = Sampler(eos_ids, model.config.vocab_size) if is_sampler else None
 
     @torch.inference_mode()
     def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs | None:
@@ -122,7 +119,8 @@ def _outputs(sampler: Sampler, logits: torch.Tensor, chunks: Sequence[Chunk]) ->
     samples = [sample for chunk in chunks for sample in chunk.samples]
     outputs: Iterator[SampleOutput] = iter(())
     if samples:
-        outputs = iter(sampler.sample(logits[torch.tensor(rows, device=logits.device)], samples))
+        masks = [chunk.mask for chunk in chunks for _ in chunk.samples]
+        outputs = iter(sampler.sample(logits[torch.tensor(rows, device=logits.device)], samples, masks))
     scored: tuple[tuple[PromptLogprob, ...], ...] = ()
     if any(chunk.scores is not None for chunk in chunks):
         begins = [0, *ends]

@@ -8,7 +8,6 @@ operation mixes rows, so what else is in the batch cannot matter.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import numpy.typing as npt
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler, Matcher
 from kvferry.agent.messages.requests import PromptLogprob, SamplingParams, TokenLogprob
 from kvferry.agent.messages.steps import (
     PromptScores,
@@ -30,9 +28,7 @@ from kvferry.agent.messages.steps import (
 _UINT64 = 2**64 - 1
 _SCORED_AT_ONCE = 32
 """Rows of a prompt: each takes several times the vocabulary's size in memory."""
-_NOTHING_ALLOWED = "What the request allows leaves no token that could come next, or is too complex."
-
-log = logging.getLogger(__name__)
+_NOTHING_ALLOWED = "What the request allows leaves no token that could come next."
 
 
 class TokenHistory:
@@ -43,10 +39,7 @@ class TokenHistory:
         sampling: SamplingParams,
         prompt_ids: Sequence[int],
         vocab_size: int,
-        matcher: Matcher | None = None,
     ) -> None:
-        self.matcher = matcher
-        """The output against its grammar, if it has one."""
         self.seen: torch.Tensor | None = None
         """Whether a token occurs in prompt or output; for the repetition penalty."""
         self.counts: torch.Tensor | None = None
@@ -64,8 +57,6 @@ class TokenHistory:
         """Count new output tokens."""
         if not output_ids:
             return
-        if self.matcher is not None:
-            self.matcher.add(output_ids)
         if self._num_last:
             self.last_ids = (*self.last_ids, *output_ids)[-self._num_last :]
         ids = torch.tensor(output_ids, dtype=torch.long)
@@ -83,10 +74,8 @@ class RequestSampling:
         setup: SamplingSetup,
         eos_ids: Iterable[int],
         vocab_size: int,
-        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.params = setup.sampling
-        self._grammars = grammars
         self._prompt_ids = setup.prompt_ids
         self.vocab_size = vocab_size
         self._histories: dict[int, TokenHistory] = {}
@@ -106,26 +95,19 @@ class RequestSampling:
             self.excluded = torch.ones(vocab_size, dtype=torch.bool)
             self.excluded[torch.tensor(allowed)] = False
 
-    def resolve(self, row: SamplingRow) -> TokenSample:
-        """Return what one row asks for, with the row's new tokens counted."""
+    def resolve(self, row: SamplingRow, mask: bytes = b"") -> TokenSample:
+        """Return what one row asks for, with the row's new tokens counted.
+
+        `mask` are the tokens that its grammar allows, as bits; none where it has none.
+        """
         history = None
         if uses_earlier_ids(self.params):
             history = self._histories.get(row.choice)
             if history is None:
-                history = TokenHistory(self.params, self._prompt_ids, self.vocab_size, self._matcher())
+                history = TokenHistory(self.params, self._prompt_ids, self.vocab_size)
                 self._histories[row.choice] = history
             history.add(row.output_ids)
-        return TokenSample(self, row.choice, row.position, history)
-
-    def _matcher(self) -> Matcher | None:
-        """Return a choice's matcher. The API process has tried the grammar, so None, with one, is rare."""
-        if not self.params.grammar or self._grammars is None:
-            return None
-        try:
-            return self._grammars.matcher(self.params.grammar)
-        except BadGrammar as error:
-            log.warning("a grammar that was tried cannot be compiled: %s", error)
-            return None
+        return TokenSample(self, row.choice, row.position, history, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +118,7 @@ class TokenSample:
     choice: int
     position: int
     history: TokenHistory | None = None
+    mask: bytes = b""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -145,30 +128,26 @@ class TokenSample:
 class Sampler:
     """Samples the tokens of steps, and keeps the settings of the requests that are under way."""
 
-    def __init__(
-        self, eos_ids: Sequence[int], vocab_size: int, grammars: GrammarCompiler | None = None
-    ) -> None:
-        """`eos_ids` are the tokens that may not come before `min_tokens`. Without `grammars` answers with a
-        grammar fail.
-        """
+    def __init__(self, eos_ids: Sequence[int], vocab_size: int) -> None:
+        """`eos_ids` are the tokens that may not come before `min_tokens`."""
         self._eos_ids = eos_ids
-        self._grammars = grammars
         self._vocab_size = vocab_size
         self._requests: dict[int, RequestSampling] = {}
 
     def begin(self, setups: Iterable[SamplingSetup]) -> None:
         for setup in setups:
-            self._requests[setup.key] = RequestSampling(
-                setup, self._eos_ids, self._vocab_size, self._grammars
-            )
+            self._requests[setup.key] = RequestSampling(setup, self._eos_ids, self._vocab_size)
 
     def end(self, keys: Iterable[int]) -> None:
         for key in keys:
             self._requests.pop(key, None)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampleOutput]:
-        """Sample one token per row; each row's request has begun."""
-        return sample_tokens(logits, [self._requests[row.key].resolve(row) for row in rows])
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], masks: Sequence[bytes]
+    ) -> list[SampleOutput]:
+        """Sample one token per row, by the row's mask; each row's request has begun."""
+        samples = [self._requests[row.key].resolve(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        return sample_tokens(logits, samples)
 
 
 class _Key(ISeedSequence):
@@ -343,8 +322,7 @@ def score_prompt(logits: torch.Tensor, scores: PromptScores) -> tuple[PromptLogp
 def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
     """Return logits after penalties, bias, what the request allows, bad words and bans.
 
-    All are -inf where the request allows nothing: its grammar and its `allowed_token_ids` exclude each other,
-    or a limit of llguidance is met.
+    All are -inf where the request allows nothing: its grammar and its `allowed_token_ids` exclude each other.
 
     Presence and frequency penalties as in OpenAI's API reference, over output tokens; the repetition penalty
     as in Keskar et al. 2019 (CTRL), over prompt and output tokens.
@@ -362,10 +340,9 @@ def _adjusted(raw: torch.Tensor, sample: TokenSample) -> torch.Tensor:
     if settings.excluded is not None:
         score[settings.excluded] = -torch.inf
     if sampling.grammar:
-        matcher = None if history is None else history.matcher
-        if matcher is None:
-            return torch.full_like(raw, -torch.inf)
-        score[~torch.from_numpy(matcher.allowed())] = -torch.inf
+        bits = np.frombuffer(sample.mask, dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=len(score), bitorder="little").view(np.bool_)
+        score[~torch.from_numpy(allowed)] = -torch.inf
     banned = score.clone()
     if sample.position < sampling.min_tokens:
         banned[settings.banned_ids] = -torch.inf

@@ -28,6 +28,9 @@ SCHEDULER = f"{AGENT}/test_scheduler.py"
 BLOCKS = f"{AGENT}/test_blocks.py"
 HASHES = "tests/unit/test_hashes.py"
 PREFIXES = f"{AGENT}/test_prefix_transfers.py"
+MASKS_IN_STEPS = f"{AGENT}/test_masks_in_steps.py"
+MASK_QUEUE = "tests/unit/agent/grammar/test_mask_queue.py"
+TRIAL = "tests/unit/agent/grammar/test_trial.py"
 LEASE = "tests/unit/transfer/producer/test_lease.py"
 PULL = "tests/unit/transfer/consumer/test_pull.py"
 QUARANTINE = "tests/unit/transfer/consumer/test_quarantine.py"
@@ -149,6 +152,76 @@ DEFECTS = (
         old="- probability < sampling.top_p",
         new="- probability <= sampling.top_p",
         tests=(REFERENCE,),
+    ),
+    Defect(
+        sentence="min_p drops tokens that are exactly as likely as it asks.",
+        file="agent/worker/sampler.py",
+        old="ordered >= ordered[0]",
+        new="ordered > ordered[0]",
+        tests=(SAMPLER,),
+    ),
+    Defect(
+        sentence="A grammar may compile for as long as its process is left alive.",
+        file="agent/grammar/trial.py",
+        old="    if time.process_time() - began > MAX_COMPILE_CPU_S:\n",
+        new="    if False:\n",
+        tests=(TRIAL,),
+    ),
+    Defect(
+        sentence="Of a grammar that is tried, the first mask alone counts.",
+        file="agent/grammar/trial.py",
+        old="        if spent > MAX_MASKS_CPU_S:\n",
+        new="        if False:\n",
+        tests=(TRIAL,),
+    ),
+    Defect(
+        sentence="A request's masks may take as much as they like.",
+        file="agent/grammar/mask_queue.py",
+        old="        if isinstance(answer, Mask) and request.is_too_costly:\n",
+        new="        if False:\n",
+        tests=(MASK_QUEUE,),
+    ),
+    Defect(
+        sentence="Masks are computed in the order in which they were wanted.",
+        file="agent/grammar/mask_queue.py",
+        old="        request = min(waiting, key=lambda each: each.begins_at)\n",
+        new="        request = min(waiting, key=lambda each: each.wanted[0].ticket)\n",
+        tests=(MASK_QUEUE,),
+    ),
+    Defect(
+        sentence="A request that wants masks again comes before all others until it has had as much.",
+        file="agent/grammar/mask_queue.py",
+        old="            request.begins_at = max(request.begins_at, self._virtual_s)\n",
+        new="            pass\n",
+        tests=(MASK_QUEUE,),
+    ),
+    Defect(
+        sentence="Who meets a limit of llguidance takes the others of the same grammar along.",
+        file="agent/grammar/mask_queue.py",
+        old="            self._compiler.discard(matcher)\n        matcher = self._begin",
+        new="            pass\n        matcher = self._begin",
+        tests=(MASK_QUEUE,),
+    ),
+    Defect(
+        sentence="A lexer that met a limit is kept for the next request with its grammar.",
+        file="agent/grammar/mask_queue.py",
+        old="            self._compiler.discard(matcher)\n            raise\n",
+        new="            raise\n",
+        tests=(MASK_QUEUE,),
+    ),
+    Defect(
+        sentence="The mask of an earlier position is used.",
+        file="agent/engine/sequence.py",
+        old="if self.known_mask is None or self.known_mask[0] != self.num_outputs:",
+        new="if self.known_mask is None:",
+        tests=(MASKS_IN_STEPS,),
+    ),
+    Defect(
+        sentence="A token is sampled without its mask.",
+        file="agent/engine/scheduler.py",
+        old="        for sequence in filter(self._can_sample, sequences):\n",
+        new="        for sequence in sequences:\n",
+        tests=(MASKS_IN_STEPS,),
     ),
     Defect(
         sentence="The noise does not depend on the choice.",

@@ -65,7 +65,9 @@ def _rooms() -> dict[str, set[str]]:
         "agent.process": {"agent"},
         "agent.announce": {"agent"},
         "agent.config": {"agent", "agent.announce"},
-        # The three processes of an agent: they share what they send each other and nothing else.
+        # The processes of an agent: they share what they send each other and nothing else.
+        "agent.messages.masks": {"agent"},
+        "agent.grammar": {"agent", "agent.messages.masks"},
         "agent.messages.requests": {"agent"},
         "agent.messages.steps": {"agent", "agent.config", "agent.messages.requests"},
         "agent.worker": {
@@ -73,14 +75,13 @@ def _rooms() -> dict[str, set[str]]:
             *("agent.messages.steps", "agent.messages.requests"),
         },
         "agent.engine": {
-            "agent",
-            "agent.announce",
-            "agent.config",
-            "agent.process",
-            "agent.messages.steps",
-            "agent.messages.requests",
+            *("agent", "agent.announce", "agent.config", "agent.process"),
+            *("agent.messages.steps", "agent.messages.requests", "agent.messages.masks"),
         },
-        "agent.api": {"agent", "agent.announce", "agent.config", "agent.process", "agent.messages.requests"},
+        "agent.api": {
+            *("agent", "agent.announce", "agent.config", "agent.process"),
+            *("agent.messages.requests", "agent.grammar"),
+        },
         "agent.vllm": {"agent", "agent.announce", "agent.config", "agent.process"},
         "agent.cli": {"agent", "agent.config", "agent.announce", "agent.api", "agent.process"},
         "agent.__main__": {"agent.cli"},

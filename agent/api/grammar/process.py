@@ -10,15 +10,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 
 from kvferry.common.child_process import die_with_parent
 
-MAX_COMPILE_CPU_S = 1.0
-"""Ranks compile between two steps: for as long no stream gets a token."""
 MAX_MEMORY_BYTES = 4 << 30
 
 
@@ -26,7 +23,8 @@ def main() -> int:
     die_with_parent(os.getppid())
     # A grammar that takes more ends this process, which counts as too costly.
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler
+    from kvferry.agent.grammar.compiler import GrammarCompiler
+    from kvferry.agent.grammar.trial import trial
 
     try:
         compiler = GrammarCompiler(Path(sys.argv[1]))
@@ -35,14 +33,7 @@ def main() -> int:
         return 1
     _answer("")
     for line in sys.stdin.buffer:
-        start = time.process_time()
-        try:
-            compiler.matcher(msgspec.json.decode(line, type=str)).allowed()
-        except BadGrammar as error:
-            _answer(str(error))
-            continue
-        costly = time.process_time() - start > MAX_COMPILE_CPU_S
-        _answer("it takes too long to compile" if costly else "")
+        _answer(trial(compiler, msgspec.json.decode(line, type=str)))
     return 0
 
 

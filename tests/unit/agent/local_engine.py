@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.blocks import BlockAllocator
 from kvferry.agent.engine.scheduler import Scheduler
+from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.agent.messages.requests import (
     Output,
     RemoteKV,
@@ -41,6 +43,22 @@ class Runner(Protocol):
     def run(self, step: Step, on_written: Callable[[], None]) -> StepOutputs | None: ...
 
 
+class StandInMasks:
+    """Masks that a test gives by hand."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[Sequence, int]] = []
+        self.forgotten: list[str] = []
+
+    def want(self, sequence: Sequence) -> None:
+        if sequence.mask_wanted_at != sequence.num_outputs:
+            sequence.mask_wanted_at = sequence.num_outputs
+            self.wanted.append((sequence, sequence.num_outputs))
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
+
+
 class LocalEngine:
     """One agent's scheduler on a clock of its own."""
 
@@ -48,7 +66,8 @@ class LocalEngine:
         self.limits = dataclasses.replace(LIMITS, **limits)
         self.allocator = BlockAllocator(num_blocks)
         self.connector = StandInConnector()
-        self.scheduler = Scheduler(self.limits, self.allocator, self.connector)
+        self.masks = StandInMasks()
+        self.scheduler = Scheduler(self.limits, self.allocator, self.connector, self.masks)
         self.runner = runner
         self.now = 100.0
         self.messages: dict[str, list[Output | RequestFailed]] = {}
@@ -60,7 +79,8 @@ class LocalEngine:
             self.scheduler.handle_event(event, self.now)
         self.scheduler.expire(self.now)
         step = self.last_step = self.scheduler.schedule(self.now)
-        assert step is not None or not self.scheduler.num_running, "nothing would ever wake these"
+        idle_for_good = step is None and self.scheduler.num_running and not self.masks.wanted
+        assert not idle_for_good, "nothing would ever wake these"
         if step is not None:
             outputs = self.runner.run(step, self.scheduler.written)
             assert outputs is not None
@@ -92,7 +112,7 @@ class LocalEngine:
         assert self.allocator.counts().free == self.allocator.num_blocks
 
 
-def request(request_id: str, prompt: Sequence[int], **changes: Any) -> Submit:
+def request(request_id: str, prompt: Seq[int], **changes: Any) -> Submit:
     """A greedy request for 8 tokens; sampling settings and fields of `Submit` may be given by name."""
     fields = {name: changes.pop(name) for name in list(changes) if name in Submit.__struct_fields__}
     sampling = SamplingParams(**{"seed": 7, "max_tokens": 8, "temperature": 0.0, **changes})
@@ -104,7 +124,7 @@ def request(request_id: str, prompt: Sequence[int], **changes: Any) -> Submit:
     )
 
 
-def remote(transfer_id: str, prompt: Sequence[int]) -> RemoteKV:
+def remote(transfer_id: str, prompt: Seq[int]) -> RemoteKV:
     return RemoteKV(
         transfer_id=transfer_id,
         source=RemotePrompt(engine_id="e" * 16, host="127.0.0.1", port=1, num_tokens=len(prompt), tp_size=1),

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvferry import models
 from kvferry.agent.grammar import compiler as grammar
-from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler
+from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler, Matcher, NoMask
+from tests.unit.agent.grammar.grammars import COSTLY_AFTER_DIGITS, DIGITS, regex
 
 MODEL = Path(models.__path__[0]) / "ferry-tiny"
 EOS = 935
@@ -21,14 +22,15 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(MODEL, vocab_size=936, eos_ids=(EOS, 930))
 
 
-def regex(pattern: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": f"start: /{pattern}/"}]})
+def unpacked(matcher: Matcher, vocab_size: int = 936) -> npt.NDArray[np.bool_]:
+    bits = np.frombuffer(matcher.mask(), dtype=np.uint8)
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def allowed(compiler: GrammarCompiler, text: str, pattern: str) -> set[int]:
     matcher = compiler.matcher(regex(pattern))
     matcher.add([ord(char) for char in text])
-    return set(np.flatnonzero(matcher.allowed()).tolist())
+    return set(np.flatnonzero(unpacked(matcher)).tolist())
 
 
 def test_a_mask_follows_from_the_grammar_and_the_tokens(compiler: GrammarCompiler) -> None:
@@ -41,21 +43,41 @@ def test_a_mask_follows_from_the_grammar_and_the_tokens(compiler: GrammarCompile
 def test_answers_with_one_grammar_go_on_by_themselves(compiler: GrammarCompiler) -> None:
     first, second = compiler.matcher(regex("a|bb")), compiler.matcher(regex("a|bb"))
     first.add([B])
-    assert not first.allowed()[A]
-    assert second.allowed()[A]
+    assert not unpacked(first)[A]
+    assert unpacked(second)[A]
     # Token by token or at once, it is the same state.
     second.add([B])
-    assert np.array_equal(first.allowed(), second.allowed())
+    assert first.mask() == second.mask()
 
 
-def test_a_token_that_is_not_allowed_leaves_nothing(compiler: GrammarCompiler) -> None:
-    assert allowed(compiler, "x", "a") == set()
+def test_after_a_token_that_is_not_allowed_there_is_no_mask(compiler: GrammarCompiler) -> None:
+    with pytest.raises(NoMask) as info:
+        allowed(compiler, "x", "a")
+    assert info.value.failure == "nothing_allowed"
+
+
+def test_a_mask_that_takes_too_much_is_none_and_takes_the_lexer_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "MAX_LEXER_FUEL", 5000)
+    compiler = GrammarCompiler(MODEL, vocab_size=936, eos_ids=(EOS,))
+    first, second = compiler.matcher(COSTLY_AFTER_DIGITS), compiler.matcher(COSTLY_AFTER_DIGITS)
+    assert second.mask()
+    first.add(DIGITS)
+    with pytest.raises(NoMask) as info:
+        first.mask()
+    assert info.value.failure == "grammar_too_costly"
+    assert "\n" not in str(info.value)
+    # llguidance's doing: hence `discard`.
+    with pytest.raises(NoMask):
+        compiler.matcher(COSTLY_AFTER_DIGITS).mask()
+    compiler.discard(second)
+    compiler.matcher(COSTLY_AFTER_DIGITS).mask()
 
 
 def test_ids_that_only_the_model_has_are_never_allowed() -> None:
-    padded = GrammarCompiler(MODEL, vocab_size=1000, eos_ids=(EOS,)).matcher(regex("(.|\\n)*")).allowed()
-    assert padded.shape == (1000,)
-    assert not padded[936:].any()
+    compiler = GrammarCompiler(MODEL, vocab_size=1000, eos_ids=(EOS,))
+    assert not unpacked(compiler.matcher(regex("(.|\\n)*")), 1000)[936:].any()
 
 
 def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

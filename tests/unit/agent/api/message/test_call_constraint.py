@@ -60,7 +60,7 @@ class Setup:
         """Whether a whole answer is as the grammar wants it."""
         matcher = self._compiler.matcher(grammar)
         for token_id in [*self._tokenizer.encode(text).ids, self.token_ids[EOS]]:
-            if not matcher.allowed()[token_id]:
+            if not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
                 return False
             matcher.add([token_id])
         return True
