@@ -32,6 +32,7 @@ from kvferry.common.telemetry.logs import configure_logging
 from kvferry.transfer.ranks.channel import RankEnd, connect_at_once
 
 NICENESS = 10
+"""The model comes first."""
 MAX_SINGLE_CPU_S = 5.0
 """What one mask may take, the compilation of its grammar included. SIGPROF ends the process then."""
 MAX_COMPILED_BYTES = 512 << 20

@@ -56,6 +56,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "16 stop strings": {"stop": ["\x01" * 48 + "~" * number for number in range(16)], **GOES_ON},
+    "stop strings that the text begins": {
+        "stop": ["a" * 500 + "b", "c" + "a" * 500],
+        "allowed_token_ids": [ord("a")],
+        **GOES_ON,
+    },
     "1,024 stop tokens": {"stop_token_ids": [899] * 1024, "min_tokens": TOKENS, **GOES_ON},
     "penalties": {
         "presence_penalty": 0.5,

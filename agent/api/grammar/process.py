@@ -16,11 +16,14 @@ import msgspec
 
 from kvferry.common.child_process import die_with_parent
 
+NICENESS = 10
+"""The model comes first."""
 MAX_MEMORY_BYTES = 4 << 30
 
 
 def main() -> int:
     die_with_parent(os.getppid())
+    os.nice(NICENESS)
     # A grammar that takes more ends this process, which counts as too costly.
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     from kvferry.agent.grammar.compiler import GrammarCompiler
