@@ -142,7 +142,7 @@ class MaskProcess:
         self._ready = asyncio.get_running_loop().create_future()
         self._has_answered = False
         argv = ["-m", MASKS_MODULE, "--run-dir", str(self._run_dir)]
-        child = self._child = await ChildProcess.start(argv, msgspec.json.encode(self._boot), "masks")
+        child = self._child = await ChildProcess.start(argv, "masks", stdin=msgspec.json.encode(self._boot))
         try:
             refusal = await self._started(child)
             if refusal:

@@ -66,7 +66,7 @@ def _rooms() -> dict[str, set[str]]:
         "agent.announce": {"agent"},
         "agent.config": {"agent", "agent.announce"},
         # The processes of an agent: they share what they send each other and nothing else.
-        "agent.messages.masks": {"agent"},
+        "agent.messages.masks": {"agent", "agent.config"},
         "agent.grammar": {"agent", "agent.messages.masks"},
         "agent.messages.requests": {"agent"},
         "agent.messages.steps": {"agent", "agent.config", "agent.messages.requests"},

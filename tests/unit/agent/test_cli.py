@@ -146,7 +146,7 @@ def test_no_new_options() -> None:
     assert flags == {
         "-h", "--help", "--config",
         "--model", "--engine", "--role", "--served-model-name", "--name", "--host", "--port",
-        "--advertise-host", "--control-port",
+        "--advertise-host", "--allowed-hosts", "--control-port",
         "--proxy", "--device", "--dtype", "--load-format", "--tp", "--max-model-len", "--block-size",
         "--kv-blocks", "--max-num-seqs", "--prefill-chunk", "--max-batch-tokens", "--prefix-cache",
         "--transfer", "--transfer-options", "--verify-kv", "--lease-s", "--pull-timeout-s",
