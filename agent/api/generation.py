@@ -96,7 +96,7 @@ class Delta:
 
     `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token,
     `num_tokens` counts all up to and including these. Where the text is read as a message, `message` is what
-    that gained, and `called` whether it has any calls so far.
+    that gained, and `called` whether it ends with calls that are whole.
     """
 
     index: int
@@ -238,7 +238,7 @@ class GeneratedChoice:
                 gained.add(self._parser.finish())
             delta.message = delta.message or MessageDelta()
             delta.message.add(gained)
-            delta.called = self._parser.has_calls
+            delta.called = finish is not None and self._parser.has_whole_calls
         self.finish_reason = delta.finish_reason = finish
 
 

@@ -14,12 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 MAX_HEAD_CHARS = 4096
 """Of a call up to its arguments; a longer one is shown when it is whole."""
+_ARGUMENTS = ("arguments", "parameters")
+"""The members under which models write arguments, whichever of them their template shows."""
+_MORE_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:')
+_NOT_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
+_NULL = Raw(b"null")
+_DESCRIPTIVE = frozenset({"name", "id", "type"})
+"""The members of a call that do not say what it is called with."""
 MAX_FORCED_CALLS = 16
 """In an answer that must have calls: without a bound, a model could go on with them until its limit."""
 _ANY_TEXT = "/(.|\\n)*/"
+_BETWEEN = re.compile(r"[\s,;\]}]*")
+"""What may stand after a call of a list, and says nothing."""
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON, and as chat templates therefore show it to a model."""
 
@@ -28,7 +38,8 @@ _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 class CallSyntax:
     """The text of calls.
 
-    `head` matches a call up to its arguments, with the group `name`; `begins` is a pattern, in Rust's
+    `head` matches a call up to its arguments, with the group `name`; `opening` matches all that may still
+    become a call. `begins` is a pattern, in Rust's
     dialect, of a text up to where it can only be a call. Written down, calls are `begin`, then
     each call as `before_name`, its name, `after_name`, its arguments and `after_arguments`, with `between`
     two of them, then `end`. `tokens` are the marks in it that a tokenizer may have as one token; the first
@@ -37,11 +48,11 @@ class CallSyntax:
     """
 
     head: re.Pattern[str]
+    opening: re.Pattern[str]
     begins: str
     before_name: str
     after_name: str
     after_arguments: str
-    arguments: str = "arguments"
     begin: str = ""
     between: str = ""
     end: str = ""
@@ -136,112 +147,187 @@ class CallPiece:
 
 
 class CallReader:
-    """Reads the text of one region of calls as it comes.
+    """Reads the calls of one region of a text as it comes.
 
-    What it returns after some text depends on that text alone, however it was cut into pieces.
+    What it returns after some text depends on that text alone, however it was cut into pieces. Whatever is in
+    a call belongs to it, so a mark that ends regions counts only while `is_within_call` is false.
+
+    Args:
+        at: Where the region begins in the text.
     """
 
-    def __init__(self, syntax: CallSyntax, tools: Collection[str]) -> None:
+    def __init__(self, syntax: CallSyntax, tools: Collection[str], at: int) -> None:
         self._syntax = syntax
         self._tools = tools
-        self._text = ""
-        self._at = 0
+        self.at = at
         """Where what has not been understood yet begins."""
-        self._value: _ObjectEnd | None = None
+        self._begin = at
+        """Where the arguments begin that are being read, or the rest of the object around them."""
+        self._value: ObjectEnd | None = None
         """The end of the arguments that are being read."""
-        self._rest: _ObjectEnd | None = None
+        self._rest: ObjectEnd | None = None
         """The end of the object around a call whose arguments have been read."""
+        self._whole: ObjectEnd | None = None
+        """The end of an object that is shown once it is whole, if it is a call."""
+        self._whole_at = at
+        self._is_headless = False
+        """Whether no call begins as it should in as much text as that may take."""
         self.num_calls = 0
         self.num_complete = 0
         """Of these calls, how many have been read to their end."""
+        self.has_broken = False
+        """Whether the arguments of any are no JSON object, or there are more of them than were shown."""
+        self.is_within_call = False
+        """Whether the text ends in what is a call, or may become one."""
         self.is_refused = False
-        """Whether this is no call of one of the tools."""
+        """Whether what begins at `at` is no call of one of the tools."""
 
-    def feed(self, text: str) -> list[CallPiece]:
-        """Add text; returns what it shows of calls. Nothing after `is_refused`."""
-        self._text += text
+    def read(self, text: str) -> list[CallPiece]:
+        """Read the text, which begins with that of before; returns what is new of calls."""
         pieces: list[CallPiece] = []
-        while not self.is_refused and self._advance(pieces):
+        while not self.is_refused and self._advance(text, pieces):
             pass
         return pieces
 
-    def finish(self) -> list[CallPiece]:
-        """No more text will come: return the calls of which nothing has been shown yet.
+    def end(self, text: str, until: int, mark: str | None) -> list[CallPiece]:
+        """No call begins before `until`, where the mark is that ends the region, if there is one yet.
 
-        They are those whose members have another order. Sets `is_refused` if the region has no call at all.
+        Sets `is_refused` for text that is no call, and for a region without any. Returns what is new.
         """
-        if self._value is not None or self._rest is not None:
-            return []
-        calls = self._whole_calls()[self.num_calls :]
-        self.num_calls += len(calls)
-        self.num_complete += len(calls)
-        self.is_refused = self.is_refused or not self.num_calls
-        return calls
+        self.is_refused = bool(text[self.at : until].strip()) or (mark is not None and not self.num_calls)
+        return []
 
-    def _advance(self, pieces: list[CallPiece]) -> bool:
+    def finish(self, text: str) -> list[CallPiece]:
+        """No more text will come, and the region has not ended.
+
+        Sets `has_broken` if it ends within a call, and `is_refused` if that one has not been shown. Returns
+        what is new of calls.
+        """
+        is_shown = self._value is not None or self._rest is not None
+        self.is_refused = not is_shown and (self.is_within_call or not self.num_calls)
+        self.has_broken |= self._value is not None or self.is_refused
+        return []
+
+    def _advance(self, text: str, pieces: list[CallPiece]) -> bool:
         """Understand one more part of the text. Returns whether there may be another."""
         if self._value is not None:
-            end = self._value.find(self._text, self._at)
-            shown = self._text[self._at : end]
-            self._at += len(shown)
-            if shown:
-                pieces.append(CallPiece(None, shown))
-            if self._value.depth:
-                return False
-            self._value = None
-            # `{"name": …, "arguments": {…}` has its own end yet to come.
-            self._rest = _ObjectEnd(1) if self._syntax.in_object else None
-            self.num_complete += not self._syntax.in_object
-            return True
+            return self._read_arguments(text, self._value, pieces)
         if self._rest is not None:
-            self._at = self._rest.find(self._text, self._at)
-            if self._rest.depth:
-                return False
-            self._rest = None
-            self.num_complete += 1
-            return True
-        return self._begin(pieces)
+            return self._read_rest(text, self._rest)
+        return self._begin_call(text, pieces)
 
-    def _begin(self, pieces: list[CallPiece]) -> bool:
-        if (
-            len(self._text) - self._at > MAX_HEAD_CHARS
-        ):  # looked at again with each token, it would cost its square
+    def _read_arguments(self, text: str, value: ObjectEnd, pieces: list[CallPiece]) -> bool:
+        end = value.find(text, self.at)
+        if end > self.at:
+            pieces.append(CallPiece(None, text[self.at : end]))
+        self.at = end
+        if value.depth:
             return False
-        head = self._syntax.head.match(self._text, self._at)
-        if head is None:
+        self._value = None
+        self.has_broken |= not is_json_object(text[self._begin : end])
+        if self._syntax.in_object:
+            # `{"name": …, "arguments": {…}` has its own end yet to come.
+            self._begin, self._rest = end, ObjectEnd(1)
+        else:
+            self._complete()
+        return True
+
+    def _read_rest(self, text: str, rest: ObjectEnd) -> bool:
+        self.at = rest.find(text, self.at)
+        if rest.depth:
             return False
-        name = _name(head["name"])
-        if name not in self._tools:
-            self.is_refused = not self.num_calls
+        self._rest = None
+        self.has_broken |= _MORE_ARGUMENTS.search(text, self._begin, self.at) is not None
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self.num_complete += 1
+        self.is_within_call = self._is_headless = False
+
+    def _begin_call(self, text: str, pieces: list[CallPiece]) -> bool:
+        if self.num_calls:
+            between = _BETWEEN.match(text, self.at)
+            assert between is not None
+            self.at = between.end()
+            if not self._syntax.parallel:
+                self.is_refused = self.at < len(text)
+                return False
+        # Looked for again with each token, a head without a bound would cost its square.
+        head = None if self._is_headless else self._syntax.head.match(text, self.at, self.at + MAX_HEAD_CHARS)
+        if head is not None:
+            self.is_within_call = True
+            return self._open(_name(head["name"]), head.end(), pieces)
+        self._is_headless = len(text) - self.at >= MAX_HEAD_CHARS
+        if self._whole is None and not self._may_begin(text):
+            return False
+        return self._syntax.in_object and self._read_whole(text, pieces)
+
+    def _may_begin(self, text: str) -> bool:
+        """Whether the text may be the beginning of a call, or nothing yet. Sets `is_within_call`."""
+        opening = self._syntax.opening.match(text, self.at)
+        self.is_within_call = opening is not None and self.at < len(text)
+        self.is_refused = self.is_within_call and self._is_headless and not self._syntax.in_object
+        return self.is_within_call and text.find("{", self.at) >= 0
+
+    def _open(self, name: str, at: int, pieces: list[CallPiece]) -> bool:
+        """Begin a call whose arguments begin at `at`."""
+        self.is_refused = name not in self._tools
+        if self.is_refused:
             return False
         self.num_calls += 1
-        self._at = head.end()
-        self._value = _ObjectEnd(0)
+        self._value, self._begin, self.at, self._whole = ObjectEnd(0), at, at, None
         pieces.append(CallPiece(name, ""))
         return True
 
-    def _whole_calls(self) -> list[CallPiece]:
-        try:
-            value = json.loads(self._text)
-        except (ValueError, RecursionError):
-            return []
-        found = [
-            call_piece(each, self._syntax.arguments)
-            for each in (value if isinstance(value, list) else [value])
-        ]
-        return [call for call in found if call is not None and call.name in self._tools]
+    def _read_whole(self, text: str, pieces: list[CallPiece]) -> bool:
+        """Read an object that does not begin as a call does: its members may have another order."""
+        if self._whole is None:
+            self._whole, self._whole_at = ObjectEnd(0), text.index("{", self.at)
+        self._whole_at = self._whole.find(text, self._whole_at)
+        if self._whole.depth and not self._whole.is_broken:
+            return False
+        written = text[text.index("{", self.at) : self._whole_at]
+        call = None if self._whole.is_broken else call_piece(written)
+        self._whole = None
+        self.is_refused = call is None or call.name not in self._tools
+        if call is None or self.is_refused:
+            return False
+        self.num_calls += 1
+        self.at = self._whole_at
+        pieces.append(call)
+        self._complete()
+        return True
 
 
-def call_piece(value: object, member: str = "arguments") -> CallPiece | None:
-    """Return a call that was read as JSON, an object with `name` and arguments; None if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+def call_piece(text: str) -> CallPiece | None:
+    """Return a call that is written as a JSON object with `name` and arguments; None if it is none.
+
+    A call may have no arguments at all. One that has something under another name is none: it would be lost.
+    """
+    try:
+        members = msgspec.json.decode(text, type=dict[str, Raw])
+        name = msgspec.json.decode(members.get("name", _NULL), type=str)
+        given = [member for member in _ARGUMENTS if member in members]
+        if len(given) > 1 or (not given and members.keys() - _DESCRIPTIVE):
+            return None
+        arguments = bytes(members[given[0]]).decode() if given else "{}"
+        if arguments.startswith('"'):
+            arguments = msgspec.json.decode(arguments, type=str) or "{}"
+    except _NOT_JSON:
         return None
-    given = value.get(member, value.get("arguments", {}))
-    if isinstance(given, str):
-        return CallPiece(value["name"], given)
-    return (
-        CallPiece(value["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
-    )
+    if arguments == "null":
+        arguments = "{}"
+    return CallPiece(name, arguments) if is_json_object(arguments) else None
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a text is a JSON object, as arguments must be."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Raw])
+    except _NOT_JSON:
+        return False
+    return True
 
 
 def _name(spelled: str) -> str:
@@ -250,11 +336,11 @@ def _name(spelled: str) -> str:
         return spelled
     try:
         return msgspec.json.decode(spelled, type=str)
-    except msgspec.DecodeError:
+    except _NOT_JSON:
         return ""
 
 
-class _ObjectEnd:
+class ObjectEnd:
     """Looks for the end of a JSON object through pieces of text, `depth` objects or arrays deep."""
 
     _MARK = re.compile(r'["{}\[\]]')
@@ -263,6 +349,8 @@ class _ObjectEnd:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.is_broken = False
+        """Whether a string has a line break, which none in JSON has."""
         self._in_string = False
 
     def find(self, text: str, at: int) -> int:
@@ -270,9 +358,10 @@ class _ObjectEnd:
         while True:
             if self._in_string:
                 string = self._STRING.match(text, at)
+                half = string or self._HALF_STRING.match(text, at)
+                assert half is not None
+                self.is_broken |= "\n" in half[0]
                 if string is None:
-                    half = self._HALF_STRING.match(text, at)
-                    assert half is not None
                     return half.end()  # a lone backslash waits for what it escapes
                 self._in_string, at = False, string.end()
             mark = self._MARK.search(text, at)

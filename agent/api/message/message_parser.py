@@ -8,21 +8,21 @@ message is its pieces joined.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from kvferry.agent.api.message.call_syntax import CallPiece, CallReader, call_piece
-from kvferry.agent.api.message.response_form import REGION_KINDS, ResponseForm
+from kvferry.agent.api.message.call_syntax import CallPiece, CallReader, ObjectEnd, call_piece
+from kvferry.agent.api.message.response_form import Mark, Region, ResponseForm
 from kvferry.agent.ids import AnswerId
 from kvferry.common.hashing import Purpose, digest
-
-if TYPE_CHECKING:
-    from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS = 9
 """As many letters and digits as Mistral's chat templates insist on."""
+_OBJECT = re.compile(r"\s*[{\[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,95 +126,185 @@ def call_id(answer: AnswerId, choice: int, index: int) -> str:
 
 
 class MessageParser:
-    """Reads one choice of an answer."""
+    """Reads one choice of an answer, region by region, between the marks of the form.
+
+    A mark counts only where it can: the end of calls not within a call, the begin of reasoning only where the
+    message begins.
+    """
 
     def __init__(self, wanted: MessageFormat, answer: AnswerId, choice: int) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
         self._wanted = wanted
         self._answer = answer
         self._choice = choice
-        self._template = wanted.form.regions(reasoning=wanted.reasoning, calls=bool(wanted.tools))
-        self._parser = ResponseParser(self._template, prefix=wanted.begun)
-        self._text = wanted.begun
+        regions = wanted.form.regions(reasoning=wanted.reasoning, calls=bool(wanted.tools))
+        self._regions = [(region, region.begin) for region in regions if region.begin is not None]
+        self._outside = next((region.end for region in regions if region.begin is None), None)
+        """The mark at the end of what is in no region: it is no text."""
+        self._text = ""
         self._at = 0
-        """Where in the text what comes next begins, or a mark before it."""
+        """Where in the text what is not understood yet begins."""
+        self._is_blank = True
+        """Whether all before is space."""
+        self._begins_from = 0
+        """Where in the text a region may begin: one that was none does not begin again."""
         self._content = _Content()
-        self._region: _Region = self._content
+        self._shown: _Content | _Reasoning = self._content
+        """What text is shown as that is no call."""
+        self._calls: CallReader | _TemplateCalls | None = None
+        """What reads the region that is open, if it is one of calls."""
+        self._region: Region | None = None
+        self._begin = ""
+        """The mark at its begin."""
         self._num_calls = 0
+        self._is_broken = False
+        """Whether there is a call of which not all is there."""
         self.ended = False
         """Whether the message ends here, whatever comes."""
-        self._read(self._parser.initial_events)  # the prompt's own, which is not shown again
+        self.push(wanted.begun)  # the prompt's own, which is not shown again
+        self._shown.finish()
 
     @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
+    def has_whole_calls(self) -> bool:
+        """Whether a message that has ended has calls, and all of each."""
+        return self._num_calls > 0 and not self._is_broken
 
     def push(self, text: str) -> MessageDelta:
         """Add text; returns what the message gained."""
         assert not self.ended
         self._text += text
-        return self._read(self._parser.feed(text))
+        return self._read(MessageDelta(), last=False)
 
     def finish(self) -> MessageDelta:
         """No more text will come: return all that was held back."""
         if self.ended:
             return MessageDelta()
-        _, events = self._parser.finalize()
-        delta = self._read(events)
+        delta = self._read(MessageDelta(), last=True)
+        while self._calls is not None and not self.ended:
+            self._add_calls(self._calls.finish(self._text), delta)
+            if self._calls.is_refused:
+                self._leave_calls(self._calls, delta)
+                self._read(delta, last=True)
+            else:
+                self._close(len(self._text))
         delta.content += self._content.finish()
         return delta
 
-    def _read(self, events: Sequence[Mapping[str, Any]]) -> MessageDelta:
-        delta = MessageDelta()
-        for event in events:
-            if self.ended:
-                break
-            field_of = self._template.fields[event["field"]]
-            if event["type"] == "region_open":
-                self._region = self._opened(event["field"], field_of)
-            elif event["type"] == "region_chunk":
-                self._at = self._text.index(event["text"], self._at) + len(event["text"])
-                self._region.push(event["text"], delta)
-            else:
-                end = field_of.close_re and field_of.close_re.match(self._text, self._at)
-                self._at = end.end() if end else self._at
-                self._region.close(end[0] if end else "", delta)
+    def _read(self, delta: MessageDelta, *, last: bool) -> MessageDelta:
+        while not self.ended and self._advance(delta, last):
+            pass
         return delta
 
-    def _opened(self, name: str, field_of: ResponseTemplateField) -> _Region:
-        kind = REGION_KINDS.get(name, "content")
-        begin = field_of.open_re and field_of.open_re.search(self._text, self._at)
-        self._at = begin.end() if begin else self._at
-        if kind == "content":
-            return self._content
-        if kind == "reasoning":
-            return _Reasoning(self._content, shown=self._wanted.show_reasoning)
-        return _Calls(self, self._content, self._wanted, begin[0] if begin else "")
+    def _advance(self, delta: MessageDelta, last: bool) -> bool:
+        """Understand one more part of the text. Returns whether there may be another."""
+        if self._calls is not None:
+            return self._read_calls(self._calls, delta, last)
+        if self._region is None:
+            return self._read_outside(delta, last)
+        end, until = self._find_end(self._at, last)
+        self._show(until, delta)
+        return end is not None and self._close(end.end())
 
-    def add_calls(self, pieces: Sequence[CallPiece], delta: MessageDelta) -> None:
+    def _read_outside(self, delta: MessageDelta, last: bool) -> bool:
+        """Show content up to where a region begins."""
+        marks: list[tuple[re.Match[str] | None, int, Region | None]]
+        marks = [(*self._find_begin(region, begin, last), region) for region, begin in self._regions]
+        if self._outside is not None:
+            marks.append((*self._outside.find(self._text, self._at, last=last), None))
+        until = min([pending for _, pending, _ in marks], default=len(self._text))
+        found = [(mark, region) for mark, _, region in marks if mark is not None and mark.start() < until]
+        if not found:
+            self._show(until, delta)
+            return False
+        mark, region = min(found, key=lambda each: (each[0].start(), -each[0].end()))
+        self._show(mark.start(), delta)
+        if region is None:
+            self._at = mark.end()
+        else:
+            self._open(region, mark)
+        return region is not None or mark.end() > mark.start()
+
+    def _open(self, region: Region, begin: re.Match[str]) -> None:
+        self._region, self._begin, self._at = region, begin[0], begin.end()
+        self._begins_from = max(begin.start() + 1, begin.end())
+        self._is_blank = False
+        if region.kind == "reasoning":
+            self._content.region_begins()
+            self._shown = _Reasoning(shown=self._wanted.show_reasoning)
+        elif region.kind == "calls":
+            syntax = self._wanted.form.calls
+            self._calls = (
+                _TemplateCalls(self._wanted, region, begin.start(), begin.end())
+                if syntax is None
+                else CallReader(syntax, self._wanted.tool_names, begin.end())
+            )
+
+    def _find_begin(self, region: Region, begin: Mark, last: bool) -> tuple[re.Match[str] | None, int]:
+        """Find where a region begins, and where text begins that may yet be that."""
+        found, pending = begin.find(self._text, max(self._at, self._begins_from), last=last)
+        before = self._text[self._at : pending if found is None else found.start()]
+        if region.is_first and not (self._is_blank and not before.strip()):
+            return None, len(self._text)
+        return found, pending
+
+    def _find_end(self, at: int, last: bool) -> tuple[re.Match[str] | None, int]:
+        """Find where the region ends; returns also up to where text is within it for certain."""
+        assert self._region is not None
+        if self._region.end is None:
+            return None, len(self._text)
+        found, pending = self._region.end.find(self._text, at, last=last)
+        return found, pending if found is None else found.start()
+
+    def _show(self, until: int, delta: MessageDelta) -> None:
+        text = self._text[self._at : until]
+        self._shown.push(text, delta)
+        self._is_blank = self._is_blank and not text.strip()
+        self._at = until
+
+    def _close(self, at: int) -> bool:
+        if self._calls is not None:
+            self._is_broken |= self._calls.has_broken
+        self._at, self._region, self._calls, self._shown = at, None, None, self._content
+        return True
+
+    def _read_calls(self, calls: CallReader | _TemplateCalls, delta: MessageDelta, last: bool) -> bool:
+        self._add_calls(calls.read(self._text), delta)
+        end = None
+        if not calls.is_refused and not calls.is_within_call:
+            end, until = self._find_end(calls.at, last)
+            if last and end is None:
+                _, until = self._find_end(calls.at, last=False)  # half a mark is no content
+            self._add_calls(calls.end(self._text, until, None if end is None else end[0]), delta)
+        if self._wanted.one_call and calls.num_complete:
+            self.ended, self._is_broken = True, calls.has_broken
+            return False
+        if calls.is_refused:
+            return self._leave_calls(calls, delta)
+        return end is not None and self._close(end.end())
+
+    def _leave_calls(self, calls: CallReader | _TemplateCalls, delta: MessageDelta) -> bool:
+        """Go on with content: it is no call what comes next, or the whole region if it had none."""
+        self._is_broken |= calls.has_broken
+        if calls.num_calls:
+            self._at = calls.at
+        else:
+            self._content.push(self._begin, delta)
+        if not calls.num_calls or self._region is None or self._region.end is None:
+            self._region = None
+        self._calls = None
+        return True
+
+    def _add_calls(self, pieces: Sequence[CallPiece], delta: MessageDelta) -> None:
         """Add pieces of calls to a delta, of which the first one's beginning makes a new call."""
         for piece in pieces:
             if piece.name is not None:
                 if self._num_calls and self._wanted.one_call:
                     return
+                self._content.region_begins()
                 identity = call_id(self._answer, self._choice, self._num_calls)
                 delta.add_call(CallDelta(self._num_calls, identity, piece.name, piece.arguments))
                 self._num_calls += 1
             else:
                 delta.add_call(CallDelta(self._num_calls - 1, None, None, piece.arguments))
-
-    def call_ended(self) -> None:
-        """Note that a call is whole."""
-        self.ended = self._wanted.one_call
-
-
-class _Region(Protocol):
-    """What is done with the text of a region; `close` gets the mark at its end."""
-
-    def push(self, text: str, delta: MessageDelta) -> None: ...
-
-    def close(self, end: str, delta: MessageDelta) -> None: ...
 
 
 class _Content:
@@ -235,23 +325,20 @@ class _Content:
             delta.content += kept if self._begun or not self._beside_region else kept.lstrip()
             self._begun, self._beside_region = True, False
 
-    def close(self, end: str, delta: MessageDelta) -> None:
-        """Content goes on after other regions."""
-
-    def region_ended(self) -> None:
-        """Note that another region has been here."""
+    def region_begins(self) -> None:
+        """Note that another region is here."""
         self._beside_region = True
 
     def finish(self) -> str:
-        """No more content will come: return what was held back."""
-        return "" if self._beside_region else self._held
+        """No more content will come for now: return what was held back."""
+        held, self._held = self._held, ""
+        return "" if self._beside_region else held
 
 
 class _Reasoning:
     """Reasoning, without the space around it."""
 
-    def __init__(self, content: _Content, *, shown: bool) -> None:
-        self._content = content
+    def __init__(self, *, shown: bool) -> None:
         self._shown = shown
         self._held = ""
         self._begun = False
@@ -264,65 +351,67 @@ class _Reasoning:
         if self._shown:
             delta.reasoning += kept
 
-    def close(self, end: str, delta: MessageDelta) -> None:
-        self._content.region_ended()
+    def finish(self) -> None:
+        """No more will come for now: what was held back is space."""
+        self._held = ""
 
 
-class _Calls:
-    """A region of calls. What turns out to be no call of a tool is content."""
+class _TemplateCalls:
+    """A region of calls that the checkpoint's response template reads, once it is whole.
 
-    def __init__(self, parser: MessageParser, content: _Content, wanted: MessageFormat, begin: str) -> None:
-        self._parser = parser
-        self._content = content
+    Its members mean what those of `CallReader` mean.
+    """
+
+    def __init__(self, wanted: MessageFormat, region: Region, begin: int, at: int) -> None:
         self._wanted = wanted
-        self._text = begin
-        syntax = wanted.form.calls
-        self._reader = None if syntax is None else CallReader(syntax, wanted.tool_names)
-        self._is_content = False
+        self._region = region
+        self._begin = begin
+        self._body = self.at = at
+        self._value: ObjectEnd | None = None
+        self.num_calls = self.num_complete = 0
+        self.has_broken = self.is_refused = self.is_within_call = False
 
-    def push(self, text: str, delta: MessageDelta) -> None:
-        if self._is_content:
-            self._content.push(text, delta)
-            return
-        self._text += text
-        if self._reader is not None:
-            self._parser.add_calls(self._reader.feed(text), delta)
-            if self._reader.is_refused:
-                self._show_as_content(delta)
-            elif self._reader.num_complete:
-                self._parser.call_ended()
+    def read(self, text: str) -> list[CallPiece]:
+        """See `CallReader`. Within JSON, marks are text."""
+        if self._region.is_json and self._value is None and _OBJECT.match(text, self.at):
+            self._value = ObjectEnd(0)
+            self.is_within_call = True
+        if self._value is not None and self.is_within_call:
+            self.at = self._value.find(text, self.at)
+            self.is_within_call = self._value.depth > 0
+        return []
 
-    def close(self, end: str, delta: MessageDelta) -> None:
-        if self._is_content:
-            self._content.push(end, delta)
-            return
-        self._text += end
-        calls = self._parsed() if self._reader is None else self._reader.finish()
-        self._parser.add_calls(calls, delta)
-        if (self._reader is None and not calls) or (self._reader is not None and self._reader.is_refused):
-            self._show_as_content(delta)
-            return
-        self._content.region_ended()
-        if self._reader is None or self._reader.num_complete:
-            self._parser.call_ended()
+    def end(self, text: str, until: int, mark: str | None) -> list[CallPiece]:
+        """See `CallReader`."""
+        if mark is None:
+            return []
+        body = self._region.body
+        is_read = body is None or body.fullmatch(text, self._body, until) is not None
+        calls = self._parsed(text[self._begin : until] + mark) if is_read else []
+        self.num_calls = self.num_complete = len(calls)
+        self.is_refused = not calls
+        return calls
 
-    def _show_as_content(self, delta: MessageDelta) -> None:
-        self._is_content = True
-        self._content.push(self._text, delta)
+    def finish(self, text: str) -> list[CallPiece]:
+        """See `CallReader`."""
+        if self._region.end is None:
+            return self.end(text, len(text), "")
+        self.is_refused = self.has_broken = True
+        return []
 
-    def _parsed(self) -> list[CallPiece]:
-        """Read the region by the checkpoint's own response template; empty where that finds no call in it."""
+    def _parsed(self, text: str) -> list[CallPiece]:
+        """Read the region; empty where the template finds no call in it."""
         from transformers.utils.chat_parsing import parse_response
 
         tools: list[dict[str, Any] | Callable[..., Any]] = [dict(tool) for tool in self._wanted.tools]
         try:
-            message = parse_response(self._text, self._wanted.form.template, prefix="", tools=tools)
+            message = parse_response(text, self._wanted.form.template, prefix="", tools=tools)
+            found = message.get("tool_calls") or []
+            values = [
+                each.get("function", each) if isinstance(each, dict) else each
+                for each in (found if isinstance(found, list) else [found])
+            ]
+            calls = [call_piece(json.dumps(value, ensure_ascii=False)) for value in values]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
-        found = message.get("tool_calls") or []
-        values = [
-            each.get("function", each) if isinstance(each, dict) else each
-            for each in (found if isinstance(found, list) else [found])
-        ]
-        calls = [call_piece(value) for value in values]
         return [call for call in calls if call is not None and call.name in self._wanted.tool_names]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvferry.agent.api.message.call_syntax import CallSyntax
 
 if TYPE_CHECKING:
-    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
 
 RegionKind = Literal["content", "reasoning", "calls"]
 REGION_KINDS: Mapping[str, RegionKind] = MappingProxyType(
@@ -31,11 +31,15 @@ REGION_KINDS: Mapping[str, RegionKind] = MappingProxyType(
     }
 )
 """What the fields of a response template are; any other is content."""
-_AS_IT_IS: Mapping[str, Any] = MappingProxyType({"content": "text", "content_args": {"strip": False}})
 
-_JSON_NAME = r'(?P<name>"(?:[^"\\]|\\.)*")'
+_OPENING = re.compile(r"[\s\[,]*(?:\{|\Z)")
+_HEAD = re.compile(
+    r'[\s\[,]*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.DOTALL,
+)
 _HERMES = CallSyntax(
-    head=re.compile(rf'\s*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"arguments"\s*:\s*(?=\{{)', re.DOTALL),
+    head=_HEAD,
+    opening=_OPENING,
     begins=r"(.|\n)*<tool_call>",
     before_name='<tool_call>\n{"name": "',
     after_name='", "arguments": ',
@@ -45,19 +49,18 @@ _HERMES = CallSyntax(
     in_object=True,
 )
 _LLAMA = CallSyntax(
-    head=re.compile(
-        rf'\s*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"(?:parameters|arguments)"\s*:\s*(?=\{{)', re.DOTALL
-    ),
+    head=_HEAD,
+    opening=_OPENING,
     begins=r"[ \n]*(<\|python_tag\|>)?\{[ \n]*\"name\"",
     before_name='{"name": "',
     after_name='", "parameters": ',
     after_arguments="}",
-    arguments="parameters",
     in_object=True,
     parallel=False,
 )
 _MISTRAL_LIST = CallSyntax(
-    head=re.compile(rf'[\s\[,]*\{{\s*"name"\s*:\s*{_JSON_NAME}\s*,\s*"arguments"\s*:\s*(?=\{{)', re.DOTALL),
+    head=_HEAD,
+    opening=_OPENING,
     begins=r"(.|\n)*\[TOOL_CALLS\]",
     begin="[TOOL_CALLS][",
     before_name='{"name": "',
@@ -70,12 +73,17 @@ _MISTRAL_LIST = CallSyntax(
 )
 _MISTRAL = CallSyntax(
     head=re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)"),
+    opening=re.compile(r"\s*(?:[^\s\[{]+(?:\[[\w\[\]]*\s*)?)?\Z"),
     begins=r"(.|\n)*\[TOOL_CALLS\]",
     before_name="[TOOL_CALLS]",
     after_name="[ARGS]",
     after_arguments="",
     tokens=("[TOOL_CALLS]", "[ARGS]"),
 )
+
+
+_PARAMETER_END = r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|\Z))"
+"""The end of a value may be in it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,7 @@ class _Entry:
     marks: tuple[str, ...]
     syntax: CallSyntax | None
     field: Mapping[str, Any]
+    body: re.Pattern[str] | None = None
 
 
 _CALLS = (
@@ -97,30 +106,31 @@ _CALLS = (
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
+                "tag_pattern": rf"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*{_PARAMETER_END}",
             },
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
+        body=re.compile(rf"\s*(?:<parameter=[^>\n]+>.*?{_PARAMETER_END}\s*)*", re.DOTALL),
     ),
     _Entry(
         marks=("<tool_call>", "</tool_call>"),
         syntax=_HERMES,
-        field={"open": "<tool_call>", "close": "</tool_call>", **_AS_IT_IS},
+        field={"open": "<tool_call>", "close": "</tool_call>"},
     ),
     _Entry(
         marks=("[TOOL_CALLS]", "[ARGS]"),
         syntax=_MISTRAL,
-        field={"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", **_AS_IT_IS},
+        field={"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
     ),
     _Entry(
         marks=("[TOOL_CALLS]",),
         syntax=_MISTRAL_LIST,
-        field={"open": "[TOOL_CALLS]", **_AS_IT_IS},
+        field={"open": "[TOOL_CALLS]"},
     ),
     _Entry(
         marks=("<|start_header_id|>", '"parameters"'),
         syntax=_LLAMA,
-        field={"open_pattern": r'\A\s*(?:<\|python_tag\|>)?(?=\{\s*"name")', **_AS_IT_IS},
+        field={"open_pattern": r'\A\s*(?:<\|python_tag\|>)?(?=\{\s*"name")'},
     ),
 )
 """Qwen3-Coder, Hermes with Qwen 2.5 and 3, Mistral's new and old, Llama 3.1; the first that fits is taken."""
@@ -136,6 +146,43 @@ _ANCHORS = (
 """What an assistant's message begins after, in Qwen's prompts, Llama's, DeepSeek's, Mistral's and others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The text at the begin or the end of regions. One that `is_fixed` is not longer with more text."""
+
+    pattern: Any
+    is_fixed: bool
+
+    def find(self, text: str, at: int, *, last: bool) -> tuple[re.Match[str] | None, int]:
+        """Return the first one from `at` on, if it is certain, and where text begins that may yet become one.
+
+        With `last` no more text will come.
+        """
+        found = self.pattern.search(text, at, partial=not last)
+        if found is None:
+            return None, len(text)
+        may_grow = found.end() == len(text) and not (self.is_fixed and found.start() < found.end())
+        if not last and (found.partial or may_grow):
+            return None, found.start()
+        return found, len(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A part of an answer, between marks; the part that has no `begin` is what is in no other.
+
+    One that `is_first` can only be what the answer begins with. With `is_json` its text is JSON. It matches
+    `body`, if there is one.
+    """
+
+    kind: RegionKind
+    begin: Mark | None
+    end: Mark | None
+    is_first: bool
+    is_json: bool
+    body: re.Pattern[str] | None
+
+
 class ResponseForm:
     """How one model's answers are written. Immutable.
 
@@ -143,6 +190,7 @@ class ResponseForm:
         template: A response template.
         calls: The syntax of its calls, if it is one that is known here.
         reasoning: The marks around its reasoning, if they are known here.
+        body: What the text of a call must match, so that nothing of it is lost.
 
     Raises:
         ValueError: transformers does not take the template.
@@ -154,6 +202,7 @@ class ResponseForm:
         *,
         calls: CallSyntax | None = None,
         reasoning: tuple[str, str] | None = None,
+        body: re.Pattern[str] | None = None,
     ) -> None:
         # Importing it takes seconds and 50 MB, which agents of other models do without.
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -163,24 +212,18 @@ class ResponseForm:
         self.template: ResponseTemplate = load_response_template(dict(template))
         """By which a region that is not of a known syntax becomes a value."""
         fields: dict[str, dict[str, Any]] = template["fields"]
-        kinds = {REGION_KINDS.get(name, "content") for name in fields}
+        self._regions = [_region(field, body) for field in self.template.fields.values()]
+        kinds = {region.kind for region in self._regions}
         self.has_reasoning = "reasoning" in kinds
         self.has_calls = "calls" in kinds
         self._marks = "\n".join(
             text for name, field in fields.items() if name != "content" for text in _strings(field)
         )
-        raw = {name: _as_it_is(field) for name, field in fields.items()}
-        self._regions = {
-            (reasoning_too, calls_too): load_response_template(
-                {**_anchor(template), "fields": _without(raw, reasoning=reasoning_too, calls=calls_too)}
-            )
-            for reasoning_too in (False, True)
-            for calls_too in (False, True)
-        }
 
-    def regions(self, *, reasoning: bool, calls: bool) -> ResponseTemplate:
-        """Return a template with content and these kinds of regions; their values are texts as they are."""
-        return self._regions[reasoning, calls]
+    def regions(self, *, reasoning: bool, calls: bool) -> list[Region]:
+        """Return the regions that an answer may have, content and these kinds; what is in none is content."""
+        wanted = {"content", *(("reasoning",) if reasoning else ()), *(("calls",) if calls else ())}
+        return [region for region in self._regions if region.kind in wanted]
 
     def begun_message(self, prompt: str) -> str | None:
         """Return what a prompt has of the message to be written; None where no message begins in it."""
@@ -213,31 +256,34 @@ def known_form(chat_template: str) -> ResponseForm | None:
     reasoning = _THINK if _THINK[1] in chat_template else None
     if entry is None and reasoning is None:
         return None
-    fields: dict[str, Any] = {"content": dict(_AS_IT_IS)}
+    fields: dict[str, Any] = {"content": {}}
     if reasoning is not None:
-        fields["reasoning_content"] = {"open": reasoning[0], "close": reasoning[1], **_AS_IT_IS}
+        fields["reasoning_content"] = {"open": reasoning[0], "close": reasoning[1]}
     if entry is not None:
         fields["tool_calls"] = dict(entry.field)
     anchors = [anchor for anchor in _ANCHORS if anchor.rstrip() in chat_template]
     template = {"start_anchor": anchors or list(_ANCHORS), "fields": fields}
-    return ResponseForm(template, calls=entry.syntax if entry else None, reasoning=reasoning)
+    if entry is None:
+        return ResponseForm(template, reasoning=reasoning)
+    return ResponseForm(template, calls=entry.syntax, reasoning=reasoning, body=entry.body)
 
 
-def _anchor(template: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: template[name] for name in ("start_anchor", "start_anchor_pattern") if name in template}
-
-
-def _as_it_is(field: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the field with the same begin and end whose value is its text."""
-    ends = {name: field[name] for name in ("open", "open_pattern", "close", "close_pattern") if name in field}
-    # Without a transform, transformers refuses named groups.
-    return {**ends, **_AS_IT_IS, "repeats": True, "transform": "{content}"}
-
-
-def _without(fields: Mapping[str, Any], *, reasoning: bool, calls: bool) -> dict[str, Any]:
-    left_out = {*(() if reasoning else ("reasoning",)), *(() if calls else ("calls",))}
-    kept = {name: field for name, field in fields.items() if REGION_KINDS.get(name) not in left_out}
-    return kept or {"content": dict(_AS_IT_IS)}
+def _region(field: ResponseTemplateField, body: re.Pattern[str] | None) -> Region:
+    kind = REGION_KINDS.get(field.name, "content")
+    begin = field.open_re and Mark(
+        field.open_re, is_fixed=bool(field.open_literals) and not field.open_literal_can_extend
+    )
+    end = field.close_re and Mark(
+        field.close_re, is_fixed=bool(field.close_literals) and not field.close_literal_can_extend
+    )
+    return Region(
+        kind=kind,
+        begin=begin,
+        end=end,
+        is_first=kind == "reasoning" and not field.repeats,
+        is_json=field.content == "json" and "string_delims" not in field.content_args,
+        body=body if kind == "calls" else None,
+    )
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,11 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"city": "]}</tool", "when": {"from": [1, 2, {"x": None}], "to": "\\"}},
     {},
 ]
+MARKS = (
+    'a "q" </tool_call> } {\n é 🎉 日本 <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call> '
+    "[TOOL_CALLS]now[ARGS]{} [TOOL_CALLS][] <think>x</think> </parameter> <parameter=days> </function>"
+)
+"""What a coding model writes that was asked about calls of tools."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,15 @@ def parse(wanted: MessageFormat, pieces: Sequence[str]) -> MessageDelta:
     return whole
 
 
+def parsed(wanted: MessageFormat, pieces: Sequence[str]) -> tuple[MessageParser, MessageDelta]:
+    """Return the parser too, after the end."""
+    parser, whole = MessageParser(wanted, ANSWER, 0), MessageDelta()
+    for piece in pieces:
+        whole.add(parser.push(piece))
+    whole.add(parser.finish())
+    return parser, whole
+
+
 def wanted_for(model: Model, prompt: str = "", **fields: Any) -> MessageFormat:
     begun = form(model.template).begun_message(prompt)
     if prompt:
@@ -105,13 +120,15 @@ def calls_of(arguments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_the_template_writes_is_read_again(name: str) -> None:
     model = MODELS[name]
-    for arguments in (ARGUMENTS if model.several else ARGUMENTS[:1], ARGUMENTS[:1], ARGUMENTS[2:]):
+    marks = [{"city": MARKS.replace("<parameter=days>", "") if name == "xml" else MARKS, "days": 3}]
+    for arguments in (ARGUMENTS if model.several else ARGUMENTS[:1], ARGUMENTS[:1], ARGUMENTS[2:], marks):
         calls = calls_of(arguments)
         message = {"content": "", "tool_calls": calls} | (
             {"reasoning_content": "Let me\n\nsee"} if model.reasons else {}
         )
         prompt, text = written(model, message)
         whole = parse(wanted_for(model, prompt), [text]).whole_body()
+        assert parse(wanted_for(model, prompt), list(text)).whole_body() == whole
         read = [
             {**each, "function": {**each["function"], "arguments": json.loads(each["function"]["arguments"])}}
             for each in whole["tool_calls"]
@@ -126,6 +143,195 @@ def test_what_the_template_writes_is_read_again(name: str) -> None:
 def test_an_answer_without_calls_is_its_text(name: str, content: str) -> None:
     whole = parse(wanted_for(MODELS[name]), [content])
     assert whole.whole_body() == {"role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(data=st.data())
+def test_a_mark_within_a_string_is_text(name: str, data: st.DataObject) -> None:
+    pieces = [
+        "</tool_call>",
+        "<tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]{",
+        "</think>",
+        "<think>",
+        '"',
+        "\\",
+        "}",
+        "\n",
+        "é",
+    ]
+    if name == "xml":
+        pieces = [*pieces, "</parameter>", "</function>"]
+    said = "x" + "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8))) + "x"
+    if name == "xml":
+        said = said.replace("</function></tool_call>", "").replace("</function>\n</tool_call>", "")
+    text = written(MODELS[name], {"content": "", "tool_calls": calls_of([{"city": said}])})[1]
+    whole = parse(wanted_for(MODELS[name]), list(text))
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [
+        ("get_weather", {"city": said})
+    ]
+    assert whole.content == whole.reasoning == ""
+
+
+def test_an_end_within_a_string_ends_nothing_whatever_the_order_of_members() -> None:
+    text = '{"arguments": {"city": "</tool_call> \\"} <tool_call>"}, "name": "get_weather"}'
+    text = f"<tool_call>{text}</tool_call> So."
+    whole = parse(wanted_for(MODELS["hermes"]), list(text))
+    assert [call.arguments for call in whole.calls] == ['{"city": "</tool_call> \\"} <tool_call>"}']
+    assert whole.content == "So."
+
+
+ANY_NAME = {
+    '{"name": "now", "parameters": {"id": 42}}': '{"id": 42}',
+    '{"name": "now", "arguments": {"id":42}}': '{"id":42}',
+    '{"parameters": {"id":42}, "name": "now"}': '{"id":42}',
+    '{"name": "now", "id": "abc", "arguments": {"id": 42}}': '{"id": 42}',
+    '{"name": "now", "arguments": "{\\"id\\": 42}"}': '{"id": 42}',
+    '{"name": "now"}': "{}",
+    '{"name": "now", "arguments": null}': "{}",
+    '{"type": "function", "name": "now"}': "{}",
+}
+"""Calls as models write them that were trained on several ways, and their arguments."""
+NO_CALLS = (
+    '{"name": "now", "args": {"id": 42}}',
+    '{"name": "now", "input": {"id": 42}}',
+    '{"name": "now", "id": 42, "city": "Oslo"}',
+    '{"name": "now", "arguments": [42]}',
+    '{"name": "now", "arguments": "id 42"}',
+    '{"city": "x", "parameters": {"id": 1}, "arguments": {}, "name": "now"}',
+    '{"type": "function", "function": {"name": "now", "arguments": {"id": 42}}}',
+    '{"name": "now", "arguments": {"id": "\\ud800"}, "x": {"arguments": 1}}',
+)
+"""What gives something that no call would pass on."""
+AROUND = {
+    "hermes": "<tool_call>\n{}\n</tool_call>",
+    "mistral, a list": "[TOOL_CALLS][{}]",
+    "llama": "{}",
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_arguments_are_those_that_the_model_gave_or_the_text_is_content(name: str) -> None:
+    wanted = wanted_for(MODELS[name])
+    for text, arguments in ANY_NAME.items():
+        if name == "llama" and not text.startswith('{"name"'):
+            continue
+        text = AROUND[name].replace("{}", text)
+        for pieces in ([text], list(text)):
+            whole = parse(wanted, pieces)
+            assert [(call.name, call.arguments) for call in whole.calls] == [("now", arguments)], text
+            assert whole.content == ""
+    for text in NO_CALLS:
+        text = AROUND[name].replace("{}", text)
+        for pieces in ([text], list(text)):
+            parser, whole = parsed(wanted, pieces)
+            assert not parser.has_whole_calls, text
+            assert whole.content == text or whole.calls, text
+
+
+def test_xml_that_is_not_of_parameters_is_content() -> None:
+    wanted = wanted_for(MODELS["xml"])
+    for body in ('{"city": "Oslo"}', "<parameter=city>\nOslo\n</parameter>\nand 3 days", "city=Oslo"):
+        text = f"<tool_call>\n<function=get_weather>\n{body}\n</function>\n</tool_call>"
+        assert parse(wanted, list(text)) == parse(wanted, [text]) == MessageDelta(content=text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_answer_that_ends_within_a_call_has_not_called(name: str) -> None:
+    """Cut anywhere: what is called is whole, and what was not shown as a call is content."""
+    model = MODELS[name]
+    arguments = ARGUMENTS if model.several else ARGUMENTS[:1]
+    text = written(model, {"content": "", "tool_calls": calls_of(arguments)})[1]
+    opening, closing = CALL_SPANS[name]
+    begins = [match.end() for match in re.finditer(opening, text)]
+    ends, at = [], 0
+    for given_arguments in arguments:
+        end = closing or json.dumps(given_arguments, ensure_ascii=False)
+        at = text.index(end, at) + len(end)
+        ends.append(at)
+    for cut in range(len(text) + 1):
+        parser, whole = parsed(wanted_for(model), [text[:cut]])
+        num_whole = sum(end <= cut for end in ends)
+        is_within = sum(begin <= cut for begin in begins) > num_whole
+        assert parser.has_whole_calls == (num_whole > 0 and not is_within), text[:cut]
+        calls = [call for call in whole.calls if is_json(call.arguments)]
+        assert len(calls) == num_whole and len(whole.calls) <= num_whole + 1
+        shown = whole.content + "".join(call.arguments for call in whole.calls)
+        assert all(word in shown for word in ("Paulo", "from") if word in text[:cut])
+
+
+CALL_SPANS = {
+    "hermes": ("<tool_call>", ""),
+    "hermes that thinks": ("<tool_call>", ""),
+    "llama": (r'(?=\{"name")', ""),
+    "mistral, a list": (r'\[TOOL_CALLS\]|(?<=, )\{(?="name")', ""),
+    "mistral": (r"\[TOOL_CALLS\]", ""),
+    "xml": (r"<tool_call>\n<function=\w+>", "</tool_call>"),
+}
+"""A pattern of what a call begins with, and what it ends with if that is not the end of its arguments."""
+
+
+def is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1,}', '{"a": NaN}', "{'a': 1}", '{"a": "x\ny"}', '{}, "parameters": {}']
+)
+def test_a_call_whose_arguments_are_no_json_has_not_called(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
+    parser, _ = parsed(wanted_for(MODELS["hermes"]), list(text))
+    assert not parser.has_whole_calls
+
+
+def test_what_comes_after_calls_is_content() -> None:
+    for name, text, content in (
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}}</tool_call>\nSo.', "So."),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}} now\n</tool_call> So.', "now\n So."),
+        ("mistral, a list", '[TOOL_CALLS][{"name": "now", "arguments": {}}]\nSo.', "So."),
+        ("mistral, a list", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "x", "arguments": {}}]',
+         '{"name": "x", "arguments": {}}]'),
+        ("llama", '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+         '{"name": "now", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS]now[ARGS]{} So.", "So."),
+    ):  # fmt: skip
+        for pieces in ([text], list(text)):
+            whole = parse(wanted_for(MODELS[name]), pieces)
+            assert (len(whole.calls), whole.content) == (1, content), text
+
+
+def test_a_mark_in_content_hides_no_call_after_it() -> None:
+    text = 'Write "<tool_call>", then a call:\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    parser, whole = parsed(wanted_for(MODELS["hermes"]), list(text))
+    assert whole.content == 'Write "<tool_call>", then a call:'
+    assert parser.has_whole_calls and len(whole.calls) == 1
+    shown = MessageParser(wanted_for(MODELS["hermes"]), ANSWER, 0).push(text[:30])
+    assert shown.content == text[:30].rstrip()
+
+
+@pytest.mark.parametrize("text", [
+    "Write `<think>x</think>` around it.",
+    "<think>\nHm.\n</think>\n\nWrite <think>x</think>.",
+    "<think>\nHm.\n</think>\n\n<think>x</think>",
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<think>x</think>',
+])  # fmt: skip
+def test_reasoning_is_what_the_message_begins_with(text: str) -> None:
+    for pieces in ([text], list(text)):
+        whole = parse(wanted_for(MODELS["hermes that thinks"]), pieces)
+        assert "<think>x</think>" in whole.content
+        assert whole.reasoning == ("Hm." if "Hm." in text else "")
+
+
+def test_a_message_that_the_prompt_has_begun_reasons_no_more() -> None:
+    """Nor is the space at the end of the prompt shown again."""
+    wanted = replace(wanted_for(MODELS["hermes that thinks"]), begun="It is ")
+    assert parse(wanted, list("<think>x</think>")) == MessageDelta(content="<think>x</think>")
+    wanted = replace(wanted, begun="<think>\nIt is ")
+    assert parse(wanted, list("x</think>")) == MessageDelta(reasoning="x")
 
 
 BROKEN = [
