@@ -89,7 +89,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "return_prompt_token_ids": (_HIDDEN, (False,)),
         "return_routed_experts": (_HIDDEN, (False,)),
         "return_token_offsets": (_HIDDEN, (False,)),
-        "return_tokens_as_token_ids": ("use return_token_ids", (False,)),
         "routed_dp_rank": (_ROUTING, ()),
         "routed_experts_start_len": (_HIDDEN, (0,)),
         "session_id": ("a session is named by a header (docs/dialects/README.md)", ()),

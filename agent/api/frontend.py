@@ -352,6 +352,7 @@ class Frontend:
             first_choice=body.kvferry_first_choice or 0,
             echo=await self._echoed(body, prompt_ids) if body.echo else None,
             prompt_logprobs=body.prompt_logprobs,
+            names_by_id=bool(body.return_tokens_as_token_ids),
             message=message,
         )
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvferry.agent.api.kv_params import Resume
@@ -13,6 +15,7 @@ from kvferry.agent.api.text.detokenizer import Detokenizer
 from kvferry.agent.api.text.logprobs import (
     RENDER_LOGPROBS,
     completion_logprobs,
+    echoed_offsets,
     merge_logprobs,
     prompt_logprobs,
 )
@@ -44,7 +47,8 @@ class GenerationRequest:
     `continuous_usage` its choice's token counts. With `include_stop` the text ends with what stopped it, with
     `show_special` special tokens are text. `echo` is what the text begins with, before any token. Of the
     prompt's tokens `prompt_logprobs` likeliest are reported. A stream's choices count from `first_choice`.
-    `message` says how the answer's text is read as a message; without it, all of it is content.
+    With `names_by_id` log probabilities name tokens by their ids. `message` says how the answer's text is
+    read as a message; without it, all of it is content.
     """
 
     kind: AnswerKind
@@ -71,6 +75,7 @@ class GenerationRequest:
     first_choice: int = 0
     echo: str | None = None
     prompt_logprobs: int | None = None
+    names_by_id: bool = False
     message: MessageFormat | None = None
 
     @property
@@ -88,6 +93,8 @@ class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
+    """Those of a chat's completion."""
 
 
 @dataclass(slots=True)
@@ -95,7 +102,8 @@ class Delta:
     """What a choice gained: text that may be shown, and the tokens of it or of text still held back.
 
     `logprobs` is OpenAI's object of the request's kind. `first` marks the choice's first output token,
-    `num_tokens` counts all up to and including these. Where the text is read as a message, `message` is what
+    `num_tokens` counts all up to and including these. `stop_reason` is the stop string or the id of the stop
+    token that ended the choice. Where the text is read as a message, `message` is what
     that gained, and `called` whether it ends with calls that are whole.
     """
 
@@ -107,6 +115,7 @@ class Delta:
     logprobs: dict[str, Any] | None = None
     margins: list[float | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     message: MessageDelta | None = None
     called: bool = False
 
@@ -120,7 +129,7 @@ class Delta:
         self.token_ids += later.token_ids
         self.margins += later.margins
         self.logprobs = merge_logprobs(self.logprobs, later.logprobs)
-        self.finish_reason = later.finish_reason
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.num_tokens = later.num_tokens
 
 
@@ -130,7 +139,6 @@ class GeneratedChoice:
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
         self._index = index
-        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
             tokenizer,
             request.stop,
@@ -143,16 +151,21 @@ class GeneratedChoice:
             None if request.message is None else MessageParser(request.message, request.answer_id, index)
         )
         self._include_stop = request.include_stop
-        self._render = RENDER_LOGPROBS[request.kind] if sampling.logprobs is not None else None
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._render = None
+        if sampling.logprobs is not None:
+            self._render = partial(RENDER_LOGPROBS[request.kind], tokenizer, by_id=request.names_by_id)
         self._echo = request.echo or ""
         self._echo_logprobs: dict[str, Any] | None = None
-        self._text_offset = 0
+        self._begins: deque[int] = deque()
+        """Where tokens begin in the text of which it is not known whether it is reasoning."""
         self.num_tokens = 0
+        self.num_reasoning = 0
         self.finish_reason: FinishReason | None = None
 
-    def begin_with(self, echo_logprobs: dict[str, Any], text_offset: int) -> None:
-        """Show the log probabilities of the prompt before those of the first token, at `text_offset`."""
-        self._echo_logprobs, self._text_offset = echo_logprobs, text_offset
+    def begin_with(self, echo_logprobs: dict[str, Any]) -> None:
+        """Show the log probabilities of the prompt before those of the first token."""
+        self._echo_logprobs = echo_logprobs
 
     def restore(self, first: FirstToken) -> Delta:
         """Restore the state after the prefill leg's token; returns what its response showed."""
@@ -165,7 +178,7 @@ class GeneratedChoice:
             # All its text was shown, and whether a stop string ended it is not in the ids alone.
             self._count(delta, first.id)
             delta.text = ""
-            self._show(delta, first.text, first.finish_reason)
+            self._show(delta, first.text, 0, first.finish_reason, first.stop_reason)
         return delta
 
     def resume(self, sent: Resume) -> None:
@@ -173,13 +186,13 @@ class GeneratedChoice:
 
         Raises `ApiError` 400 when an unfinished choice ends with these tokens.
         """
-        if sent.finish_reason is not None:
-            self.num_tokens, self.finish_reason = len(sent.output_ids), sent.finish_reason
-            return
-        for token_id in sent.output_ids[1:]:
+        *before, last = sent.output_ids
+        for token_id in before[1:]:
             if self.finish_reason is None:
                 self._add_token(Delta(self._index), token_id, None)
-        if self.finish_reason is not None:
+        if before and self.finish_reason is None:
+            self._add_token(Delta(self._index), last, sent.finish_reason)
+        if self.finish_reason != sent.finish_reason or self.num_tokens != len(sent.output_ids):
             raise bad_request(f"choice {self._index} ends within its tokens", "resume")
 
     def push(self, tokens: Iterable[Token]) -> Delta:
@@ -187,18 +200,18 @@ class GeneratedChoice:
         delta = Delta(self._index, first=self.num_tokens == 0)
         if delta.first:
             delta.text, delta.logprobs = self._echo, self._echo_logprobs
-        sampled = []
-        offset = self._text_offset
+        sampled, offsets = [], []
         for token in tokens:
             if self.finish_reason is not None:
                 break
-            self._add_token(delta, token.token_id, token.finish)
+            begin = self._add_token(delta, token.token_id, token.finish)
             if self._render is not None:
                 assert token.logprob is not None, "the engine sent no logprobs for a request that asked"
                 sampled.append((token.token_id, token.logprob))
+                offsets.append(len(self._echo) + begin)
                 delta.margins.append(token.logprob.margin)
         if self._render is not None and sampled:
-            delta.logprobs = merge_logprobs(delta.logprobs, self._render(self._tokenizer, sampled, offset))
+            delta.logprobs = merge_logprobs(delta.logprobs, self._render(sampled, offsets))
         return delta
 
     def end_empty(self) -> Delta:
@@ -212,34 +225,58 @@ class GeneratedChoice:
             finish_reason=self.finish_reason,
         )
 
-    def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> None:
+    def _add_token(self, delta: Delta, token_id: int, finish: FinishReason | None) -> int:
+        """Add a token, with `finish` the last; returns where its text begins."""
         self._count(delta, token_id)
-        text = ""
+        text, begin = "", self._detokenizer.num_chars
+        stop_reason: str | int | None = None
         if finish != "stop" or self._include_stop:  # the stop token is no part of the text
             text += self._detokenizer.push(token_id)
+            begin = self._detokenizer.token_begin
         if finish is not None:
             text += self._detokenizer.finish()
-        self._show(delta, text, "stop" if self._detokenizer.stopped else finish)
+        if self._detokenizer.found is not None:
+            finish, stop_reason = "stop", self._detokenizer.found
+        elif finish == "stop" and token_id in self._stop_ids:
+            stop_reason = token_id
+        self._show(delta, text, begin, finish, stop_reason)
+        return begin
 
     def _count(self, delta: Delta, token_id: int) -> None:
         self.num_tokens += 1
         delta.num_tokens = self.num_tokens
         delta.token_ids.append(token_id)
-        if self._render is not None:
-            self._text_offset += len(self._tokenizer.token_text(token_id))
 
-    def _show(self, delta: Delta, text: str, finish: FinishReason | None) -> None:
-        """Add text that may be shown, and read it as a message if it is one; with `finish` it is the last."""
+    def _show(
+        self,
+        delta: Delta,
+        text: str,
+        begin: int,
+        finish: FinishReason | None,
+        stop_reason: str | int | None,
+    ) -> None:
+        """Add text that may be shown, and read it as a message if it is one; with `finish` it is the last.
+
+        `begin` is where that of its token begins.
+        """
         delta.text += text
         if self._parser is not None:
             gained = self._parser.push(text)
-            finish = "stop" if self._parser.ended else finish
+            if self._parser.ended:
+                finish, stop_reason = "stop", None
             if finish is not None:
                 gained.add(self._parser.finish())
             delta.message = delta.message or MessageDelta()
             delta.message.add(gained)
             delta.called = finish is not None and self._parser.has_whole_calls
+            self._count_reasoning(self._parser, begin)
         self.finish_reason = delta.finish_reason = finish
+        delta.stop_reason = stop_reason
+
+    def _count_reasoning(self, parser: MessageParser, begin: int) -> None:
+        self._begins.append(begin)
+        while self._begins and self._begins[0] < parser.num_read:
+            self.num_reasoning += self._begins.popleft() in parser.reasoning
 
 
 class Generation:
@@ -276,9 +313,10 @@ class Generation:
             return
         known = [None, *(TokenLogprob(logprob=each.logprob, top=each.top[:shown]) for each in logprobs)]
         scored = list(zip(request.prompt_ids, known, strict=True))
-        echoed = completion_logprobs(self._tokenizer, scored, 0)
+        offsets = echoed_offsets(self._tokenizer, request.prompt_ids, request.echo)
+        echoed = completion_logprobs(self._tokenizer, scored, offsets, by_id=request.names_by_id)
         for choice in self.choices:
-            choice.begin_with(echoed, sum(map(len, echoed["tokens"])))
+            choice.begin_with(echoed)
 
     def end_empty(self) -> list[Delta]:
         """End all choices where no token is wanted. Returns a delta for each."""
@@ -310,4 +348,7 @@ class Generation:
             prompt_tokens=len(self.request.prompt_ids),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=self.cached_tokens,
+            reasoning_tokens=sum(choice.num_reasoning for choice in self.choices)
+            if self.request.kind == "chat"
+            else None,
         )

@@ -120,6 +120,7 @@ class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
     prompt_logprobs: NumAlternatives | None = None
     kvferry_timing: bool | None = None

@@ -100,12 +100,15 @@ def sse_event(body: dict[str, Any]) -> bytes:
 
 
 def usage_body(usage: TokenUsage) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def first_token_entry(delta: Delta) -> FirstToken:
@@ -116,6 +119,8 @@ def first_token_entry(delta: Delta) -> FirstToken:
         logprobs=delta.logprobs,
         margin=delta.margins[0] if delta.margins else None,
         finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        called=delta.called,
         delta=None if delta.message is None else _opening(delta.message),
     )
 
@@ -142,7 +147,8 @@ def _choice_body(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
         content = {"message": {"role": "assistant", "content": delta.text}}
     else:
         content = {"text": delta.text}
-    return _with_tokens(request, delta, {**content, "finish_reason": _finish_reason(delta) or "length"})
+    ended = {"finish_reason": _finish_reason(delta) or "length", "stop_reason": delta.stop_reason}
+    return _with_tokens(request, delta, {**content, **ended})
 
 
 def _finish_reason(delta: Delta) -> str | None:
@@ -165,6 +171,8 @@ def _chunk_choice(request: GenerationRequest, delta: Delta) -> dict[str, Any]:
     else:
         content = {"text": delta.text}
     shown = _with_tokens(request, delta, {**content, "finish_reason": _finish_reason(delta)})
+    if delta.finish_reason is not None:
+        shown["stop_reason"] = delta.stop_reason
     shown["index"] += request.first_choice
     return shown
 

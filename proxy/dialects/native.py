@@ -256,6 +256,7 @@ class _NativeChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: _ChatMessage = _ChatMessage()
     logprobs: msgspec.Raw = NULL
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     token_ids: tuple[int, ...] = ()
     margins: tuple[float | None, ...] = ()
 
@@ -384,7 +385,9 @@ def _opening_choices(request: ClientRequest, prefilled: NativePrefilled) -> Iter
     if prefilled.params is None:
         for choice in prefilled.answer.choices:
             shown = {"delta": choice.message.as_delta()} if request.chat else {"text": choice.text}
-            made = _chunk_choice(choice.index, shown, choice.logprobs, choice.finish_reason)
+            made = _chunk_choice(
+                choice.index, shown, choice.logprobs, choice.finish_reason, choice.stop_reason
+            )
             if request.return_token_ids:
                 made["token_ids"] = choice.token_ids
                 if choice.margins:
@@ -393,7 +396,7 @@ def _opening_choices(request: ClientRequest, prefilled: NativePrefilled) -> Iter
     for index, token in enumerate(prefilled.first_tokens):
         delta = token.delta or {"role": "assistant", "content": token.text}
         shown = {"delta": delta} if request.chat else {"text": token.text}
-        made = _chunk_choice(index, shown, token.logprobs, token.shown_finish_reason)
+        made = _chunk_choice(index, shown, token.logprobs, token.shown_finish_reason, token.stop_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]
             if token.logprobs is not None:
@@ -406,8 +409,10 @@ def _chunk_choice(
     shown: dict[str, Any],
     logprobs: msgspec.Raw | dict[str, Any] | None,
     finish_reason: str | None,
+    stop_reason: str | int | None,
 ) -> dict[str, Any]:
-    return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
+    made = {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish_reason}
+    return made if finish_reason is None else {**made, "stop_reason": stop_reason}
 
 
 def _chunk(sub: SubRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:

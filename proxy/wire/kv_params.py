@@ -25,7 +25,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
     `text` is what may be shown so far: empty while a character or a stop string is incomplete. `margin` is
     None for an infinite one (JSON has no infinity). `delta` is a chat's first delta, where that has more than
-    a role and the text.
+    a role and the text, and `called` whether it ends with calls that are whole. `stop_reason` is the stop
+    string or token that ended the choice.
     """
 
     id: TokenId
@@ -34,9 +35,10 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] | None = None
     margin: float | None = None
     delta: dict[str, Any] | None = None
+    called: bool = False
+    stop_reason: str | int | None = None
 
     @property
     def shown_finish_reason(self) -> str | None:
         """The finish reason in the client's event."""
-        called = self.delta is not None and "tool_calls" in self.delta
-        return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
+        return "tool_calls" if self.called and self.finish_reason == "stop" else self.finish_reason

@@ -158,6 +158,8 @@ class MessageParser:
         self._num_calls = 0
         self._is_broken = False
         """Whether there is a call of which not all is there."""
+        self.reasoning = range(0)
+        """Which characters of the answer were reasoning, in the last region of it."""
         self.ended = False
         """Whether the message ends here, whatever comes."""
         self.push(wanted.begun)  # the prompt's own, which is not shown again
@@ -167,6 +169,11 @@ class MessageParser:
     def has_whole_calls(self) -> bool:
         """Whether a message that has ended has calls, and all of each."""
         return self._num_calls > 0 and not self._is_broken
+
+    @property
+    def num_read(self) -> int:
+        """Of how many characters of the answer it is known whether they are reasoning."""
+        return (self._at if self._calls is None else len(self._text)) - len(self._wanted.begun)
 
     def push(self, text: str) -> MessageDelta:
         """Add text; returns what the message gained."""
@@ -230,6 +237,8 @@ class MessageParser:
         if region.kind == "reasoning":
             self._content.region_begins()
             self._shown = _Reasoning(shown=self._wanted.show_reasoning)
+            begin_at = begin.end() - len(self._wanted.begun)
+            self.reasoning = range(begin_at, begin_at)
         elif region.kind == "calls":
             syntax = self._wanted.form.calls
             self._calls = (
@@ -259,6 +268,8 @@ class MessageParser:
         self._shown.push(text, delta)
         self._is_blank = self._is_blank and not text.strip()
         self._at = until
+        if isinstance(self._shown, _Reasoning):
+            self.reasoning = range(self.reasoning.start, until - len(self._wanted.begun))
 
     def _close(self, at: int) -> bool:
         if self._calls is not None:

@@ -41,26 +41,35 @@ class Detokenizer:
         show_special: bool = False,
         shown: Collection[int] = (),
     ) -> None:
-        kind = _ByteLevelText if tokenizer.byte_level else _WindowedText
-        self._text: _TextStream = kind(tokenizer, show_special, frozenset(shown))
+        self._text = text_stream(tokenizer, show_special=show_special, shown=shown)
         self._include_stop = include_stop
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was found; nothing is released after that."""
+        self.found: str | None = None
+        """The stop string that was found; nothing is released after that."""
+
+    @property
+    def num_chars(self) -> int:
+        """How many characters the tokens so far have, whether they have been released or not."""
+        return self._text.num_chars
+
+    @property
+    def token_begin(self) -> int:
+        """Where the text of the last token begins: one that is a piece of a character, where that does."""
+        return self._text.token_begin
 
     def push(self, token_id: int) -> str:
         """Add one token and return the text that may now be shown, often none."""
-        assert not self.stopped
+        assert self.found is None
         self._num_tokens += 1
         self._held += self._text.push(token_id)
         return self._release(len(self._held) - self._possible_stop())
 
     def finish(self) -> str:
         """No more tokens will come: return all that was held back, broken characters as U+FFFD."""
-        if self.stopped:
+        if self.found is not None:
             return ""
         self._held += self._text.finish()
         return self._release(len(self._held))
@@ -69,10 +78,9 @@ class Detokenizer:
         if self._num_tokens < self._min_tokens:
             end = len(self._held)
         else:
-            found = [(at, len(stop)) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            found = [(at, len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
-                self.stopped = True
-                begin, length = min(found)
+                begin, length, self.found = min(found)
                 end = begin + length if self._include_stop else begin
         released, self._held = self._held[:end], self._held[end:]
         return released
@@ -87,8 +95,19 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-class _TextStream(Protocol):
+def text_stream(tokenizer: Tokenizer, *, show_special: bool, shown: Collection[int] = ()) -> TextStream:
+    """Return what reads ids with this tokenizer; the arguments are as in `Detokenizer`."""
+    kind = _ByteLevelText if tokenizer.byte_level else _WindowedText
+    return kind(tokenizer, show_special, frozenset(shown))
+
+
+class TextStream(Protocol):
     """Ids to whole characters. All pieces joined equal the tokenizer's own reading of all ids."""
+
+    num_chars: int
+    """How many characters there are so far."""
+    token_begin: int
+    """Where the text of the last id begins: one that is a piece of a character, where that does."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -102,15 +121,40 @@ class _ByteLevelText:
         self._tokenizer = tokenizer
         self._show_special = show_special
         self._shown_ids = shown
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = _Utf8()
+        self.num_chars = self.token_begin = 0
 
     def push(self, token_id: int) -> str:
+        self.token_begin = self.num_chars
         if self._tokenizer.has_no_text(token_id, self._show_special or token_id in self._shown_ids):
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self.token_begin += self._utf8.num_spoiled
+        self.num_chars += len(text)
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        text = self._utf8.finish()
+        self.num_chars += len(text)
+        return text
+
+
+class _Utf8:
+    """Reads UTF-8 as it comes."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.num_spoiled = 0
+        """How many characters of the last text are of bytes before, which it does not go on with."""
+
+    def decode(self, piece: bytes) -> str:
+        begun = self._decoder.getstate()[0]
+        goes_on = not piece or 0x80 <= piece[0] < 0xC0
+        self.num_spoiled = 0 if goes_on else len(begun.decode(errors="replace"))
+        return self._decoder.decode(piece)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
 
 
 class _WindowedText:
@@ -127,28 +171,43 @@ class _WindowedText:
         self._ids: list[int] = []
         self._num_shown = 0
         self._shown = ""
+        self._run = _Utf8()
+        """Of the byte tokens since the last piece."""
+        self._num_run = 0
+        """How many characters they have."""
+        self.num_chars = self.token_begin = 0
 
     def push(self, token_id: int) -> str:
+        self.token_begin = self.num_chars + self._num_run
         if self._tokenizer.has_no_text(token_id, self._show_special or token_id in self._shown_ids):
             return ""
         self._ids.append(token_id)
         # The decoder reads a run of byte tokens as a whole: one bad byte spoils it, so it must end first.
         if self._tokenizer.is_byte_token(token_id):
+            self._num_run += len(self._run.decode(self._tokenizer.token_bytes(token_id)))
+            self.token_begin += self._run.num_spoiled
             return ""
         text = self._read()
+        piece = text[len(self._shown) :]
+        self.token_begin = self.num_chars + max(0, len(piece) - len(self._tokenizer.token_text(token_id)))
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_shown < _MAX_HELD_IDS:
             return ""
-        piece = text[len(self._shown) :]
         del self._ids[: self._num_shown]
         self._num_shown = len(self._ids)
         self._shown = self._read()
-        return piece
+        return self._counted(piece)
 
     def finish(self) -> str:
         piece = self._read()[len(self._shown) :]
         self._ids.clear()
         self._num_shown = 0
         self._shown = ""
+        return self._counted(piece)
+
+    def _counted(self, piece: str) -> str:
+        self.num_chars += len(piece)
+        if self._num_run:
+            self._run, self._num_run = _Utf8(), 0
         return piece
 
     def _read(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvferry.agent.api.text.detokenizer import text_stream
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.ids import AnswerKind
 from kvferry.agent.messages.requests import PromptLogprob, TokenLogprob
@@ -19,40 +20,66 @@ EchoedTokens = Sequence[tuple[int, TokenLogprob | None]]
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, sampled: TokensWithLogprobs | EchoedTokens, text_offset: int
+    tokenizer: Tokenizer,
+    sampled: TokensWithLogprobs | EchoedTokens,
+    offsets: Sequence[int],
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
     """Make the object of a completion's choice: parallel lists, one entry per token.
 
-    The sampled token is always among its alternatives, so there may be one more than asked for. `text_offset`
-    is where the first token begins, counted in characters of the tokens so far, each read by itself.
+    The sampled token is always among its alternatives, so there may be one more than asked for.
+
+    Args:
+        tokenizer: The model's.
+        sampled: The tokens.
+        offsets: Where each begins in the text of the choice.
+        by_id: Name tokens by their ids.
     """
-    tokens = [tokenizer.token_text(token_id) for token_id, _ in sampled]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [_name(tokenizer, token_id, by_id=by_id) for token_id, _ in sampled],
         "token_logprobs": [None if logprob is None else _finite(logprob.logprob) for _, logprob in sampled],
         "top_logprobs": [
-            None if logprob is None else _alternatives(tokenizer, token_id, logprob)
+            None if logprob is None else _alternatives(tokenizer, token_id, logprob, by_id=by_id)
             for token_id, logprob in sampled
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, sampled: TokensWithLogprobs, text_offset: int) -> dict[str, Any]:
+def chat_logprobs(
+    tokenizer: Tokenizer, sampled: TokensWithLogprobs, offsets: Sequence[int], *, by_id: bool = False
+) -> dict[str, Any]:
     """Make the object of a chat choice: one entry per token with its bytes and its likeliest alternatives."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": _id_name(token_id) if by_id else tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
     content = []
     for token_id, logprob in sampled:
-        entry = _chat_entry(tokenizer, token_id, logprob.logprob)
-        entry["top_logprobs"] = [_chat_entry(tokenizer, other, value) for other, value in logprob.top]
-        content.append(entry)
+        top = [entry(other, value) for other, value in logprob.top]
+        content.append({**entry(token_id, logprob.logprob), "top_logprobs": top})
     return {"content": content}
 
 
-RENDER_LOGPROBS: dict[AnswerKind, Callable[[Tokenizer, TokensWithLogprobs, int], dict[str, Any]]] = {
+def echoed_offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int], echo: str) -> list[int]:
+    """Return where each token of a prompt begins in its text: special tokens may be in it, or not."""
+    stream, offsets = text_stream(tokenizer, show_special=True), []
+    for token_id in prompt_ids:
+        is_special = token_id in tokenizer.special_ids
+        if is_special and not echo.startswith(tokenizer.token_text(token_id), stream.num_chars):
+            offsets.append(stream.num_chars)
+        else:
+            stream.push(token_id)
+            offsets.append(stream.token_begin)
+    return [min(offset, len(echo)) for offset in offsets]
+
+
+RENDER_LOGPROBS: dict[AnswerKind, Callable[..., dict[str, Any]]] = {
     "completion": completion_logprobs,
     "chat": chat_logprobs,
 }
@@ -92,16 +119,29 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-def _alternatives(tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob) -> dict[str, float]:
-    # Several tokens may have one text (broken characters do); the likeliest one is shown.
-    shown = {tokenizer.token_text(other): _finite(value) for other, value in reversed(logprob.top)}
-    shown.setdefault(tokenizer.token_text(token_id), _finite(logprob.logprob))
+def _alternatives(
+    tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob, *, by_id: bool
+) -> dict[str, float]:
+    """Return the sampled token and the likeliest ones by name; of two with one name, one goes by its id."""
+    shown = {_name(tokenizer, token_id, by_id=by_id): _finite(logprob.logprob)}
+    for other, value in logprob.top:
+        if other != token_id:
+            name = _name(tokenizer, other, by_id=by_id)
+            shown[_id_name(other) if name in shown else name] = _finite(value)
     return dict(sorted(shown.items(), key=lambda item: -item[1]))
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+def _name(tokenizer: Tokenizer, token_id: int, *, by_id: bool) -> str:
+    """Return a token's name in a completion: its text, or as OpenAI does, the bytes that are no text."""
+    if by_id:
+        return _id_name(token_id)
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in spelled)
+
+
+def _id_name(token_id: int) -> str:
+    """Return a token's name as vLLM writes it for `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}"

@@ -20,14 +20,26 @@ from kvferry.agent.api.generation import Delta, Generation, GenerationRequest
 from kvferry.agent.api.kv_params import Resume
 from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, call_id
 from kvferry.agent.api.message.response_form import known_form
-from kvferry.agent.api.text.logprobs import chat_logprobs, completion_logprobs, merge_logprobs
+from kvferry.agent.api.text.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_offsets,
+    merge_logprobs,
+)
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.errors import ApiError
 from kvferry.agent.ids import AnswerId, AnswerKind
-from kvferry.agent.messages.requests import FinishReason, SamplingParams, Timing, Token, TokenLogprob
+from kvferry.agent.messages.requests import (
+    FinishReason,
+    PromptLogprob,
+    SamplingParams,
+    Timing,
+    Token,
+    TokenLogprob,
+)
 from kvferry.proxy.wire.kv_params import FirstToken
 from tests.standins.chat_templates import HERMES_THINK
-from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+from tests.standins.checkpoint import byte_fallback_tokenizer, byte_level_tokenizer, write_checkpoint
 
 
 @functools.cache
@@ -107,7 +119,11 @@ def any_answer(kind: AnswerKind, data: st.DataObject) -> tuple[GenerationRequest
     stop = tuple(data.draw(st.lists(st.sampled_from(["the", " f", "=12", "x", "\ufffd"]), max_size=3)))
     logprobs = data.draw(st.sampled_from([None, 0, 2]))
     sampling = SamplingParams(
-        seed=1, max_tokens=len(token_ids), logprobs=logprobs, min_tokens=data.draw(st.integers(0, 3))
+        seed=1,
+        max_tokens=len(token_ids),
+        logprobs=logprobs,
+        min_tokens=data.draw(st.integers(0, 3)),
+        stop_token_ids=tuple(data.draw(st.sampled_from([[], token_ids[-1:]]))),
     )
     return request(kind, sampling=sampling, stop=stop, message=message), sampled(token_ids, logprobs, last)
 
@@ -159,6 +175,9 @@ def test_a_stream_resumed_anywhere_repeats_and_loses_nothing(kind: AnswerKind, d
     assert all(not delta.first for delta in rest)
     assert gather([shown, *rest]) == expected
     assert resumed.token_usage.completion_tokens == len(expected.token_ids)
+    alone = Generation(asked, tokenizer())
+    run(alone, tokens)
+    assert resumed.token_usage == alone.token_usage
 
 
 def test_a_message_streamed_is_the_whole_one() -> None:
@@ -246,9 +265,8 @@ def test_choices_are_kept_apart() -> None:
 def test_completion_logprobs_have_openais_shape() -> None:
     the, fox = ids("the fox")
     lows = ((fox, -1.0), (the, float("-inf")))
-    logprobs = completion_logprobs(
-        tokenizer(), [(the, TokenLogprob(logprob=-0.25)), (fox, TokenLogprob(logprob=-1.0, top=lows))], 10
-    )
+    tokens = [(the, TokenLogprob(logprob=-0.25)), (fox, TokenLogprob(logprob=-1.0, top=lows))]
+    logprobs = completion_logprobs(tokenizer(), tokens, [10, 13])
     assert logprobs == {
         "tokens": ["the", " fox"],
         "token_logprobs": [-0.25, -1.0],
@@ -260,7 +278,7 @@ def test_completion_logprobs_have_openais_shape() -> None:
 
 def test_chat_logprobs_have_openais_shape_and_the_bytes_of_half_characters() -> None:
     half = ids("\U0001f980")[0]
-    logprobs = chat_logprobs(tokenizer(), [(half, TokenLogprob(logprob=-0.5, top=((half, -0.5),)))], 0)
+    logprobs = chat_logprobs(tokenizer(), [(half, TokenLogprob(logprob=-0.5, top=((half, -0.5),)))], [0])
     entry = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0]}
     assert logprobs == {"content": [{**entry, "top_logprobs": [entry]}]}
     assert merge_logprobs(logprobs, logprobs) == {"content": logprobs["content"] * 2}
@@ -279,7 +297,13 @@ def test_the_first_chat_event_has_the_role_and_later_ones_do_not() -> None:
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     later = event(responses.delta_event(request("chat"), Delta(0, text="b", finish_reason="length")))
     assert later["choices"] == [
-        {"index": 0, "delta": {"content": "b"}, "finish_reason": "length", "logprobs": None}
+        {
+            "index": 0,
+            "delta": {"content": "b"},
+            "finish_reason": "length",
+            "stop_reason": None,
+            "logprobs": None,
+        }
     ]
 
 
@@ -343,3 +367,178 @@ def test_text_offsets_run_through_all_deltas_of_a_choice() -> None:
     whole = gather(run(generation, sampled(ids("the quick brown fox"), 0, "length")))
     assert whole.logprobs is not None
     assert whole.logprobs["text_offset"] == [0, 3, 9, 15]
+
+
+def finished(
+    kind: AnswerKind, token_ids: list[int], last: FinishReason, **fields: Any
+) -> list[dict[str, Any]]:
+    """The choice of a whole answer, and of a streamed one the last chunk's."""
+    asked = request(kind, **fields)
+    whole = gather(run(Generation(asked, tokenizer()), sampled(token_ids, None, last)))
+    deltas = run(Generation(asked, tokenizer()), sampled(token_ids, None, last))
+    body = responses.completion(Generation(asked, tokenizer()), [whole], None)
+    return [body["choices"][0], event(responses.delta_event(asked, deltas[-1]))["choices"][0]]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_the_stop_string_or_token_that_ended_a_choice_is_said(kind: AnswerKind) -> None:
+    stops = SamplingParams(seed=1, max_tokens=50, stop_token_ids=(ids(";")[0],))
+    for choice in finished(kind, ids("the fox;"), "stop", sampling=stops):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids(";")[0])
+    for choice in finished(kind, ids("the fox; a"), "stop", stop=("x", "o")):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "o")
+    for last in ("stop", "length"):
+        for choice in finished(kind, ids("the fox"), last):
+            assert (choice["finish_reason"], choice["stop_reason"]) == (last, None)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("last", ["stop", "length"])
+@pytest.mark.parametrize("before", ["", CALL])
+def test_an_answer_that_ends_within_a_call_does_not_say_that_it_calls(
+    last: FinishReason, before: str
+) -> None:
+    message = message_format(False, "")
+    end = ids(";")[:1] if last == "stop" else []
+    for cut in range(len("<tool_call>"), CALL.index("}") + 1):
+        for choice in finished("chat", ids(before + CALL[:cut]) + end, last, message=message):
+            assert choice["finish_reason"] == last, CALL[:cut]
+    for choice in finished("chat", ids(before + CALL), "length", stop=("1",), message=message):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "1")
+    for choice in finished("chat", [*ids(before + CALL), ids(";")[0]], "stop", message=message):
+        assert choice["finish_reason"] == "tool_calls"
+
+
+def test_the_first_token_of_two_agents_says_what_ended_it() -> None:
+    """It may be all of the answer: then the prefill agent's entry is all that the client gets."""
+    (token,) = ids(";")
+    sampling = SamplingParams(seed=1, max_tokens=50, stop_token_ids=(token,))
+    (delta,) = Generation(request(sampling=sampling), tokenizer()).push(sampled([token], None, "stop"))
+    assert responses.first_token_entry(delta).stop_reason == token
+    entry = FirstToken(id=1, finish_reason="stop", delta={"tool_calls": [{}]})
+    assert entry.shown_finish_reason == "stop"
+    assert FirstToken(id=1, finish_reason="stop", called=True).shown_finish_reason == "tool_calls"
+
+
+BYTES = {0xC3: "bytes:\\xc3", 0xE6: "bytes:\\xe6", 0xF0: "bytes:\\xf0"}
+
+
+def byte_ids() -> list[int]:
+    every = {tokenizer().token_bytes(token_id): token_id for token_id in range(tokenizer().vocab_size)}
+    return [every[bytes([byte])] for byte in BYTES]
+
+
+def test_tokens_that_are_no_text_are_named_by_their_bytes() -> None:
+    first, second, third = byte_ids()
+    top = ((second, -0.5), (first, -1.0), (third, -2.0))
+    made = completion_logprobs(tokenizer(), [(third, TokenLogprob(logprob=-2.0, top=top))], [0])
+    assert made["tokens"] == ["bytes:\\xf0"]
+    assert made["top_logprobs"] == [{"bytes:\\xe6": -0.5, "bytes:\\xc3": -1.0, "bytes:\\xf0": -2.0}]
+
+
+def test_no_two_tokens_have_one_name() -> None:
+    """Ids that only the model has are all of no text; the sampled one keeps its name."""
+    padding = [tokenizer().vocab_size - 1, tokenizer().vocab_size - 2]
+    top = tuple((token_id, -float(rank)) for rank, token_id in enumerate(padding))
+    (shown,) = completion_logprobs(tokenizer(), [(padding[1], TokenLogprob(logprob=-1.0, top=top))], [0])[
+        "top_logprobs"
+    ]
+    assert shown == {f"token_id:{padding[0]}": -0.0, "": -1.0}
+
+
+def test_tokens_are_named_by_their_ids_if_that_is_wanted() -> None:
+    the, fox = ids("the fox")
+    tokens = [(the, TokenLogprob(logprob=-0.25, top=((fox, -0.1), (the, -0.25))))]
+    made = completion_logprobs(tokenizer(), tokens, [0], by_id=True)
+    assert (made["tokens"], list(made["top_logprobs"][0])) == (
+        [f"token_id:{the}"],
+        [f"token_id:{fox}", f"token_id:{the}"],
+    )
+    (entry,) = chat_logprobs(tokenizer(), tokens, [0], by_id=True)["content"]
+    assert (entry["token"], entry["bytes"]) == (f"token_id:{the}", list(b"the"))
+    sampling = SamplingParams(seed=1, max_tokens=9, logprobs=0)
+    asked = request(sampling=sampling, names_by_id=True)
+    (delta,) = Generation(asked, tokenizer()).push(sampled([the], 0, None))
+    assert delta.logprobs is not None and delta.logprobs["tokens"] == [f"token_id:{the}"]
+
+
+TOKENIZERS = {"byte-level": byte_level_tokenizer, "byte-fallback": byte_fallback_tokenizer}
+
+
+@functools.cache
+def another(kind: str) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        return Tokenizer(write_checkpoint(Path(directory), TOKENIZERS[kind]()))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(
+    prompt=st.text("日本é🎉a =", min_size=1, max_size=8), said=st.text("日本é🎉a =", min_size=1, max_size=8)
+)
+def test_offsets_are_places_in_the_text(kind: str, prompt: str, said: str) -> None:
+    """A token that is a piece of a character is where the character is, in the prompt as in the answer."""
+    read = another(kind)
+    prompt_ids = read.encode(prompt, add_special_tokens=True)
+    said_ids = list(read.encode(said, add_special_tokens=False))
+    sampling = SamplingParams(seed=1, max_tokens=99, logprobs=0, prompt_logprobs=0)
+    asked = dataclasses.replace(request(sampling=sampling, echo=prompt), prompt_ids=prompt_ids)
+    generation = Generation(asked, read)
+    generation.add_prompt_logprobs([PromptLogprob(logprob=-1.0, rank=1)] * (len(prompt_ids) - 1))
+    whole = gather(run(generation, sampled(said_ids, 0, "length")))
+    assert whole.logprobs is not None
+    offsets, size = whole.logprobs["text_offset"], len(prompt_ids)
+    assert offsets == sorted(offsets)
+    assert offsets[size] == len(prompt)
+    for places, token_ids, start in (
+        (offsets[:size], prompt_ids, 0),
+        (offsets[size:], said_ids, len(prompt)),
+    ):
+        text = whole.text[start : start + (len(prompt) if start == 0 else len(whole.text))]
+        for place, token_id in zip(places, token_ids, strict=True):
+            spelled = read.token_bytes(token_id).decode(errors="ignore")
+            if token_id not in read.special_ids and spelled.encode() == read.token_bytes(token_id):
+                assert text.startswith(spelled.lstrip() if place == start else spelled, place - start)
+
+
+def test_half_a_character_that_is_not_gone_on_with_counts_as_it_is_shown() -> None:
+    """As much as U+FFFD, which the text has in its place."""
+    half = ids("日")[0]
+    sampling = SamplingParams(seed=1, max_tokens=9, logprobs=0)
+    whole = gather(
+        run(
+            Generation(request(sampling=sampling), tokenizer()),
+            sampled([half, *ids("a"), half, half], 0, "length"),
+        )
+    )
+    assert whole.text == "\ufffda\ufffd\ufffd"
+    assert whole.logprobs is not None and whole.logprobs["text_offset"] == [0, 1, 2, 3]
+
+
+def test_special_tokens_that_are_not_shown_have_no_place() -> None:
+    bos, *rest = tokenizer().encode("the fox", add_special_tokens=True)
+    assert echoed_offsets(tokenizer(), [bos, *rest], "the fox") == [0, 0, 3]
+    assert echoed_offsets(tokenizer(), [bos, *rest], "<|bos|>the fox") == [0, 7, 10]
+
+
+@pytest.mark.parametrize("begun", ["", "<think>\n"])
+@pytest.mark.parametrize("shown", [True, False])
+def test_tokens_of_reasoning_are_counted(begun: str, shown: bool) -> None:
+    message = dataclasses.replace(message_format(False, begun), show_reasoning=shown)
+    opening, thought, closing = ids("" if begun else "<think>"), ids("why not the fox"), ids("</think>")
+    answer = [*opening, *thought, *closing, *ids("the lazy dog")]
+    for token_ids, count in ((answer, len(thought)), (answer[: len(opening) + 2], 2), (opening or [], 0)):
+        generation = Generation(request("chat", message=message), tokenizer())
+        run(generation, sampled(token_ids, None, "length"))
+        assert generation.token_usage.reasoning_tokens == count
+        usage = responses.usage_body(generation.token_usage)
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    held = Generation(request("chat", message=message, stop=("zzz", "the foxes")), tokenizer())
+    run(held, sampled(answer, None, "length"))
+    assert held.token_usage.reasoning_tokens == len(thought)
+
+
+def test_a_completion_has_no_reasoning_to_count() -> None:
+    generation = Generation(request(), tokenizer())
+    assert "completion_tokens_details" not in responses.usage_body(generation.token_usage)

@@ -33,7 +33,7 @@ def pieces_of(
     pieces = []
     for token_id in ids:
         pieces.append(detokenizer.push(token_id))
-        if detokenizer.stopped:
+        if detokenizer.found is not None:
             return pieces
     return [*pieces, detokenizer.finish()]
 
@@ -75,13 +75,13 @@ def test_a_stop_string_cuts_the_text_before_it_and_none_of_it_is_shown(
     detokenizer = Detokenizer(tokenizer, stop)
     for token_id in ids:
         shown += detokenizer.push(token_id)
-        if detokenizer.stopped:
+        if detokenizer.found is not None:
             break
     shown += detokenizer.finish()
-    assert detokenizer.stopped == any(each in text for each in stop)
+    assert (detokenizer.found in stop) == any(each in text for each in stop)
     assert text.startswith(shown)
     assert not any(each in shown for each in stop)
-    if not detokenizer.stopped:
+    if detokenizer.found is None:
         assert shown == text
     else:
         assert any(text[len(shown) :].startswith(each) for each in stop)
