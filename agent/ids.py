@@ -15,7 +15,9 @@ AnswerId = NewType("AnswerId", str)
 AnswerKind = Literal["completion", "chat"]
 
 MAX_ID_CHARS = 128
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+NO_SEED = -1
+"""A client's seed that asks for none, as vLLM takes it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ANSWER_PREFIX: dict[AnswerKind, str] = {"completion": "cmpl", "chat": "chatcmpl"}
 

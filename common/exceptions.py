@@ -29,6 +29,11 @@ def message_of(error: BaseException) -> str:
     return str(error)
 
 
+def system_reason(error: OSError) -> str:
+    """Return the system's own words for an error, whatever the library that raised it says."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
 def release_locals(error: BaseException) -> None:
     """Clear the local variables of all frames that an exception has left, and those it came of.
 

@@ -29,7 +29,7 @@ import msgspec
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.common.addresses import WILDCARDS
 from kvferry.common.child_process import ChildProcess
-from kvferry.common.exceptions import message_of
+from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
 
@@ -290,7 +290,7 @@ def listen_error(host: str, port: int) -> str | None:
             return None
     except OSError as error:
         # Of a name that has no address the number is not the system's.
-        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        return system_reason(error)
 
 
 class Backoff:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvferry.common.exceptions import NOT_JSON as NOT_JSON
+from kvferry.common.json_errors import explain
 from kvferry.proxy.wire.registration import Incarnation
 
 RETRY_AFTER_S = 1
@@ -49,6 +50,17 @@ class InvalidRequest(ProxyError):
     kind = "invalid_request_error"
     code = "invalid_request"
 
+    @classmethod
+    def of_json(cls, error: BaseException, where: str = "", hint: str = "") -> InvalidRequest:
+        """The error for a body that is not the JSON that it should be, or its part at `where`."""
+        problem = explain(error, where)
+        return cls(problem.message + hint, param=problem.field)
+
+    @classmethod
+    def of_field(cls, error: BaseException, name: str) -> InvalidRequest:
+        """The error for a field that is not the JSON that it should be."""
+        return cls(explain(error, name).message, param=name)
+
 
 class Unauthorized(ProxyError):
     """The proxy requires API keys, and the request has none with access to its path."""
@@ -79,7 +91,7 @@ class ModelNotFound(ProxyError):
 
 
 class NotFound(ProxyError):
-    """The path, method or agent does not exist."""
+    """The path or agent does not exist, or not in this way."""
 
     kind = "invalid_request_error"
     code = "not_found"
@@ -89,11 +101,15 @@ class NotFound(ProxyError):
         self.status = status
 
 
-class WrongMethod(NotFound):
+class WrongMethod(ProxyError):
     """The path exists, for another method."""
 
+    status = 405
+    kind = "invalid_request_error"
+    code = "method_not_allowed"
+
     def __init__(self, message: str, allowed: str) -> None:
-        super().__init__(405, message)
+        super().__init__(message)
         self._allowed = allowed
 
     @property
@@ -305,6 +321,11 @@ class BadResponse(ProxyError):
     status = 502
     code = "bad_agent_answer"
 
+    @classmethod
+    def of_json(cls, error: BaseException, what: str) -> BadResponse:
+        """The error for `what` of an agent's that is not the JSON that it should be."""
+        return cls(f"{what} cannot be read: {explain(error, whole='it').message}")
+
 
 class AnswerDiverged(ProxyError):
     """A retried prefill sampled another first token than the one that was already sent to the client."""
@@ -345,7 +366,7 @@ class AgentRejected(ProxyError):
 
 
 class AgentError(msgspec.Struct, frozen=True, kw_only=True):
-    """The `error` of an agent's body, in OpenAI's shape and of bounded size."""
+    """What an agent's body says of an error, in OpenAI's shape and of bounded size."""
 
     message: str = "no reason given"
     type: str | None = None
@@ -356,15 +377,20 @@ class AgentError(msgspec.Struct, frozen=True, kw_only=True):
 def agent_error(raw: bytes) -> AgentError | None:
     """The error in an agent's JSON body; None if it has none.
 
-    It is the `error` member, or the whole of a body whose `object` is "error" (SGLang). What is not of
-    OpenAI's types is left out, and what is long is shortened.
+    It is the `error` member, or the whole of a body whose `object` is "error" (SGLang), or `detail`, as
+    FastAPI says why it refused a request before the engine had it. What is not of OpenAI's types is left out,
+    and what is long is shortened.
     """
     try:
         members = _MEMBERS.decode(raw)
         is_error = bytes(members.get("object", b"")) == b'"error"'
         error = msgspec.json.decode(raw if is_error else members.get("error", b"null"))
+        if error is None:
+            error = _detail(members.get("detail", b"null"))
     except NOT_JSON:
         return None
+    if isinstance(error, str) and error:
+        error = {"message": error}
     if not isinstance(error, dict):
         return None
     shown: dict[str, Any] = {
@@ -373,6 +399,27 @@ def agent_error(raw: bytes) -> AgentError | None:
         if isinstance(value := error.get(name), str) or (name == "code" and type(value) is int)
     }
     return AgentError(**shown)
+
+
+class _Invalid(msgspec.Struct):
+    """One of FastAPI's: where in the request, and what is wrong there."""
+
+    msg: str
+    loc: tuple[str | int, ...] = ()
+
+
+def _detail(raw: bytes | msgspec.Raw) -> dict[str, Any] | str | None:
+    """Read FastAPI's `detail`: a text, an object with an error's members, or a list of what is invalid."""
+    try:
+        invalid = msgspec.json.decode(raw, type=list[_Invalid])
+    except msgspec.ValidationError:
+        detail = msgspec.json.decode(raw)
+        return detail if isinstance(detail, str | dict) else None
+    places = [".".join(str(part) for part in each.loc if part != "body") for each in invalid]
+    reasons = [
+        f"{place}: {each.msg}" if place else each.msg for place, each in zip(places, invalid, strict=True)
+    ]
+    return {"message": "; ".join(reasons), "param": next(filter(None, places), None)} if reasons else None
 
 
 def shorten(text: str) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from kvferry.common.hashing import Purpose, digest
+from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
 from kvferry.proxy.ids import Endpoint
 
@@ -34,7 +35,9 @@ _SPACE = b" \t\r\n"
 _OF_TOKEN_IDS = b"0123456789,[]" + _SPACE
 
 Count = Annotated[int, Meta(ge=1)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+NO_SEED = -1
+"""A client's seed that asks for none, as vLLM takes it."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -160,19 +163,15 @@ def check_encoding(coding: str | None) -> None:
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
     """Validate a request's body. Raises `InvalidRequest`, which names the invalid field."""
     try:
-        if not raw.isascii():
-            str(raw, "utf-8")  # of what is not decoded, nothing else would notice
+        check_utf8(raw)
         fields: CompletionRequest | ChatRequest
         fields = _CHAT.decode(raw) if endpoint == "chat/completions" else _COMPLETION.decode(raw)
         _check_setting("stop", fields.stop, _STOP)
         _check_setting("logit_bias", fields.logit_bias, _LOGIT_BIAS)
         _check_members(raw, fields)
         body = _FIELDS.decode(raw)
-    except msgspec.ValidationError as error:
-        param = invalid_field(str(error))
-        raise InvalidRequest(f"{param}: {error}" if param else f"the body: {error}", param=param) from error
     except NOT_JSON as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise InvalidRequest.of_json(error) from error
     for name, value in (("kv_transfer_params", fields.kv_transfer_params), ("resume", fields.resume)):
         if bytes(value) not in _NOT_GIVEN:
             raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
@@ -208,7 +207,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         best_of=fields.best_of or 1,
         min_tokens=fields.min_tokens,
         max_tokens=max_tokens,
-        seed=fields.seed,
+        seed=None if fields.seed == NO_SEED else fields.seed,
         prompts=prompts,
         prompt_tokens=longest,
         continuous_usage=bool(fields.stream_options and fields.stream_options.continuous_usage_stats),
@@ -225,7 +224,7 @@ def salted(request: ClientRequest, salt_key: bytes) -> ClientRequest:
     try:
         text = _CACHE_SALT.decode(own) if own else ""
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"cache_salt: {error}", param="cache_salt") from error
+        raise InvalidRequest.of_field(error, "cache_salt") from error
     salt = digest(Purpose.CACHE_SALT, text, size=_CACHE_SALT_BYTES, key=salt_key)
     cache_salt = Raw(b'"%b"' % salt.hex().encode())
     body = {**request.body, "cache_salt": cache_salt}
@@ -271,15 +270,6 @@ def with_usage(request: ClientRequest) -> ClientRequest:
     return msgspec.structs.replace(
         request, body={**request.body, "stream_options": asked}, include_usage=True
     )
-
-
-def invalid_field(message: str) -> str | None:
-    """The field that msgspec's message names: ``... - at `$.n` `` or ``... required field `model` ``."""
-    if "`$." in message:
-        return message.rsplit("`$.", 1)[1].split("`", 1)[0]
-    if "required field `" in message:
-        return message.split("required field `", 1)[1].split("`", 1)[0]
-    return None
 
 
 def split_prompts(prompt: Raw) -> list[Raw]:
@@ -342,7 +332,7 @@ def _check_messages(messages: Raw) -> None:
     try:
         _MESSAGES.decode(raw)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"messages: {error}", param="messages") from error
+        raise InvalidRequest.of_field(error, "messages") from error
 
 
 def _check_setting(name: str, value: Raw, decoder: msgspec.json.Decoder[object]) -> None:
@@ -354,7 +344,7 @@ def _check_setting(name: str, value: Raw, decoder: msgspec.json.Decoder[object])
     try:
         decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{name}: {error}", param=name) from error
+        raise InvalidRequest.of_field(error, name) from error
 
 
 def _check_members(raw: bytes, fields: CompletionRequest | ChatRequest) -> None:

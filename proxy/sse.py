@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvferry.proxy.errors import NOT_JSON, BadResponse
+from kvferry.common.exceptions import NOT_JSON
+from kvferry.proxy.errors import BadResponse
 
 CONTENT_TYPE = "text/event-stream"
 END_OF_EVENT = b"\n\n"

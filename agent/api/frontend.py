@@ -51,7 +51,7 @@ from kvferry.agent.api.openai_schema import (
     truncated,
 )
 from kvferry.agent.api.request_log import RequestLogEntry
-from kvferry.agent.api.text.chat_template import TemplateRefused
+from kvferry.agent.api.text.chat_template import TemplateRefused, UnreadVariable
 from kvferry.agent.api.text.text_pool import TextPool
 from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from kvferry.agent.config import AgentConfig
@@ -471,13 +471,14 @@ class Frontend:
         if template is None:
             raise bad_request("this model has no chat template", "messages", "no_chat_template")
         tools = [tool.shown() for tool in body.tool_use.tools]
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
         continues = bool(body.continue_final_message)
         try:
             if body.chat_template is not None:
                 template = template.replaced(body.chat_template)
+            variables = dict(body.chat_template_kwargs or {})
+            # A hint, which clients of all models send.
+            if body.reasoning_effort is not None and template.reads("reasoning_effort"):
+                variables["reasoning_effort"] = body.reasoning_effort
             if tools and not template.reads_tools:
                 raise bad_request("tools: this model's chat template has no tools", "tools", "no_tools")
             return template.render(
@@ -489,5 +490,7 @@ class Frontend:
                 else body.add_generation_prompt,
                 continue_final_message=continues,
             )
+        except UnreadVariable as error:
+            raise bad_request(str(error), "chat_template_kwargs") from error
         except TemplateRefused as error:
             raise bad_request(str(error), "messages") from error

@@ -7,11 +7,10 @@ Every field of a body is honoured, harmless or refused by name: `agent.api.field
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -21,8 +20,10 @@ from kvferry.agent.api.grammar.constraint import MAX_GRAMMAR_BYTES, ConstrainedB
 from kvferry.agent.api.kv_params import KVTransferParams, Resume, check_resume
 from kvferry.agent.api.message.tools import MAX_TOOLS, MAX_TOOLS_BYTES, Tool, ToolChoice, ToolUse
 from kvferry.agent.errors import ApiError, bad_request
-from kvferry.agent.ids import MAX_SEED
+from kvferry.agent.ids import MAX_SEED, MIN_SEED, NO_SEED
 from kvferry.agent.messages.requests import SamplingParams
+from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.json_errors import check_utf8, explain
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES
 
 MAX_MODEL_CHARS = 1024
@@ -71,8 +72,6 @@ NumAlternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 _Body = TypeVar("_Body", bound="GenerationBody")
 _Plain = TypeVar("_Plain", "TokenizeBody", "DetokenizeBody")
 _Value = TypeVar("_Value", int, float)
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_MISSING_FIELD = re.compile(r"required field `(\w+)`")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +101,7 @@ class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
         Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)]
         | None
     ) = None
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -144,6 +143,11 @@ class GenerationBody(ConstrainedBody, frozen=True, kw_only=True):
         if kv is not None and kv.do_remote_decode:
             return kv.client_max_tokens
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The field that has the limit."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def given_prompt(self) -> object:
@@ -226,6 +230,12 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """The text, or that of a refusal; None for what is neither."""
+        return {"text": self.text, "refusal": self.refusal}.get(self.type)
 
 
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -237,11 +247,16 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: Raw = _NULL
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""OpenAI's. Templates take any word, and most show a message of an unknown one as if it were known."""
 
 
 class _CalledFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
 
 
 class _ToolCall(msgspec.Struct, frozen=True):
@@ -363,14 +378,13 @@ def decode_body(raw: bytes, body_type: type[_Body], max_model_len: int | None = 
     What cannot fit `max_model_len` is refused before anything is made of it: this runs on the event loop.
     """
     try:
+        check_utf8(raw)
         check_fields(raw, _FIELD_DECODER, HONOURED[body_type], _ANYWHERE)
         if len(raw) > _SMALL_BODY_BYTES:
             _check_sizes(msgspec.json.decode(raw, type=_LargeFields), max_model_len)
         body = msgspec.json.decode(raw, type=body_type)
-    except msgspec.ValidationError as error:
-        _raise_invalid(str(error))
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except NOT_JSON as error:
+        raise _invalid(error) from error
     body.check()
     return body
 
@@ -392,13 +406,12 @@ def decode_detokenize_body(raw: bytes) -> DetokenizeBody:
 
 def _decode_plain(raw: bytes, body_type: type[_Plain], max_model_len: int | None) -> _Plain:
     try:
+        check_utf8(raw)
         if len(raw) > _SMALL_BODY_BYTES:
             _check_sizes(msgspec.json.decode(raw, type=_LargeFields), max_model_len)
         return msgspec.json.decode(raw, type=body_type)
-    except msgspec.ValidationError as error:
-        _raise_invalid(str(error))
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except NOT_JSON as error:
+        raise _invalid(error) from error
 
 
 def completion_prompt(body: CompletionBody, max_model_len: int) -> str | tuple[int, ...]:
@@ -444,7 +457,7 @@ def check_chat_size(body: ChatBody, max_model_len: int, max_bytes: int | None) -
 def _message_bytes(message: ChatMessage) -> int:
     """Return the bytes of what a template may show of a message."""
     content = message.content
-    texts = [part.text for part in content] if isinstance(content, list) else [content]
+    texts = [part.shown for part in content] if isinstance(content, list) else [content, message.refusal]
     texts += [message.role, message.name, message.tool_call_id, message.reasoning_content]
     size = sum(len(text.encode(errors="replace")) for text in texts if text)
     return size + (len(bytes(message.tool_calls)) if _has_tool_calls(message) else 0)
@@ -519,13 +532,13 @@ def sampling_params(
 ) -> SamplingParams:
     """Resolve limits and defaults against the prompt and the context.
 
-    `seed` is used when the client gave none; `bad_words` are the body's, encoded, and `grammar` what it
-    constrains the answer to. Raises `ApiError` 400 if the request does not fit.
+    `seed` is used when the client gave none (or -1, as in vLLM); `bad_words` are the body's, encoded, and
+    `grammar` what it constrains the answer to. Raises `ApiError` 400 if the request does not fit.
     """
     check_token_ids(tuple(body.stop_token_ids or ()), vocab_size, "stop_token_ids")
     check_token_ids(tuple(body.logit_bias or ()), vocab_size, "logit_bias")
     check_token_ids(tuple(body.allowed_token_ids or ()), vocab_size, "allowed_token_ids")
-    max_tokens = check_context(prompt_len, body.limit, max_model_len)
+    max_tokens = check_context(prompt_len, body.limit, max_model_len, body.limit_name)
     if body.limit is None and defaults.max_new_tokens is not None:
         max_tokens = min(max_tokens, defaults.max_new_tokens)
     min_tokens = body.min_tokens or 0
@@ -533,7 +546,7 @@ def sampling_params(
         raise bad_request(f"min_tokens {min_tokens} is above the limit of {max_tokens} tokens", "min_tokens")
     temperature = _given(body.temperature, defaults.temperature)
     return SamplingParams(
-        seed=seed if body.seed is None else body.seed,
+        seed=seed if body.seed in (None, NO_SEED) else body.seed,
         n=body.num_choices,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -572,7 +585,9 @@ def truncated(prompt_ids: tuple[int, ...], keep: int | None, max_model_len: int)
     return prompt_ids[-(max_model_len - 1 if keep == -1 else keep) :]
 
 
-def check_context(prompt_len: int, limit: int | None, max_model_len: int) -> int:
+def check_context(
+    prompt_len: int, limit: int | None, max_model_len: int, limit_name: str = "max_tokens"
+) -> int:
     """Return how long the answer may be. Raises `ApiError` 400 if the request does not fit the context."""
     if prompt_len == 0:
         raise bad_request("the prompt is empty", "prompt")
@@ -580,7 +595,7 @@ def check_context(prompt_len: int, limit: int | None, max_model_len: int) -> int
     if room < (1 if limit is None else limit):
         asked = f"{prompt_len} tokens of prompt" + (f" and {limit} of answer" if limit else "")
         message = f"the context holds {max_model_len} tokens; the request asks for {asked}"
-        raise bad_request(message, "prompt" if room < 1 else "max_tokens", "context_length_exceeded")
+        raise bad_request(message, "prompt" if room < 1 else limit_name, "context_length_exceeded")
     return room if limit is None else limit
 
 
@@ -667,59 +682,80 @@ def _too_many_messages(max_model_len: int) -> ApiError:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    shown = {"role": message.role, "content": _content_text(message)}
+    """Return a message as templates read it. A call that was cut off is no call: its text is content."""
+    if message.role not in _ROLES:
+        raise bad_request(f"a message's role must not be {message.role!r}", "messages")
+    calls, broken = _tool_calls(message)
+    content = "\n".join(filter(None, [_content_text(message), *broken]))
+    shown: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.reasoning_content is not None:
         shown["reasoning_content"] = message.reasoning_content
-    return shown | _tool_calls(message)
+    if calls:
+        shown["tool_calls"] = calls
+    return shown
 
 
-def _tool_calls(message: ChatMessage) -> dict[str, Any]:
+def _tool_calls(message: ChatMessage) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the calls, and the texts of those that are not whole."""
     raw = bytes(message.tool_calls)
     if raw == b"null":
-        return {}
+        return [], []
     if len(raw) > MAX_TOOL_CALLS_BYTES:
         raise bad_request(f"tool_calls may have at most {MAX_TOOL_CALLS_BYTES} bytes", "messages")
     try:
-        calls = msgspec.json.decode(raw, type=list[_ToolCall])
-        return {"tool_calls": [_tool_call(call) for call in calls]} if calls else {}
-    except (ValueError, RecursionError) as error:
-        reason = _PATH.sub("", str(error)).replace("`", "")
-        what = "tool_calls must be a list of calls, each with a function's name and arguments"
-        raise bad_request(f"{what}: {reason}", "messages", "invalid_type") from error
+        given = msgspec.json.decode(raw, type=list[_ToolCall])
+    except NOT_JSON as error:
+        raise _wrong_calls(error) from error
+    read = [(call.function, _tool_call(call)) for call in given]
+    broken = [_broken_call(each) for each, call in read if call is None]
+    return [call for _, call in read if call is not None], broken
 
 
-def _tool_call(call: _ToolCall) -> dict[str, Any]:
-    """Return a call as chat templates read it: they write its arguments as JSON themselves."""
+def _wrong_calls(error: BaseException) -> ApiError:
+    problem = explain(error, whole="arguments" if isinstance(error, msgspec.ValidationError) else "it")
+    what = "tool_calls must be a list of calls, each with a function's name and arguments"
+    return bad_request(f"{what}: {problem.message}", "messages", "invalid_type")
+
+
+def _tool_call(call: _ToolCall) -> dict[str, Any] | None:
+    """Return a call as chat templates read it: they write its arguments as JSON themselves.
+
+    None if those break off, or are no JSON for another reason.
+    """
     arguments = call.function.arguments
-    if isinstance(arguments, str):
-        arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    if not isinstance(arguments, dict):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except NOT_JSON as error:
+            if not str(arguments).startswith("{"):
+                raise _wrong_calls(error) from error
+            return None
     identity = {} if call.id is None else {"id": call.id}
     return {**identity, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _broken_call(function: _CalledFunction) -> str:
+    return f'{{"name": {json.dumps(function.name)}, "arguments": {function.arguments}'
 
 
 def _content_text(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.role == "assistant" and _has_tool_calls(message):
-            return ""
+        if message.role == "assistant":  # it called, or only reasoned, or refused
+            return message.refusal or ""
         raise bad_request("a message's content must not be null", "messages", "invalid_type")
-    texts = [part.text for part in message.content if part.type == "text" and part.text is not None]
+    texts = [text for part in message.content if (text := part.shown) is not None]
     if len(texts) != len(message.content):
         raise bad_request("only text parts are supported in a message's content", "messages")
     return "\n".join(texts)
 
 
-def _raise_invalid(reason: str) -> NoReturn:
-    """Translate msgspec's wording: what was expected, and at which field."""
-    path, missing = _PATH.search(reason), _MISSING_FIELD.search(reason)
-    where = path.group(1) if path else ""
-    if missing:
-        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
-    expected = _PATH.sub("", reason).replace("`", "")
-    code = "missing_field" if missing else "invalid_value" if re.search(r"[<>]", expected) else "invalid_type"
-    raise ApiError(400, code, f"{where or 'body'}: {expected}", where or None)
+def _invalid(error: BaseException, where: str = "") -> ApiError:
+    """The error for a body that is not the JSON that it should be, or its part at `where`."""
+    problem = explain(error, where)
+    return bad_request(problem.message, problem.field, problem.code)

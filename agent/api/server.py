@@ -36,8 +36,10 @@ from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mint_request_id
 from kvferry.common.addresses import host_port
+from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
+from kvferry.common.json_errors import explain
 from kvferry.proxy.wire.registration import Incarnation
 
 if TYPE_CHECKING:
@@ -181,8 +183,8 @@ def create_app(
     async def drop() -> Response:
         try:
             body = msgspec.json.decode(await _read_body(), type=DropBody)
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"the body must name transfer_id and incarnation: {error}") from error
+        except NOT_JSON as error:
+            raise bad_request(explain(error).message) from error
         if body.incarnation != incarnation:
             raise ApiError(409, "wrong_incarnation", f"this agent is {incarnation}", "incarnation")
         if not is_plain_id(body.transfer_id):

@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Meta
 from prometheus_client.samples import Sample
 
-from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.exceptions import NOT_JSON, system_reason
+from kvferry.common.json_errors import explain
 from kvferry.common.telemetry import prometheus_text
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ async def _probe(
     except TimeoutError:
         raise EngineDown(f"no response within {PROBE_TIMEOUT_S:.0f} s") from None
     except aiohttp.ClientConnectorError as error:
-        raise EngineDown(f"cannot connect: {error.os_error}", refused=True) from error
+        raise EngineDown(f"cannot connect: {system_reason(error.os_error)}", refused=True) from error
     except (aiohttp.ClientError, OSError) as error:
         raise EngineDown(f"{type(error).__name__}: {error}") from error
     found = _model(models, model)
@@ -174,7 +175,7 @@ def _model(page: bytes, wanted: str | None) -> _Model:
     try:
         models = msgspec.json.decode(page, type=_Models).data
     except NOT_JSON as error:
-        raise EngineDown(f"/v1/models: {error}", refused=True) from error
+        raise EngineDown(f"/v1/models: {explain(error, whole='it').message}", refused=True) from error
     for model in models:
         if wanted in (None, model.id):
             return model

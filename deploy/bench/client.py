@@ -12,12 +12,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
 from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.proxy import sse
-from kvferry.proxy.errors import NOT_JSON, BadResponse
+from kvferry.proxy.errors import BadResponse
 
 MAX_PAGE_BYTES = 1 << 20
 MAX_REASON_CHARS = 200

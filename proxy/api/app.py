@@ -10,14 +10,15 @@ from typing import Any
 
 import msgspec
 from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException, MethodNotAllowed
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge, RequestTimeout
 
 from kvferry.proxy.api import openapi
-from kvferry.proxy.api.auth import ApiKeys, require_keys
+from kvferry.proxy.api.auth import MESSAGES_PREFIX, ApiKeys, request_authorization, require_keys
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.api.response_writer import send_error
 from kvferry.proxy.api.tokenizing import TokenizerRelay
-from kvferry.proxy.errors import ModelNotFound, NotFound, ProxyError, WrongMethod
+from kvferry.proxy.api.translations import messages
+from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, NotFound, ProxyError, WrongMethod
 from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import RequestId, request_id_from
@@ -60,6 +61,10 @@ def create_app(
     @app.post("/tokenize")
     async def tokenize() -> Response:
         return await _from_agent(tokenizers, api_keys)
+
+    @app.post(messages.COUNT_PATH)
+    async def count_tokens() -> Response:
+        return await _count_tokens(tokenizers, api_keys)
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
@@ -105,18 +110,28 @@ def create_app(
 
     add_dashboard(app, dashboard, views)
     if api_keys is not None:
-        require_keys(app, api_keys)
+        require_keys(app, api_keys, lambda error: _error_response(error, _request_id()))
 
     @app.errorhandler(HTTPException)
     async def on_http_exception(error: HTTPException) -> Response:
-        response = _error_response(
-            NotFound(error.code or 500, error.description or error.name), _request_id()
-        )
-        if isinstance(error, MethodNotAllowed) and error.valid_methods:
-            response.headers["Allow"] = ", ".join(sorted(error.valid_methods))
-        return response
+        return _error_response(_error_of(error), _request_id())
 
     return app
+
+
+def _error_of(error: HTTPException) -> ProxyError:
+    """The error for one of Quart's."""
+    message = error.description or error.name
+    match error:
+        case MethodNotAllowed():
+            return WrongMethod(message, allowed=", ".join(sorted(error.valid_methods or ())))
+        case RequestEntityTooLarge():
+            return BodyTooLarge(message)
+        case RequestTimeout():
+            return BodyTooSlow(message)
+        case HTTPException(code=int(status)) if status < 500:
+            return NotFound(status, message)
+    return ProxyError("internal error of the proxy")
 
 
 async def serve_health(scope: Scope, receive: Receive, response: ClientResponse) -> None:
@@ -158,15 +173,33 @@ async def _from_agent(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Respo
     """Pass a request on to an agent; it counts towards the key's rate of requests."""
     request_id = _request_id()
     try:
-        if keys is not None:
-            client = keys.client(request.headers.get("Authorization"), request.method)
-            client.rate_limit.admit(time.monotonic())
-        check_encoding(request.headers.get("Content-Encoding"))
-        body = await request.get_data(cache=False, as_text=False, parse_form_data=False)
-        answer = await tokenizers.forward(request.path, body, request_id)
+        answer = await tokenizers.forward(request.path, await _admitted_body(keys), request_id)
     except ProxyError as error:
         return _error_response(error, request_id)
     return Response(answer, headers={"X-Request-Id": request_id}, content_type=JSON)
+
+
+async def _count_tokens(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Response:
+    """Count the tokens of a prompt in the format of Anthropic's Messages."""
+    request_id = _request_id()
+    try:
+        body = messages.tokenize_request(await _admitted_body(keys))
+        answer = messages.token_count(await tokenizers.forward("/tokenize", body, request_id))
+    except ProxyError as error:
+        return _error_response(error, request_id)
+    return Response(answer, headers={"X-Request-Id": request_id}, content_type=JSON)
+
+
+async def _admitted_body(keys: ApiKeys | None) -> bytes:
+    """The body of a request that counts towards its key's rate.
+
+    Raises `RateLimited` and `UnsupportedEncoding`.
+    """
+    if keys is not None:
+        client = keys.client(request_authorization(), request.method)
+        client.rate_limit.admit(time.monotonic())
+    check_encoding(request.headers.get("Content-Encoding"))
+    return await request.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
 async def _drain(views: OperatorViews, incarnation: Incarnation, drained: bool) -> Response:
@@ -182,7 +215,8 @@ def _page_response(page: Page) -> Response:
 
 def _error_response(error: ProxyError, request_id: RequestId) -> Response:
     headers = {**error.headers, "X-Request-Id": request_id}
-    return Response(error.body(), error.status, headers, content_type=JSON)
+    body = messages.error_body(error) if request.path.startswith(MESSAGES_PREFIX) else error.body()
+    return Response(body, error.status, headers, content_type=JSON)
 
 
 def _request_id() -> RequestId:

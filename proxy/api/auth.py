@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,15 @@ from quart import Quart, Response, request
 
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.api.rate_limit import Rate, RateLimit
-from kvferry.proxy.errors import Unauthorized
+from kvferry.proxy.errors import ProxyError, Unauthorized
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 """For load balancers, Prometheus and client generators; they reveal nothing that users sent."""
 CLIENT_PATHS = frozenset({"/detokenize", "/tokenize", "/version"})
 CLIENT_PREFIX = "/v1/"
+MESSAGES_PREFIX = "/v1/messages"
+"""Of Anthropic's API."""
 _DIGEST_BYTES = 32
 
 
@@ -107,16 +109,26 @@ def admin_key(path: Path) -> str:
     raise BadKeyFile(f"{path} has no admin's key, which the list of agents needs")
 
 
-def require_keys(app: Quart, keys: ApiKeys) -> None:
-    """Reject requests without a key. A path that is not listed here needs an admin's."""
+def request_authorization() -> str | None:
+    """The authorization of a request to Quart. Anthropic's clients send their key in a header of its own."""
+    key = request.headers.get("x-api-key")
+    if key is not None and request.path.startswith(MESSAGES_PREFIX):
+        return f"Bearer {key}"
+    return request.headers.get("Authorization")
+
+
+def require_keys(app: Quart, keys: ApiKeys, render: Callable[[ProxyError], Response]) -> None:
+    """Reject requests without a key. A path that is not listed here needs an admin's.
+
+    `render` makes the response of an error.
+    """
 
     @app.before_request
     async def reject() -> Response | None:
-        client = authenticate(keys, request.path, request.method, request.headers.get("Authorization"))
+        client = authenticate(keys, request.path, request.method, request_authorization())
         if isinstance(client, Client):
             return None
-        error = client
-        return Response(error.body(), error.status, error.headers, content_type="application/json")
+        return render(client)
 
 
 def authenticate(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:

@@ -254,6 +254,7 @@ def document(version: str) -> dict[str, Any]:
             "/v1/completions": {"post": _completion("Complete a prompt", "CompletionRequest")},
             "/v1/chat/completions": {"post": _completion("Answer a chat", "ChatRequest")},
             "/v1/messages": {"post": _messages()},
+            "/v1/messages/count_tokens": {"post": _count_tokens()},
             "/v1/responses": {"post": _responses()},
             "/v1/models": {"get": _page("List the models that ready agents serve", "ModelList")},
             "/v1/models/{model}": {"get": _one_model()},
@@ -331,28 +332,44 @@ def _completion(summary: str, body: str) -> dict[str, Any]:
     return operation
 
 
-def _messages() -> dict[str, Any]:
+def _messages_prompt() -> dict[str, Any]:
     """Anthropic's own documents describe bodies and answers whole; here is what a plain request has."""
     message = {
         "type": "object",
         "required": ["role", "content"],
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"type": "string"}},
     }
-    properties = {
+    return {
         "model": {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CHARS},
-        "max_tokens": {"type": "integer", "minimum": 1},
         "messages": {"type": "array", "items": message | _CLOSED, "minItems": 1},
         "system": {"type": "string"},
+    }
+
+
+def _messages() -> dict[str, Any]:
+    properties = {
+        **_messages_prompt(),
+        "max_tokens": {"type": "integer", "minimum": 1},
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
         "stop_sequences": {"type": "array", "items": {"type": "string"}},
         "stream": {"type": "boolean"},
     }
     required = ["model", "max_tokens", "messages"]
     schema = {"type": "object", "required": required, "properties": properties} | _CLOSED
-    failures = {
-        status: {**_json({"type": "object"}), "description": why} for status, why in _FAILURES.items()
-    }
-    return _translated("Answer a chat in the format of Anthropic's Messages", schema, failures)
+    return _translated("Answer a chat in the format of Anthropic's Messages", schema, _anthropics_failures())
+
+
+def _count_tokens() -> dict[str, Any]:
+    schema = {"type": "object", "required": ["model", "messages"], "properties": _messages_prompt()} | _CLOSED
+    count = {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}
+    summary = "Count the tokens of a prompt in the format of Anthropic's Messages"
+    operation = _operation(summary, {"200": _json(count), **_anthropics_failures()})
+    operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return operation
+
+
+def _anthropics_failures() -> dict[str, Any]:
+    return {status: {**_json({"type": "object"}), "description": why} for status, why in _FAILURES.items()}
 
 
 def _responses() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from itertools import count
 
 import msgspec
 
-from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentTimeout, InvalidRequest, ModelNotFound, NoAgent
+from kvferry.common.exceptions import NOT_JSON
+from kvferry.proxy.errors import AgentLost, AgentTimeout, InvalidRequest, ModelNotFound, NoAgent
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.registry import NodeState
 from kvferry.proxy.http.pool import UpstreamPool
@@ -81,7 +82,7 @@ def _model(body: bytes) -> str | None:
     try:
         model = msgspec.json.decode(body, type=_NamedModel).model
     except NOT_JSON as error:
-        raise InvalidRequest(f"the body cannot be read: {error}") from error
+        raise InvalidRequest.of_json(error) from error
     if model is not None and len(model) > MAX_MODEL_CHARS:
         raise InvalidRequest(f"model may have at most {MAX_MODEL_CHARS} characters", param="model")
     return model

@@ -164,7 +164,7 @@ class Atom(Dialect):
             if response.kv_transfer_params is not None:
                 msgspec.convert(response.kv_transfer_params, _AtomParams)
         except NOT_JSON as error:
-            raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
+            raise BadResponse.of_json(error, "the prefill server's answer") from error
         if len(response.choices) != 1:
             raise BadResponse(
                 f"the prefill server answered {len(response.choices)} choices where one was due"

@@ -121,4 +121,4 @@ def check_stream_options(body: Mapping[str, Any]) -> None:
     try:
         _STREAM_OPTIONS.decode(body.get("stream_options", _NULL))
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+        raise InvalidRequest.of_field(error, "stream_options") from error

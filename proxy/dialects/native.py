@@ -99,7 +99,7 @@ class Native(Dialect):
             else:
                 params = msgspec.json.decode(answer.kv_transfer_params, type=_NativeParams)
         except NOT_JSON as error:
-            raise BadResponse(f"the prefill agent's answer cannot be read: {error}") from error
+            raise BadResponse.of_json(error, "the prefill agent's answer") from error
         tokens = () if params is None else params.first_tokens
         num_choices, asked = len(answer.choices) if params is None else len(tokens), len(sub.choices)
         if num_choices != asked:
@@ -286,7 +286,7 @@ def require_whole(raw: bytes, sub: SubRequest) -> None:
         str(raw, "utf-8")  # what is passed on undecoded is not looked at otherwise
         choices = msgspec.json.decode(raw, type=_WholeBody).choices
     except NOT_JSON as error:
-        raise BadResponse(f"the agent's answer cannot be read: {error}") from error
+        raise BadResponse.of_json(error, "the agent's answer") from error
     if len(choices) != len(sub.choices):
         asked = len(sub.choices)
         raise BadResponse(f"the agent answered {len(choices)} choices where {asked} were asked for")
@@ -304,7 +304,7 @@ def _prompt_tokens(answer: _NativeBody) -> int:
     try:
         usage = msgspec.json.decode(answer.usage, type=_PromptUsage | None)
     except NOT_JSON as error:
-        raise BadResponse(f"the prefill agent's usage cannot be read: {error}") from error
+        raise BadResponse.of_json(error, "the prefill agent's usage") from error
     return 0 if usage is None else usage.prompt_tokens
 
 
@@ -337,7 +337,7 @@ def last_event(event: bytes) -> LastEvent | None:
     try:
         read = msgspec.json.decode(sse.data(event) or b"{}", type=LastEvent)
     except NOT_JSON as error:
-        raise BadResponse(f"the agent's event cannot be read: {error}") from error
+        raise BadResponse.of_json(error, "the agent's event") from error
     return read if read.choices == () else None
 
 

@@ -113,7 +113,7 @@ def read_prefill(raw: bytes) -> VllmPrefill:
         str(raw, "utf-8")  # usage is kept undecoded: nothing else would notice in time
         return msgspec.json.decode(raw, type=VllmPrefill)
     except NOT_JSON as error:
-        raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
+        raise BadResponse.of_json(error, "the prefill server's answer") from error
 
 
 def read_params(params: dict[str, msgspec.Raw], kind: type[P]) -> P:
@@ -121,7 +121,7 @@ def read_params(params: dict[str, msgspec.Raw], kind: type[P]) -> P:
     try:
         return msgspec.json.decode(msgspec.json.encode(params), type=kind)
     except NOT_JSON as error:
-        raise BadResponse(f"the prefill server's kv_transfer_params: {error}") from error
+        raise BadResponse.of_json(error, "the prefill server's kv_transfer_params") from error
 
 
 def require_length(prefill: VllmPrefill) -> None:

@@ -258,7 +258,7 @@ def _read_opening(sub: SubRequest, raw: bytes, continuable: bool) -> Opening | N
     try:
         answer = _ANSWER.decode(raw)
     except NOT_JSON as error:
-        raise BadResponse(f"the prefill server's answer cannot be read: {error}") from error
+        raise BadResponse.of_json(error, "the prefill server's answer") from error
     (choice,) = answer.choices
     prompt_ids = bytes(answer.prompt_token_ids if sub.request.chat else choice.prompt_token_ids)
     if not prompt_ids.startswith(b"[") or prompt_ids == b"[]":

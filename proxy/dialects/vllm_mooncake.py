@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import msgspec
 
+from kvferry.common.exceptions import NOT_JSON
 from kvferry.proxy.dialects import vllm
 from kvferry.proxy.dialects.base import (
     Endpoints,
@@ -25,7 +26,7 @@ from kvferry.proxy.dialects.base import (
     make_leg,
 )
 from kvferry.proxy.dialects.names import VLLM_MOONCAKE
-from kvferry.proxy.errors import NOT_JSON, BadResponse
+from kvferry.proxy.errors import BadResponse
 
 
 class _MooncakeRank(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ class VllmMooncake(vllm.VllmDialect):
         try:
             ranks = msgspec.json.decode(raw, type=dict[str, _MooncakeRank])
         except NOT_JSON as error:
-            raise BadResponse(f"{endpoints.prefill.control} answered no list of ranks: {error}") from error
+            raise BadResponse.of_json(error, f"the list of ranks of {endpoints.prefill.control}") from error
         rank = ranks.get(str(endpoints.prefill_rank or 0))
         if rank is None:
             raise BadResponse(

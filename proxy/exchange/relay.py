@@ -123,7 +123,7 @@ class RelayedResponse(SubResponse):
             self.choices = _CHOICES.decode(self.envelope.pop("choices", _NULL))
             self._usage = _USAGE.decode(self.envelope.pop("usage", _NULL))
         except NOT_JSON as error:
-            raise BadResponse(f"the agent's answer cannot be read: {error}") from error
+            raise BadResponse.of_json(error, "the agent's answer") from error
         for index, choice in zip(self.sub.choices, self.choices, strict=True):
             choice["index"] = msgspec.Raw(b"%d" % index)
 

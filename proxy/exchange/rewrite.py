@@ -220,7 +220,7 @@ class RewrittenResponse(SubResponse):
             str(raw, "utf-8")  # strings are passed on undecoded: nothing else would notice
             response = _MEMBERS.decode(raw)
         except NOT_JSON as error:
-            raise BadResponse(f"{self._server.address} answered what cannot be read: {error}") from error
+            raise BadResponse.of_json(error, f"the answer of {self._server.address}") from error
         if "error" in response and bytes(response["error"]) != b"null":
             self._fail(agent_error(raw))
         self.has_answered = True

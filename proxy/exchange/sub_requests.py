@@ -95,7 +95,8 @@ def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any
     if not request.chat:
         body["prompt"] = prompt
     if request.seed is not None:
-        body["seed"] = (request.seed + choice) % 2**63
+        seed = request.seed + choice
+        body["seed"] = seed if seed < 2**63 else seed - 2**63
     return body
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from kvferry.common.exceptions import system_reason
 from kvferry.common.http.tls import client_context
 from kvferry.common.work_pool import PoolBusy, WorkPool
 from kvferry.proxy.clock import now
@@ -535,8 +536,9 @@ def _cannot_connect(error: OSError | UnicodeError, agent: Register) -> ProxyErro
     if number in (errno.EMFILE, errno.ENFILE):
         return OutOfDescriptors("the proxy has no file descriptor left to connect to an agent")
     refused = number == errno.ECONNREFUSED
+    reason = system_reason(error) if isinstance(error, OSError) else str(error)
     return AgentLost(
-        f"cannot connect to {agent.address}: {error}", lost, not_connected=True, connection_refused=refused
+        f"cannot connect to {agent.address}: {reason}", lost, not_connected=True, connection_refused=refused
     )
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from kvferry.common.exceptions import NOT_JSON
+
 MAX_HEAD_CHARS = 4096
 """Of a call up to its arguments; a longer one is shown when it is whole."""
 _ARGUMENTS = ("arguments", "parameters")
 """The members under which models write arguments, whichever of them their template shows."""
 _MORE_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:')
-_NOT_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 _NULL = Raw(b"null")
 _DESCRIPTIVE = frozenset({"name", "id", "type"})
 """The members of a call that do not say what it is called with."""
@@ -314,7 +315,7 @@ def call_piece(text: str) -> CallPiece | None:
         arguments = bytes(members[given[0]]).decode() if given else "{}"
         if arguments.startswith('"'):
             arguments = msgspec.json.decode(arguments, type=str) or "{}"
-    except _NOT_JSON:
+    except NOT_JSON:
         return None
     if arguments == "null":
         arguments = "{}"
@@ -325,7 +326,7 @@ def is_json_object(text: str) -> bool:
     """Whether a text is a JSON object, as arguments must be."""
     try:
         msgspec.json.decode(text, type=dict[str, Raw])
-    except _NOT_JSON:
+    except NOT_JSON:
         return False
     return True
 
@@ -336,7 +337,7 @@ def _name(spelled: str) -> str:
         return spelled
     try:
         return msgspec.json.decode(spelled, type=str)
-    except _NOT_JSON:
+    except NOT_JSON:
         return ""
 
 

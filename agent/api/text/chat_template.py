@@ -28,6 +28,10 @@ class TemplateRefused(ValueError):
     """The template cannot render these messages; the error's message says why."""
 
 
+class UnreadVariable(TemplateRefused):
+    """The template does not read a variable."""
+
+
 class ChatTemplate:
     """A compiled template and the special tokens that it may name."""
 
@@ -50,6 +54,10 @@ class ChatTemplate:
     def reads_tools(self) -> bool:
         """Whether the template shows tools to the model."""
         return "tools" in self._variables
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template reads a variable that has no field of its own."""
+        return variable in self._variables and variable not in _RESERVED
 
     def replaced(self, source: str) -> ChatTemplate:
         """Return another template with the same special tokens. Raises TemplateRefused if it is none."""
@@ -76,12 +84,13 @@ class ChatTemplate:
             continue_final_message: Whether it ends within the last message, right after its content.
 
         Raises:
-            TemplateRefused: the template raised, does not read a variable, or does not show the content that
-                is to be continued; or the messages lack what it reads.
+            UnreadVariable: the template does not read one of `variables`.
+            TemplateRefused: the template raised, or does not show the content that is to be continued; or the
+                messages lack what it reads.
         """
         given = dict(variables or {})
-        if unread := sorted(given.keys() - self._variables) or sorted(given.keys() & _RESERVED):
-            raise TemplateRefused(f"the chat template does not read {unread[0]}")
+        if unread := sorted(name for name in given if not self.reads(name)):
+            raise UnreadVariable(f"the chat template does not read {unread[0]}")
         try:
             text = self._template.render(
                 messages=_marked(messages) if continue_final_message else messages,

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
+from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.json_errors import check_utf8
 from kvferry.common.options import did_you_mean
 from kvferry.proxy import sse
-from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
-from kvferry.proxy.request import invalid_field
+from kvferry.proxy.errors import BadResponse, InvalidRequest
 
 MAX_OBJECTS = 16384
 """Of a body. Decoding makes them all in one call, during which no other thread runs."""
 MAX_COMMAS = 65536
 """Of a body, likewise: between the elements of its lists and the members of its objects."""
 _PIECE_BYTES = 64 * 1024
-_MESSAGE_END_CHARS = 150
 _LONGEST_NAME = 64
 """Of an unknown field that is compared with the known ones."""
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -47,6 +47,10 @@ def decode_body(raw: bytes, body: type[S], repeated: str) -> S:
     """
     if raw.count(b"{") > MAX_OBJECTS or raw.count(b",") > MAX_COMMAS:
         _check_structure(raw, repeated)
+    try:
+        check_utf8(raw)
+    except UnicodeError as error:
+        raise InvalidRequest.of_json(error) from error
     return decode_part(raw, body)
 
 
@@ -77,24 +81,11 @@ def _outside_strings(raw: bytes) -> Iterator[bytes]:
 
 def decode_part(raw: bytes | Raw, part: type[S], where: str = "") -> S:
     """Decode a body or, if `where` says its place, an object of one. Raises `InvalidRequest`."""
-    before = f"{where}: " if where else ""
     try:
         return msgspec.json.decode(raw, type=part)
-    except msgspec.ValidationError as error:
-        message = _shortened(str(error))
-        wrong = invalid_field(message)
-        hint = _hint(message, part.__struct_encode_fields__)
-        param = f"{where}.{wrong}" if where and wrong else where or wrong
-        raise InvalidRequest(f"{before}{message}{hint}", param=param) from error
     except NOT_JSON as error:
-        raise InvalidRequest(f"{before or 'the body '}is not valid JSON: {error}") from error
-
-
-def _shortened(message: str) -> str:
-    """Return what msgspec says without most of the client's own words, which stand before the place."""
-    if len(message) <= 2 * _MESSAGE_END_CHARS:
-        return message
-    return f"{message[:_MESSAGE_END_CHARS]}…{message[-_MESSAGE_END_CHARS:]}"
+        hint = _hint(str(error), part.__struct_encode_fields__)
+        raise InvalidRequest.of_json(error, where, hint) from error
 
 
 def _hint(error: str, known: tuple[str, ...]) -> str:
@@ -125,6 +116,34 @@ class ChatToolCall(msgspec.Struct):
     def arguments(self) -> str:
         return (self.function.arguments if self.function is not None else None) or ""
 
+    @property
+    def given(self) -> str:
+        """The arguments of a whole call."""
+        return self.arguments or "{}"
+
+    @property
+    def is_whole(self) -> bool:
+        return are_arguments(self.given)
+
+    @property
+    def text(self) -> str:
+        """The text of a call that is not whole."""
+        return cut_call(self.name or "", self.arguments)
+
+
+def are_arguments(text: str) -> bool:
+    """Whether a text is what a call must have: a JSON object. A call that was cut off has less."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Raw])
+    except NOT_JSON:
+        return False
+    return True
+
+
+def cut_call(name: str, arguments: str) -> str:
+    """The text of a call that was cut off, which is none."""
+    return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}'
+
 
 class ChatContent(msgspec.Struct):
     """A chat's message, or a stream's delta."""
@@ -149,6 +168,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
+    """The same as SGLang names it."""
 
 
 class _PromptDetails(msgspec.Struct):
@@ -213,7 +234,7 @@ def read_answer(body: bytes) -> tuple[Chat, ChatChoice]:
         chat = _CHAT.decode(body)
         (choice,) = chat.choices
     except (ValueError, *NOT_JSON) as error:
-        raise BadResponse(f"an agent's answer is no chat: {error}") from error
+        raise BadResponse.of_json(error, "an agent's answer") from error
     for index, call in enumerate((choice.message and choice.message.tool_calls) or ()):
         call.index = index  # which only streams have
     return chat, choice
@@ -261,7 +282,7 @@ def read_events(events: bytes) -> Iterator[Chat | ChatFailure | ChatEnd]:
             try:
                 chat = _CHAT.decode(data)
             except NOT_JSON as error:
-                raise BadResponse(f"an agent's event is no chat's: {error}") from error
+                raise BadResponse.of_json(error, "an agent's event") from error
             yield chat if bytes(chat.error) in _NOT_GIVEN else failure(data)
 
 

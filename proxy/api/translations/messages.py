@@ -3,9 +3,9 @@
 
 Source: https://docs.anthropic.com/en/api/messages and the types of the `anthropic` package 2.12.
 
-A field that cannot be honoured is refused by its name. Harmless and without effect: `metadata`,
-`service_tier`, `inference_geo`, `diagnostics`, `cache_control` (agents cache every prefix), and thinking of
-earlier turns. An agent that does not say which stop sequence ended an answer leaves `end_turn` as its reason.
+A field that cannot be honoured is refused by its name. What is only a hint has no effect (`_Hints`,
+`cache_control`: agents cache every prefix), nor has thinking of earlier turns. An agent that does not say
+which stop sequence ended an answer leaves `end_turn` as its reason.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, field
 
+from kvferry.common.exceptions import NOT_JSON
 from kvferry.proxy.api.translations import chat
-from kvferry.proxy.errors import NOT_JSON, InvalidRequest, ProxyError
+from kvferry.proxy.errors import BadResponse, InvalidRequest, ProxyError
 
 PATH = "/v1/messages"
+COUNT_PATH = "/v1/messages/count_tokens"
 _STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -67,7 +69,7 @@ class _RedactedThinking(chat.StrictStruct, tag_field="type", tag="redacted_think
 
 
 class _Message(chat.StrictStruct):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[_Text | _ToolUse | _ToolResult | _Thinking | _RedactedThinking]
 
 
@@ -75,8 +77,13 @@ class _Tool(chat.StrictStruct):
     name: str
     input_schema: Raw
     description: str = ""
-    type: Literal["custom"] = "custom"
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    allowed_callers: Raw = field(default_factory=Raw)
     cache_control: Raw = field(default_factory=Raw)
+    defer_loading: Raw = field(default_factory=Raw)
+    eager_input_streaming: Raw = field(default_factory=Raw)
+    input_examples: Raw = field(default_factory=Raw)
 
 
 class _ToolChoice(chat.StrictStruct):
@@ -85,30 +92,57 @@ class _ToolChoice(chat.StrictStruct):
     disable_parallel_tool_use: bool = False
 
 
-class _NoThinking(chat.StrictStruct):
-    type: Literal["disabled"]
+class _ThinkingConfig(chat.StrictStruct):
+    """Whether a model reasons is up to itself and its chat template."""
+
+    type: Literal["disabled", "adaptive"]
+    display: Raw = field(default_factory=Raw)
 
 
-class MessagesRequest(chat.StrictStruct):
-    """A body of `/v1/messages`."""
+class _Format(chat.StrictStruct):
+    type: Literal["json_schema"]
+    schema: Raw
+
+
+class _OutputConfig(chat.StrictStruct):
+    format: _Format | None = None
+    effort: Raw = field(default_factory=Raw)
+    task_budget: Raw = field(default_factory=Raw)
+
+
+class _Hints(chat.StrictStruct, kw_only=True):
+    """Fields without effect."""
+
+    cache_control: Raw = field(default_factory=Raw)
+    context_management: Raw = field(default_factory=Raw)
+    diagnostics: Raw = field(default_factory=Raw)
+    inference_geo: Raw = field(default_factory=Raw)
+    metadata: Raw = field(default_factory=Raw)
+    service_tier: Raw = field(default_factory=Raw)
+    speed: Raw = field(default_factory=Raw)
+
+
+class PromptRequest(_Hints, kw_only=True):
+    """A body of `/v1/messages/count_tokens`."""
 
     model: str
-    max_tokens: Annotated[int, Meta(ge=1)]
     messages: Annotated[list[_Message], Meta(min_length=1)]
     system: str | list[_Text] = ""
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _ThinkingConfig | None = None
+    output_config: _OutputConfig | None = None
+
+
+class MessagesRequest(PromptRequest, kw_only=True):
+    """A body of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
     stop_sequences: list[str] | None = None
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _ToolChoice | None = None
-    thinking: _NoThinking | None = None
-    metadata: Raw = field(default_factory=Raw)
-    service_tier: Raw = field(default_factory=Raw)
-    inference_geo: Raw = field(default_factory=Raw)
-    diagnostics: Raw = field(default_factory=Raw)
-    cache_control: Raw = field(default_factory=Raw)
 
 
 def chat_request(raw: bytes) -> bytes:
@@ -117,17 +151,13 @@ def chat_request(raw: bytes) -> bytes:
     Raises `InvalidRequest`, with the name of a field that is wrong or cannot be honoured.
     """
     request = chat.decode_body(raw, MessagesRequest, "messages")
-    body: dict[str, Any] = {
-        "model": request.model,
-        "max_tokens": request.max_tokens,
-        "messages": list(_chat_messages(request)),
-        "stream": request.stream,
-    }
+    body = {"max_tokens": request.max_tokens, "stream": request.stream, **_chat_prompt(request)}
     if request.stream:
         # The stream begins with the prompt's tokens, where an agent reports them so early.
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if request.messages[-1].role == "assistant":
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.output_config is not None and request.output_config.format is not None:
+        wanted = {"name": "output", "schema": request.output_config.format.schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": wanted}
     for name, value in (
         ("stop", request.stop_sequences),
         ("temperature", request.temperature),
@@ -137,22 +167,68 @@ def chat_request(raw: bytes) -> bytes:
         if value is not None:
             body[name] = value
     if request.tools:
-        body |= {"tools": [_chat_tool(tool) for tool in request.tools]} | _tool_choice(request.tool_choice)
+        body |= _tool_choice(request.tool_choice)
     elif request.tool_choice is not None and request.tool_choice.type not in ("auto", "none"):
         raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     return msgspec.json.encode(body)
 
 
-def _chat_messages(request: MessagesRequest) -> Iterator[dict[str, Any]]:
-    if request.system:
-        yield {"role": "system", "content": _joined(request.system)}
+def tokenize_request(raw: bytes) -> bytes:
+    """Rewrite a body of `/v1/messages/count_tokens` as one of `/tokenize`. Raises `InvalidRequest`."""
+    request = chat.decode_body(raw, PromptRequest, "messages")
+    prompt = _chat_prompt(request)
+    if request.tool_choice is not None and request.tool_choice.type == "none":
+        prompt.pop("tools", None)
+    return msgspec.json.encode(prompt)
+
+
+def token_count(answer: bytes) -> bytes:
+    """Rewrite an answer of `/tokenize` as one of `/v1/messages/count_tokens`. Raises `BadResponse`."""
+    try:
+        count = msgspec.json.decode(answer, type=_Tokenized).count
+    except NOT_JSON as error:
+        raise BadResponse.of_json(error, "an agent's count of tokens") from error
+    return msgspec.json.encode({"input_tokens": count})
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+
+
+def _chat_prompt(request: PromptRequest) -> dict[str, Any]:
+    """The fields of a chat that its prompt is made of."""
+    prompt: dict[str, Any] = {"model": request.model, "messages": list(_chat_messages(request))}
+    if request.messages[-1].role == "assistant":
+        prompt |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools:
+        prompt["tools"] = [_chat_tool(tool) for tool in request.tools]
+    return prompt
+
+
+def _chat_messages(request: PromptRequest) -> Iterator[dict[str, Any]]:
+    """The chat. Its system messages become one, at the front: many chat templates take no other."""
+    told = [message for message in request.messages if message.role == "system"]
+    texts = [text for text in (_joined(request.system), *map(_system_text, told)) if text]
+    if texts:
+        yield {"role": "system", "content": "\n\n".join(texts)}
     for message in request.messages:
+        if message.role == "system":
+            continue
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "user":
             yield from _user_messages(message.content)
         else:
             yield _assistant_message(message.content)
+
+
+def _system_text(message: _Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    texts = [block for block in message.content if isinstance(block, _Text)]
+    if len(texts) < len(message.content):
+        raise InvalidRequest("a system message has texts only", param="messages")
+    return _joined(texts)
 
 
 def _user_messages(blocks: list[Any]) -> Iterator[dict[str, Any]]:
@@ -199,7 +275,13 @@ def _assistant_message(blocks: list[Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: _Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+    }
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 
@@ -218,6 +300,12 @@ def _tool_choice(choice: _ToolChoice | None) -> dict[str, Any]:
 
 def _joined(texts: str | list[_Text]) -> str:
     return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
+
+
+def error_body(error: ProxyError) -> bytes:
+    """The body of an error."""
+    kind = _ERROR_TYPES.get(error.status, error.kind if error.status < 500 else "api_error")
+    return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
 
 
 class MessagesRewriter(chat.StreamRewriter):
@@ -244,19 +332,19 @@ class MessagesRewriter(chat.StreamRewriter):
         if message.thoughts:
             blocks.append({"type": "thinking", "thinking": message.thoughts, "signature": ""})
         if message.content:
-            blocks.append({"type": "text", "text": message.content})
-        for call in message.tool_calls or ():
-            given = _input(call.arguments or "{}")
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+            blocks.append(_text(message.content))
+        # A call that was cut off has no input to run a tool with, so its text is shown.
+        blocks += [
+            _tool_use(call) if call.is_whole else _text(call.text) for call in message.tool_calls or ()
+        ]
         reason, sequence = _stop(choice)
         return msgspec.json.encode(
             _message(answer, blocks, reason, sequence, _counts(answer.usage or chat.ChatUsage()))
         )
 
     def error(self, error: ProxyError) -> bytes:
-        """The body of an error."""
-        kind = _ERROR_TYPES.get(error.status, error.kind if error.status < 500 else "api_error")
-        return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
+        """See the function."""
+        return error_body(error)
 
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
         if event.usage is not None:
@@ -336,18 +424,19 @@ def _message(
     }
 
 
-def _input(arguments: str) -> Any:
-    """A call's arguments; none where they are cut off, as the answer's `stop_reason` says, or are no JSON."""
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Raw])
-    except NOT_JSON:
-        return {}
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tool_use(call: chat.ChatToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": Raw(call.given.encode())}
 
 
 def _stop(choice: chat.ChatChoice) -> tuple[str, str | None]:
     """The reason that an answer ended, and the stop sequence that did it."""
-    if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
-        return "stop_sequence", choice.stop_reason
+    stopped_by = choice.stop_reason if choice.matched_stop is None else choice.matched_stop
+    if choice.finish_reason == "stop" and isinstance(stopped_by, str):
+        return "stop_sequence", stopped_by
     return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
 
 

@@ -63,14 +63,21 @@ class ResponseItems:
         yield from self._close(status)
 
     def fill(self, status: str) -> str:
-        """Fill in what the open item has so far, and return its text."""
+        """Fill in what the open item has so far, and return its text. A call is whole or not by itself."""
         text, item = "".join(self._pieces), self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
+            is_whole = chat.are_arguments(text) if text else status == "completed"
+            item["status"] = "completed" if is_whole else "incomplete"
         else:
             item["content"] = [self._part(text)]
         return text
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a call that has ended is not whole."""
+        return any(item["type"] == "function_call" and item["status"] == "incomplete" for item in self.items)
 
     def _add_text(self, kind: str, text: str) -> Iterator[Event]:
         if self._open != kind:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, field
 
+from kvferry.common.exceptions import NOT_JSON
 from kvferry.proxy.api.translations import chat
 from kvferry.proxy.api.translations.response_items import ResponseItems
 from kvferry.proxy.errors import InvalidRequest, ProxyError
@@ -312,8 +313,8 @@ def _item(raw: Raw, where: str) -> _Item:
     """Decode one item of the input. Raises `InvalidRequest`."""
     try:
         kind = msgspec.json.decode(raw, type=_Kind).type or "message"
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{where}: {error}", param=where) from error
+    except NOT_JSON as error:
+        raise InvalidRequest.of_json(error, where) from error
     if kind not in _ITEMS:
         reason = "nothing is stored" if kind == "item_reference" else f"only {', '.join(_ITEMS)} are"
         raise InvalidRequest(f"{where}: {kind[:64]} is not supported: {reason}", param=where)
@@ -335,7 +336,7 @@ class _Conversation:
         if role == "assistant":
             self._assistant(opens=True)["content"] = text
             return
-        self._thoughts = ""
+        self._end_turn()
         role = "system" if role == "developer" else role
         if role == "system" and len(self.chat) == 1 and self.chat[0]["role"] == "system":
             self.chat[0]["content"] += f"\n\n{text}"
@@ -343,6 +344,12 @@ class _Conversation:
             self.chat.append({"role": role, "content": text})
 
     def add_call(self, call: _FunctionCall) -> None:
+        """Add a call. One that was cut off is none for any chat template, so its text is content."""
+        if not chat.are_arguments(call.arguments or "{}"):
+            message = self._assistant(opens=False)
+            cut = chat.cut_call(call.name, call.arguments)
+            message["content"] = "\n".join(filter(None, (message.get("content"), cut)))
+            return
         made = {
             "id": call.call_id,
             "type": "function",
@@ -351,12 +358,17 @@ class _Conversation:
         self._assistant(opens=False).setdefault("tool_calls", []).append(made)
 
     def add_result(self, result: _FunctionCallOutput) -> None:
-        self._thoughts = ""
+        self._end_turn()
         message = {"role": "tool", "tool_call_id": result.call_id, "content": _joined(result.output)}
         self.chat.append(message)
 
     def add_thoughts(self, text: str) -> None:
         self._thoughts = "\n".join(filter(None, (self._thoughts, text)))
+
+    def _end_turn(self) -> None:
+        """Somebody else speaks: what the assistant thought before is all of its message."""
+        if self._thoughts:
+            self._assistant(opens=True)["content"] = ""
 
     def _assistant(self, *, opens: bool) -> dict[str, Any]:
         """The assistant's message that the next item belongs to: a new one, or the last if that is theirs."""
@@ -494,7 +506,8 @@ class ResponsesRewriter(chat.StreamRewriter):
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._finish_reason in _INCOMPLETE else "completed"
+        is_incomplete = self._finish_reason in _INCOMPLETE or self._output.has_cut_call
+        return "incomplete" if is_incomplete else "completed"
 
     def _event(self, name: str, **fields: Any) -> bytes:
         data = {"type": name, "sequence_number": self._sequence, **fields}

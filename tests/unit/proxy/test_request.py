@@ -72,7 +72,7 @@ def decoded(request: ClientRequest) -> Any:
         ({"n": "2"}, "n"),
         ({"stream": 1}, "stream"),
         ({"stream": "true"}, "stream"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -274,3 +274,28 @@ def test_a_completions_newer_limit_is_its_limit() -> None:
     assert request.max_tokens == 3
     assert decoded(request) == COMPLETION | {"max_tokens": 3}
     assert decoded(completion(max_tokens=9, max_completion_tokens=None))["max_tokens"] == 9
+
+
+def test_any_64_bit_seed_is_one_and_minus_one_asks_for_none() -> None:
+    for seed in (-(2**63), -2, 0, 2**63 - 1):
+        assert completion(seed=seed).seed == seed
+    assert completion(seed=-1).seed is None
+    for seed in (-(2**63) - 1, 2**63):
+        with pytest.raises(InvalidRequest) as caught:
+            completion(seed=seed)
+        assert caught.value.param == "seed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not a string"),
+        ({"stop": 3}, "stop must be a string or a list, not an integer"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"model": None}, "model must be a string, not null"),
+    ],
+)
+def test_a_message_is_in_plain_words_and_names_the_field_once(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**fields)
+    assert caught.value.message == message

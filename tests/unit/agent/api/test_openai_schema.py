@@ -84,7 +84,7 @@ def resolved(body: GenerationBody, prompt_len: int = 10) -> SamplingParams:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop[1]"),
@@ -409,7 +409,7 @@ def test_arguments_of_calls_are_what_templates_write_as_json() -> None:
         return chat_messages(body)[0]["tool_calls"][0]["function"]["arguments"]
 
     assert [shown(each) for each in ('{"a": [1]}', {"a": 1}, "")] == [{"a": [1]}, {"a": 1}, {}]
-    for wrong in ("[1]", '{"a": ', "7"):
+    for wrong in ("[1]", "7", "a"):
         with pytest.raises(ApiError, match="arguments"):
             shown(wrong)
 
@@ -445,3 +445,71 @@ def test_a_prompt_loses_its_beginning_and_never_more_than_was_asked_for() -> Non
     assert truncated(ids[:3], 5, 30) == ids[:3]
     with pytest.raises(ApiError, match="truncate_prompt_tokens"):
         truncated(ids, 30, 30)
+
+
+def test_any_64_bit_seed_is_one_and_minus_one_asks_for_none() -> None:
+    """OpenAI takes any; vLLM, whose -1 it is, samples at random then."""
+    for seed in (-(2**63), -2, 0, 2**63 - 1):
+        assert resolved(completion(seed=seed)).seed == seed
+    assert resolved(completion(seed=-1)).seed == 7
+
+
+@pytest.mark.parametrize("role", ["robot", "", "User", "ipython"])
+def test_an_unknown_role_is_refused(role: str) -> None:
+    with pytest.raises(ApiError, match="role") as caught:
+        chat_messages(chat(messages=[{"role": role, "content": "a"}]))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_all_of_openais_roles_are_known() -> None:
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert chat_messages(chat(messages=[{"role": role, "content": "a"}])) == [
+            {"role": role, "content": "a"}
+        ]
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    """It reasoned until its limit, or refused."""
+    for said, content in (
+        ({"content": None, "reasoning_content": "hm"}, ""),
+        ({}, ""),
+        ({"content": None, "refusal": "I must not."}, "I must not."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+    ):
+        (shown,) = chat_messages(chat(messages=[{"role": "assistant", **said}]))
+        assert shown["content"] == content
+    for role in ("user", "system", "tool"):
+        with pytest.raises(ApiError, match="content"):
+            chat_messages(chat(messages=[{"role": role, "content": None}]))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', '{"a": 1e999}', '{"a": "\\ud800"}', "{" * 5000])
+def test_a_call_that_was_cut_off_is_content(arguments: str) -> None:
+    calls = [{"id": "1", "function": {"name": "f", "arguments": text}} for text in ("{}", arguments)]
+    (shown,) = chat_messages(chat(messages=[{"role": "assistant", "content": "So:", "tool_calls": calls}]))
+    assert [call["function"]["arguments"] for call in shown["tool_calls"]] == [{}]
+    assert shown["content"] == f'So:\n{{"name": "f", "arguments": {arguments}'
+
+
+def test_the_limit_that_does_not_fit_is_named() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(ApiError) as caught:
+            resolved(completion(**{name: 200}))
+        assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])
+@pytest.mark.parametrize("raw", [
+    b'{"model": "m", "prompt": "\xff"}',
+    b'{"model": "m", "prompt": "a", "messages": [{"role": "user", "content": "\xff"}]}',
+    b'{"model": "m", "messages": [{"role": "assistant", "tool_calls": [{"id": "\xff"}]}]}',
+    b'{"model": "m", "prompt": "a", "user": "\xff"}',
+    b'{"model": "m", "prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"\xff": 1}}}',
+    b'{"\xff": 1}',
+    b'{"model": "m", "prompt": "\\ud800"}',
+    b'{"model": "m", "prompt": "a", "stop": ["\\udc00"]}',
+])  # fmt: skip
+def test_what_is_no_unicode_is_no_json(body_type: type[CompletionBody | ChatBody], raw: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(raw, body_type)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")

@@ -326,7 +326,7 @@ async def test_unknown_paths_and_methods_are_typed_errors(stage: Stage) -> None:
     async with stage.http.get(f"{stage.proxy.url}/v2") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
     async with stage.http.get(f"{stage.proxy.url}/v1/completions") as response:
-        assert (response.status, (await response.json())["error"]["code"]) == (405, "not_found")
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
 
 
 async def test_a_refusal_of_head_has_no_body(stage: Stage) -> None:

@@ -193,7 +193,14 @@ def test_first_events_show_one_token_of_every_choice() -> None:
     asked = request(n=2, return_token_ids=True, stream=True)
     tokens = [
         {"id": 5, "text": "a", "logprobs": {"a": 1}, "finish_reason": None, "margin": 0.5},
-        {"id": 6, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop", "margin": None},
+        {
+            "id": 6,
+            "text": "",
+            "logprobs": {"b": 1},
+            "finish_reason": "stop",
+            "margin": None,
+            "stop_reason": ";",
+        },
     ]
     raw = answer(kv_transfer_params=PARAMS | {"first_tokens": tokens})
     prefill = NATIVE.read_prefill(sub_of(asked), raw)
@@ -202,7 +209,7 @@ def test_first_events_show_one_token_of_every_choice() -> None:
     assert [event["choices"] for event in shown] == [
         [{"index": 0, "text": "a", "logprobs": {"a": 1}, "finish_reason": None,
           "token_ids": [5], "margins": [0.5]}],
-        [{"index": 1, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop",
+        [{"index": 1, "text": "", "logprobs": {"b": 1}, "finish_reason": "stop", "stop_reason": ";",
           "token_ids": [6], "margins": [None]}],
     ]  # fmt: skip
     for event in shown:
@@ -226,7 +233,10 @@ def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
-    tokens = [{"id": 5, "text": "a", "finish_reason": "stop", "delta": delta} for delta in deltas]
+    tokens = [
+        {"id": 5, "text": "a", "finish_reason": "stop", "delta": delta, "called": "tool_calls" in delta}
+        for delta in deltas
+    ]
     prefill = NATIVE.read_prefill(sub_of(asked), answer(kv_transfer_params=PARAMS | {"first_tokens": tokens}))
     shown = [
         event["choices"][0]
@@ -237,12 +247,19 @@ def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
 
     whole = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "reasoning_content": "a", "tool_calls": [whole]}
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "tool_calls",
+        "logprobs": None,
+        "stop_reason": 7,
+    }
     asked = request("chat/completions", stream=True)
     prefill = NATIVE.read_prefill(sub_of(asked), answer(choices=[choice]))
     [event] = events(native.first_events(sub_of(asked), prefill, frozenset({0})))
     assert event["choices"][0]["delta"] == {**message, "tool_calls": [{"index": 0, **whole}]}
     assert event["choices"][0]["finish_reason"] == "tool_calls"
+    assert event["choices"][0]["stop_reason"] == 7
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
