@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 
 from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import AgentLost, AgentTimeout, InvalidRequest, ModelNotFound, NoAgent
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.registry import NodeState
@@ -80,6 +81,7 @@ def _from_turn(agents: list[Register], turn: int) -> Iterator[Register]:
 def _model(body: bytes) -> str | None:
     """Return the model that a body names. Raises `InvalidRequest`."""
     try:
+        check_utf8(body)
         model = msgspec.json.decode(body, type=_NamedModel).model
     except NOT_JSON as error:
         raise InvalidRequest.of_json(error) from error

@@ -621,6 +621,22 @@ async def test_an_unprintable_request_id_is_not_echoed(agent: Agent) -> None:
             400,
             "tools",
         ),
+        (
+            "/v1/chat/completions",
+            {"model": "tiny", "messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+            400,
+            "chat_template_kwargs",
+        ),
+        (
+            "/v1/chat/completions",
+            {"model": "tiny", "messages": CHAT, "max_completion_tokens": 10**6},
+            400,
+            "max_completion_tokens",
+        ),
+        ("/tokenize", b'{"prompt": "\xff"}', 400, None),
+        ("/tokenize", b'{"messages": [{"role": "assistant", "tool_calls": ["\xff"]}]}', 400, None),
+        ("/detokenize", b'{"tokens": [1], "model": "\xff"}', 400, None),
+        ("/kv/drop", b'{"transfer_id": "\xff", "incarnation": ""}', 400, None),
         ("/v1/embeddings", {}, 404, None),
         ("/metrics", {}, 405, None),
     ],
@@ -645,6 +661,34 @@ async def test_a_compressed_body_is_a_415(agent: Agent, path: str) -> None:
     assert headers["Accept-Encoding"] == "identity"
     status, _, _ = await agent.post("/v1/completions", agent.body(), **{"Content-Encoding": "identity"})
     assert status == 200
+
+
+async def test_an_effort_that_no_template_reads_is_a_hint(agent: Agent) -> None:
+    plain = await agent.complete("/v1/chat/completions", messages=CHAT)
+    hinted = await agent.complete("/v1/chat/completions", messages=CHAT, reasoning_effort="high")
+    assert hinted["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_ended_an_answer_is_said_whole_and_streamed(agent: Agent, path: str) -> None:
+    fields: dict[str, Any] = {} if path == "/v1/completions" else {"messages": CHAT}
+    asked = {**fields, "max_tokens": 30, "stop": ["brown"]}
+    (whole,) = (await agent.complete(path, **asked))["choices"]
+    (last,) = (await agent.stream(path, **asked))[-1]["choices"]
+    for choice in (whole, last):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "brown")
+    (whole,) = (await agent.complete(path, **{**asked, "stop": None, "max_tokens": 1}))["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
+
+
+async def test_tokens_are_named_by_their_ids_if_that_is_wanted(agent: Agent) -> None:
+    asked: dict[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = (await agent.complete(logprobs=1, **asked))["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in choice["token_ids"]]
+    chat = await agent.complete("/v1/chat/completions", messages=CHAT, logprobs=True, **asked)
+    (choice,) = chat["choices"]
+    named = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert named == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -327,6 +327,32 @@ async def test_unknown_paths_and_methods_are_typed_errors(stage: Stage) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
     async with stage.http.get(f"{stage.proxy.url}/v1/completions") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+    async with stage.http.post(f"{stage.proxy.url}/v1/models") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+        assert response.headers["Allow"]
+
+
+NO_UNICODE = {
+    "/v1/completions": b'"prompt": "a", "%b": "b"',
+    "/v1/chat/completions": b'"messages": [{"role": "user", "content": "%b"}]',
+    "/v1/messages": b'"max_tokens": 1, "messages": [{"role": "assistant", "content": '
+    b'[{"type": "tool_use", "id": "a", "name": "f", "input": {"a": "%b"}}]}]',
+    "/v1/messages/count_tokens": b'"messages": [{"role": "user", "content": "a"}], "metadata": {"a": "%b"}',
+    "/v1/responses": b'"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "%b"}]',
+    "/tokenize": b'"prompt": "%b"',
+    "/detokenize": b'"tokens": [1], "%b": 1',
+}
+
+
+@pytest.mark.parametrize("path", NO_UNICODE)
+@pytest.mark.parametrize("bad", [b"\xff", b"\xed\xa0\x80", b"\xc3", b"\\ud800", b"\\udc00"])
+async def test_what_is_no_unicode_is_refused_wherever_it_is(stage: Stage, path: str, bad: bytes) -> None:
+    await stage.pair()
+    body = b'{"model": "stand-in", %b}' % (NO_UNICODE[path] % bad)
+    async with stage.http.post(stage.proxy.url + path, data=body) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["type"]) == (400, "invalid_request_error")
+        assert "not valid JSON" in error["message"]
 
 
 async def test_a_refusal_of_head_has_no_body(stage: Stage) -> None:

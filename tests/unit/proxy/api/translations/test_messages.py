@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
+from aiohttp import web
 
 from kvferry.proxy import sse
 from kvferry.proxy.api.translations.chat import MAX_OBJECTS
-from kvferry.proxy.api.translations.messages import MessagesRewriter, chat_request
+from kvferry.proxy.api.translations.messages import MessagesRewriter, chat_request, tokenize_request
 from kvferry.proxy.errors import BadResponse, InvalidRequest
+from tests.standins.agents import StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
 USER = {"role": "user", "content": "hi"}
@@ -87,7 +92,9 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
         ({"tool_choice": {"type": "any"}}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": "a"}]}]}, "system"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"messages": [{"role": "user", "content": [{}] * (MAX_OBJECTS + 1)}]}, "objects"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -123,10 +130,39 @@ def test_an_answer() -> None:
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     ]
     call["function"] = {"name": "weather", "arguments": '{"city": "Os'}
-    cut = answer({"message": {"tool_calls": [call]}, "finish_reason": "length"})
-    assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
+    call["function"] = {"name": "weather", "arguments": ""}
+    (block,) = answer({"message": {"tool_calls": [call]}, "finish_reason": "tool_calls"})["content"]
+    assert block["input"] == {}
     with pytest.raises(BadResponse):
         MessagesRewriter().whole(b'{"choices": []}')
+
+
+@pytest.mark.parametrize(("ended", "reason"), [("length", "max_tokens"), ("stop", "end_turn")])
+def test_a_call_that_was_cut_off_is_text(ended: str, reason: str) -> None:
+    """As a tool's input it would be one that the model did not give."""
+    whole = {"id": "t1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    call = {"id": "t2", "function": {"name": "weather", "arguments": '{"city": "Os'}}
+    cut = answer({"message": {"tool_calls": [whole, call]}, "finish_reason": ended})
+    assert cut["stop_reason"] == reason
+    assert cut["content"] == [
+        {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
+        {"type": "text", "text": '{"name": "weather", "arguments": {"city": "Os'},
+    ]
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
+def test_the_sequence_that_ended_an_answer_is_said(name: str) -> None:
+    """By vLLM's name for it, which kvferry's agents have too, and by SGLang's. A token is no sequence."""
+    message = {"role": "assistant", "content": "ab"}
+    for stop, expected in (
+        ("b", ("stop_sequence", "b")),
+        (7, ("end_turn", None)),
+        (None, ("end_turn", None)),
+    ):
+        ended = answer({"message": message, "finish_reason": "stop", name: stop})
+        assert (ended["stop_reason"], ended["stop_sequence"]) == expected
+        last = streamed({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", name: stop}]})[-2]
+        assert last["delta"] == {"stop_reason": expected[0], "stop_sequence": expected[1]}
 
 
 def streamed(*chunks: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,6 +219,141 @@ def test_a_stream_that_fails_ends_with_an_error_alone() -> None:
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
 
 
+HINTS: dict[str, Any] = {
+    "thinking": {"type": "adaptive", "display": "summarized"},
+    "output_config": {"effort": "xhigh"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "speed": "standard",
+    "metadata": {"user_id": "u"},
+}
+"""What Claude Code adds to its requests."""
+CODING_TOOL = {
+    **WEATHER,
+    "type": "custom",
+    "eager_input_streaming": True,
+    "defer_loading": True,
+    "allowed_callers": ["direct"],
+    "input_examples": [{"city": "Oslo"}],
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+def test_hints_have_no_effect() -> None:
+    assert chat(**HINTS) == chat()
+    assert chat(tools=[CODING_TOOL]) == chat(tools=[WEATHER])
+    assert chat(tools=[{**WEATHER, "strict": True}])["tools"][0]["function"]["strict"] is True
+
+
+def test_system_messages_are_one_at_the_front() -> None:
+    said = [
+        {"role": "system", "content": "Env: linux."},
+        USER,
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    ]
+    told = {"role": "system", "content": "You help.\n\nEnv: linux.\n\nBe brief."}
+    assert chat(system="You help.", messages=said)["messages"] == [told, USER]
+    assert chat(messages=said[:2])["messages"][0]["content"] == "Env: linux."
+
+
+def test_a_format_is_the_chats() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = chat(output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
+    assert asked["response_format"]["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize("rewrite", [chat_request, tokenize_request])
+@pytest.mark.parametrize("part", [
+    b'{"role": "user", "content": "\xff"}',
+    b'{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": "\xff"}}]}',
+    b'{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"a": "\xff"}}]}',
+    b'{"role": "user", "content": "\\ud800"}',
+])  # fmt: skip
+def test_what_is_no_unicode_is_refused(rewrite: Callable[[bytes], bytes], part: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        rewrite(b'{"model": "m", "messages": [%b]}' % part)
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        rewrite(b'{"model": "m", "messages": [], "metadata": "\xff"}')
+
+
+class CountingAgent(StandInAgent):
+    """An agent with a tokenizer: a token a message."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counted: list[dict[str, Any]] = []
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        super().add_routes(router)
+        router.add_post("/tokenize", self._tokenize)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.counted.append(body)
+        if body["messages"][-1]["content"] == "too long":
+            return web.json_response({"error": {"message": "the context holds 9 tokens"}}, status=400)
+        return web.json_response({"count": len(body["messages"]), "max_model_len": 9, "tokens": []})
+
+
+async def counting(stage: Stage) -> CountingAgent:
+    return await stage.bring(CountingAgent("both", (stage.discovery,)))
+
+
+async def test_anthropics_client_sends_what_claude_code_sends(stage: Stage) -> None:
+    agent = await counting(stage)
+    async with anthropic.AsyncAnthropic(base_url=stage.proxy.url, api_key="none", max_retries=0) as client:
+        asked: Any = {
+            "model": "stand-in",
+            "system": [{"type": "text", "text": "You code.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "system", "content": "Env: linux."}, {"role": "user", "content": "a b c"}],
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "high"},
+            "context_management": HINTS["context_management"],
+        }
+        whole = await client.beta.messages.create(max_tokens=4, **asked)
+        async with client.beta.messages.stream(max_tokens=4, **asked) as stream:
+            streamed = await stream.get_final_message()
+        assert whole.stop_reason == streamed.stop_reason == "max_tokens"
+        assert (
+            [block.type for block in streamed.content] == [block.type for block in whole.content] == ["text"]
+        )
+        counted = await client.beta.messages.count_tokens(tools=[CODING_TOOL], **asked)
+        assert counted.input_tokens == 2
+        assert [each["role"] for each in agent.counted[-1]["messages"]] == ["system", "user"]
+        assert agent.counted[-1]["tools"][0]["function"]["name"] == "weather"
+        none: Any = {"type": "none"}
+        await client.messages.count_tokens(
+            model="stand-in", messages=asked["messages"][1:], tools=[CODING_TOOL], tool_choice=none
+        )
+        assert "tools" not in agent.counted[-1]
+        for refused, kind in (
+            ({"model": "gpt-9", "messages": asked["messages"]}, anthropic.NotFoundError),
+            ({"model": "stand-in", "messages": []}, anthropic.BadRequestError),
+            ({"model": "stand-in", "messages": [{"role": "user", "content": "too long"}]},
+             anthropic.BadRequestError),
+        ):  # fmt: skip
+            wrong: Any = refused
+            with pytest.raises(kind) as caught:
+                await client.messages.count_tokens(**wrong)
+            body: Any = caught.value.body
+            assert body["type"] == "error" and body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("GET", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+    ],
+)
+async def test_other_paths_and_methods_answer_as_anthropics_do(
+    stage: Stage, method: str, path: str, status: int, kind: str
+) -> None:
+    async with stage.http.request(method, stage.proxy.url + path, data=b"{}") as response:
+        error = await response.json()
+        assert (response.status, error["type"], error["error"]["type"]) == (status, "error", kind)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_through_the_proxy(stage: Stage, stream: bool) -> None:
     await stage.pair()
@@ -198,12 +369,15 @@ async def test_errors_and_keys_are_anthropics(start_stage: StartStage, tmp_path:
     keys = tmp_path / "keys"
     keys.write_text("client-key-0123456789\n")
     stage = await start_stage(api_keys=keys)
+    await counting(stage)
     await stage.pair()
-    for headers, status, kind in (
+    for path, (headers, status, kind) in itertools.product(("", "/count_tokens"), (
         ({}, 401, "authentication_error"),
         ({"x-api-key": "client-key-0123456789"}, 404, "not_found_error"),
         ({"Authorization": "Bearer client-key-0123456789"}, 404, "not_found_error"),
-    ):
-        async with stage.http.post(f"{stage.proxy.url}/v1/messages", json=BODY, headers=headers) as response:
+    )):  # fmt: skip
+        body = BODY if not path else {name: BODY[name] for name in ("model", "messages")}
+        url = f"{stage.proxy.url}/v1/messages{path}"
+        async with stage.http.post(url, json=body, headers=headers) as response:
             error = await response.json()
         assert (response.status, error["type"], error["error"]["type"]) == (status, "error", kind)

@@ -160,7 +160,7 @@ def test_tools() -> None:
         ({"input": [7]}, r"input\[0\]"),
         ({"input": [USER, {"type": "item_reference", "id": "x"}]}, r"input\[1\].*item_reference.*stored"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "web_search_call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].*input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input_image.*input\[0\]"),
         ({"input": [USER | {"contnt": "x"}]}, r"input\[0\].*contnt.*did you mean content"),
         ({"input": [USER | {"role": "critic"}]}, "critic"),
         ({"input": [{}] * (MAX_OBJECTS + 1)}, "objects"),
@@ -247,6 +247,53 @@ def test_an_answer_that_was_cut_short() -> None:
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert cut["output"][0]["status"] == "incomplete"
     assert answer({"content": ""}, "content_filter")["incomplete_details"] == {"reason": "content_filter"}
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "tool_calls"])
+def test_a_call_that_was_cut_off_is_incomplete(finish_reason: str) -> None:
+    def calls(*arguments: str) -> list[dict[str, Any]]:
+        return [
+            {"index": index, "id": f"c{index}", "function": {"name": "weather", "arguments": text}}
+            for index, text in enumerate(arguments)
+        ]
+
+    cut = answer({"tool_calls": calls('{"city":"Oslo"}', '{"city": "Os')}, finish_reason)
+    assert [item["status"] for item in cut["output"]] == ["completed", "incomplete"]
+    assert cut["status"] == "incomplete"
+    reason = {"reason": "max_output_tokens"} if finish_reason == "length" else None
+    assert cut["incomplete_details"] == reason
+    whole = answer({"tool_calls": calls("{}")}, "tool_calls")
+    assert (whole["status"], whole["output"][0]["status"]) == ("completed", "completed")
+
+    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": calls('{"city": "Os')}}]}]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]})
+    events = streamed(*chunks)
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"]["status"] for event in done] == ["incomplete"]
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_what_was_cut_off_can_be_sent_back() -> None:
+    cut = {**CALLED, "arguments": '{"city": "Os', "status": "incomplete"}
+    sent = chat(input=[USER, cut, {**RESULT}, USER])["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "user"]
+    assert sent[1] == {"role": "assistant", "content": '{"name": "weather", "arguments": {"city": "Os'}
+    thoughts = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    sent = chat(input=[USER, thoughts, USER])["messages"]
+    assert sent[1] == {"role": "assistant", "reasoning_content": "hm", "content": ""}
+
+
+def test_what_is_no_unicode_is_refused() -> None:
+    for body in (
+        b'{"model": "m", "input": "\xff"}',
+        b'{"model": "m", "input": [{"role": "user", "content": "\xff"}]}',
+        b'{"model": "m", "input": [{"type": "\xff"}]}',
+        b'{"model": "m", "input": "a", "user": "\xff"}',
+        b'{"model": "m", "input": "a", "tools": [{"type": "function", "name": "f", "parameters": "\xff"}]}',
+        b'{"model": "m", "input": "\\udc00"}',
+    ):
+        with pytest.raises(InvalidRequest, match="not valid JSON"):
+            ResponsesRewriter().chat_request(body)
 
 
 def test_what_is_no_answer() -> None:
