@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with JSON that somebody sent, in plain words: msgspec speaks of its types. Pure."""
+"""What is wrong with JSON from outside, in plain words: msgspec speaks of its own types. Pure."""
 
 from __future__ import annotations
 
 import re
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-MAX_VALUE_CHARS = 64
+_SHOWN_CHARS = 64
 """Of a value or a name of the sender's that is repeated."""
 _PLACE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
@@ -41,12 +41,15 @@ def check_utf8(raw: bytes) -> None:
         str(raw, "utf-8")
 
 
+ProblemCode = Literal["invalid_json", "invalid_type", "invalid_value", "missing_field", "unknown_field"]
+
+
 class JsonProblem(NamedTuple):
     """What is wrong, and where: `field` is a place such as `messages[0].role`, None for all of it."""
 
     field: str | None
     message: str
-    code: str
+    code: ProblemCode
 
 
 def explain(error: BaseException, where: str = "", whole: str = "the body") -> JsonProblem:
@@ -65,12 +68,12 @@ def explain(error: BaseException, where: str = "", whole: str = "the body") -> J
     path = place["path"] if place else ""
     text = text if place is None else text[: place.start()]
     field = _joined(where, path)
-    for pattern, code in ((_MISSING, "missing_field"), (_UNKNOWN, "unknown_field")):
-        if named := pattern.fullmatch(text):
-            name = _joined(field, f".{_short(named['name'])}")
-            if code == "missing_field":
-                return JsonProblem(name, f"{name} is missing", code)
-            return JsonProblem(field or None, f"{name} is not a known field", code)
+    if named := _MISSING.fullmatch(text):
+        name = _joined(field, f".{named['name']}")
+        return JsonProblem(name, f"{name} is missing", "missing_field")
+    if named := _UNKNOWN.fullmatch(text):
+        name = _joined(field, f".{_short(named['name'])}")
+        return JsonProblem(field or None, f"{name} is not a known field", "unknown_field")
     name = field.removesuffix("[...]") or whole
     if value := _VALUE.fullmatch(text):
         return JsonProblem(
@@ -86,7 +89,7 @@ def _joined(where: str, path: str) -> str:
     return where + path if where else path.removeprefix(".")
 
 
-def _demand(text: str) -> tuple[str, str]:
+def _demand(text: str) -> tuple[ProblemCode, str]:
     """Return a code, and what the value must be."""
     if found := _LENGTH.fullmatch(text):
         return "invalid_value", f"must have {_BOUNDS[found['op']]} {found['bound']} {_PARTS[found['type']]}"
@@ -95,7 +98,7 @@ def _demand(text: str) -> tuple[str, str]:
     if found := _PATTERN.fullmatch(text):
         return "invalid_value", f"must match {found['pattern']}"
     if found := _TYPE.fullmatch(text):
-        # A null is the same as a field left out, which nobody needs to be told.
+        # Null is the same as a field left out.
         types = [each for each in found["types"].split(" | ") if each != "null"] or ["null"]
         wanted = " or ".join(_WORDS.get(each, each) for each in types)
         got = f", not {_WORDS.get(found['got'], found['got'])}" if found["got"] else ""
@@ -116,4 +119,4 @@ def _syntax(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

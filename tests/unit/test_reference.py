@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from kvferry.common.json_errors import ProblemCode
 from kvferry.deploy.cli import COMMANDS
 from kvferry.proxy import errors
 from tools import reference
@@ -33,7 +34,7 @@ def proxy_codes() -> set[str]:
 
 def agent_codes() -> set[str]:
     """Return the codes that agents' calls name as literals, and what `bad_request` takes by itself."""
-    codes = {"invalid_value"}
+    codes = {"invalid_value", *get_args(ProblemCode)}
     for path in (ROOT / "agent").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.agent.api.message.call_syntax import CallPiece, CallReader, ObjectEnd, call_piece
-from kvferry.agent.api.message.response_form import Mark, Region, ResponseForm
+from kvferry.agent.api.message.response_form import Mark, RegionForm, ResponseForm
 from kvferry.agent.ids import AnswerId
 from kvferry.common.hashing import Purpose, digest
 
@@ -152,7 +152,7 @@ class MessageParser:
         """What text is shown as that is no call."""
         self._calls: CallReader | _TemplateCalls | None = None
         """What reads the region that is open, if it is one of calls."""
-        self._region: Region | None = None
+        self._region: RegionForm | None = None
         self._begin = ""
         """The mark at its begin."""
         self._num_calls = 0
@@ -213,7 +213,7 @@ class MessageParser:
 
     def _read_outside(self, delta: MessageDelta, last: bool) -> bool:
         """Show content up to where a region begins."""
-        marks: list[tuple[re.Match[str] | None, int, Region | None]]
+        marks: list[tuple[re.Match[str] | None, int, RegionForm | None]]
         marks = [(*self._find_begin(region, begin, last), region) for region, begin in self._regions]
         if self._outside is not None:
             marks.append((*self._outside.find(self._text, self._at, last=last), None))
@@ -230,7 +230,7 @@ class MessageParser:
             self._open(region, mark)
         return region is not None or mark.end() > mark.start()
 
-    def _open(self, region: Region, begin: re.Match[str]) -> None:
+    def _open(self, region: RegionForm, begin: re.Match[str]) -> None:
         self._region, self._begin, self._at = region, begin[0], begin.end()
         self._begins_from = max(begin.start() + 1, begin.end())
         self._is_blank = False
@@ -247,7 +247,7 @@ class MessageParser:
                 else CallReader(syntax, self._wanted.tool_names, begin.end())
             )
 
-    def _find_begin(self, region: Region, begin: Mark, last: bool) -> tuple[re.Match[str] | None, int]:
+    def _find_begin(self, region: RegionForm, begin: Mark, last: bool) -> tuple[re.Match[str] | None, int]:
         """Find where a region begins, and where text begins that may yet be that."""
         found, pending = begin.find(self._text, max(self._at, self._begins_from), last=last)
         before = self._text[self._at : pending if found is None else found.start()]
@@ -373,7 +373,7 @@ class _TemplateCalls:
     Its members mean what those of `CallReader` mean.
     """
 
-    def __init__(self, wanted: MessageFormat, region: Region, begin: int, at: int) -> None:
+    def __init__(self, wanted: MessageFormat, region: RegionForm, begin: int, at: int) -> None:
         self._wanted = wanted
         self._region = region
         self._begin = begin

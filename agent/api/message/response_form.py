@@ -168,7 +168,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class RegionForm:
     """A part of an answer, between marks; the part that has no `begin` is what is in no other.
 
     One that `is_first` can only be what the answer begins with. With `is_json` its text is JSON. It matches
@@ -220,7 +220,7 @@ class ResponseForm:
             text for name, field in fields.items() if name != "content" for text in _strings(field)
         )
 
-    def regions(self, *, reasoning: bool, calls: bool) -> list[Region]:
+    def regions(self, *, reasoning: bool, calls: bool) -> list[RegionForm]:
         """Return the regions that an answer may have, content and these kinds; what is in none is content."""
         wanted = {"content", *(("reasoning",) if reasoning else ()), *(("calls",) if calls else ())}
         return [region for region in self._regions if region.kind in wanted]
@@ -268,7 +268,7 @@ def known_form(chat_template: str) -> ResponseForm | None:
     return ResponseForm(template, calls=entry.syntax, reasoning=reasoning, body=entry.body)
 
 
-def _region(field: ResponseTemplateField, body: re.Pattern[str] | None) -> Region:
+def _region(field: ResponseTemplateField, body: re.Pattern[str] | None) -> RegionForm:
     kind = REGION_KINDS.get(field.name, "content")
     begin = field.open_re and Mark(
         field.open_re, is_fixed=bool(field.open_literals) and not field.open_literal_can_extend
@@ -276,7 +276,7 @@ def _region(field: ResponseTemplateField, body: re.Pattern[str] | None) -> Regio
     end = field.close_re and Mark(
         field.close_re, is_fixed=bool(field.close_literals) and not field.close_literal_can_extend
     )
-    return Region(
+    return RegionForm(
         kind=kind,
         begin=begin,
         end=end,

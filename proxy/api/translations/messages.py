@@ -207,8 +207,8 @@ def _chat_prompt(request: PromptRequest) -> dict[str, Any]:
 
 def _chat_messages(request: PromptRequest) -> Iterator[dict[str, Any]]:
     """The chat. Its system messages become one, at the front: many chat templates take no other."""
-    told = [message for message in request.messages if message.role == "system"]
-    texts = [text for text in (_joined(request.system), *map(_system_text, told)) if text]
+    others = [message for message in request.messages if message.role == "system"]
+    texts = [text for text in (_joined(request.system), *map(_system_text, others)) if text]
     if texts:
         yield {"role": "system", "content": "\n\n".join(texts)}
     for message in request.messages:

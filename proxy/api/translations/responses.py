@@ -366,7 +366,7 @@ class _Conversation:
         self._thoughts = "\n".join(filter(None, (self._thoughts, text)))
 
     def _end_turn(self) -> None:
-        """Somebody else speaks: what the assistant thought before is all of its message."""
+        """Another role speaks: what the assistant thought before is all of its message."""
         if self._thoughts:
             self._assistant(opens=True)["content"] = ""
 
