@@ -46,6 +46,7 @@ INTERNAL = {
     "common/child_process.py::MAX_LINE_BYTES": "between our own processes",
     "common/options.py::MAX_SHOWN_CHARS": "how much of a mistake is shown to its maker",
     "agent/api/text/detokenizer.py::_MAX_HELD_IDS": "what a model may write",
+    "agent/api/message/message_parser.py::_MAX_REREAD_CHARS": "what a model may write",
 }
 
 

@@ -154,12 +154,16 @@ class CallReader:
     a call belongs to it, so a mark that ends regions counts only while `is_within_call` is false.
 
     Args:
+        syntax: How the calls are written.
+        tools: The names of those that may be called.
         at: Where the region begins in the text.
+        one_call: Whether nothing is read after the first call.
     """
 
-    def __init__(self, syntax: CallSyntax, tools: Collection[str], at: int) -> None:
+    def __init__(self, syntax: CallSyntax, tools: Collection[str], at: int, *, one_call: bool) -> None:
         self._syntax = syntax
         self._tools = tools
+        self._one_call = one_call
         self.at = at
         """Where what has not been understood yet begins."""
         self._begin = at
@@ -186,9 +190,13 @@ class CallReader:
     def read(self, text: str) -> list[CallPiece]:
         """Read the text, which begins with that of before; returns what is new of calls."""
         pieces: list[CallPiece] = []
-        while not self.is_refused and self._advance(text, pieces):
+        while not (self.is_refused or self._is_over) and self._advance(text, pieces):
             pass
         return pieces
+
+    @property
+    def _is_over(self) -> bool:
+        return self._one_call and self.num_complete > 0
 
     def end(self, text: str, until: int, mark: str | None) -> list[CallPiece]:
         """No call begins before `until`, where the mark is that ends the region, if there is one yet.

@@ -22,6 +22,8 @@ from kvferry.common.hashing import Purpose, digest
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS = 9
 """As many letters and digits as Mistral's chat templates insist on."""
+_MAX_REREAD_CHARS = 64 * 1024
+"""Of one answer: what looks like calls in each other is read once for each of them. Beyond it none is."""
 _OBJECT = re.compile(r"\s*[{\[]")
 
 
@@ -155,6 +157,8 @@ class MessageParser:
         self._region: RegionForm | None = None
         self._begin = ""
         """The mark at its begin."""
+        self._num_reread = 0
+        """How many characters were read as calls and then as content."""
         self._num_calls = 0
         self._is_broken = False
         """Whether there is a call of which not all is there."""
@@ -244,7 +248,7 @@ class MessageParser:
             self._calls = (
                 _TemplateCalls(self._wanted, region, begin.start(), begin.end())
                 if syntax is None
-                else CallReader(syntax, self._wanted.tool_names, begin.end())
+                else CallReader(syntax, self._wanted.tool_names, begin.end(), one_call=self._wanted.one_call)
             )
 
     def _find_begin(self, region: RegionForm, begin: Mark, last: bool) -> tuple[re.Match[str] | None, int]:
@@ -299,6 +303,9 @@ class MessageParser:
             self._at = calls.at
         else:
             self._content.push(self._begin, delta)
+        self._num_reread += len(self._text) - self._at
+        if self._num_reread > _MAX_REREAD_CHARS:
+            self._regions = [each for each in self._regions if each[0].kind != "calls"]
         if not calls.num_calls or self._region is None or self._region.end is None:
             self._region = None
         self._calls = None
@@ -395,6 +402,7 @@ class _TemplateCalls:
     def end(self, text: str, until: int, mark: str | None) -> list[CallPiece]:
         """See `CallReader`."""
         if mark is None:
+            self.at = until
             return []
         body = self._region.body
         is_read = body is None or body.fullmatch(text, self._body, until) is not None

@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, MessageParser, call_id
@@ -164,8 +165,7 @@ def test_a_mark_within_a_string_is_text(name: str, data: st.DataObject) -> None:
     if name == "xml":
         pieces = [*pieces, "</parameter>", "</function>"]
     said = "x" + "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8))) + "x"
-    if name == "xml":
-        said = said.replace("</function></tool_call>", "").replace("</function>\n</tool_call>", "")
+    assume(name != "xml" or not re.search(r"</function>\s*</tool_call>", said))
     text = written(MODELS[name], {"content": "", "tool_calls": calls_of([{"city": said}])})[1]
     whole = parse(wanted_for(MODELS[name]), list(text))
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [
@@ -504,3 +504,41 @@ def test_a_model_of_which_nothing_is_known_has_no_form() -> None:
     assert known_form("{% for message in messages %}{{ message.content }}{% endfor %}") is None
     with pytest.raises(ValueError, match="start_anchor"):
         ResponseForm({"fields": {"content": {}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{" * 8000,
+        "<tool_call>{" * 8000 + "}" * 8000,
+        '<tool_call>{"a": "' * 8000,
+        '<tool_call>{"arguments": {"a": [' + "[1]," * 40_000,
+        '<tool_call>{"name": "now", "arguments": {"a": [' + "[1]," * 40_000,
+        "<tool_call>" * 10_000,
+    ],
+)
+def test_no_text_costs_the_square_of_its_length(text: str) -> None:
+    """It is read on the event loop, where other answers wait; a second would be thousands of tokens."""
+    began = time.process_time()
+    whole = parse(wanted_for(MODELS["hermes"]), [text[at : at + 4] for at in range(0, len(text), 4)])
+    assert time.process_time() - began < 5
+    assert whole.calls or whole.content == text
+
+
+def test_a_long_call_that_is_no_json_costs_no_square_either() -> None:
+    body = "<parameter=city>\n" + "x </func " * 20_000 + "\n</parameter>"
+    text = f"<tool_call>\n<function=get_weather>\n{body}\n</function>\n</tool_call>"
+    began = time.process_time()
+    whole = parse(wanted_for(MODELS["xml"]), [text[at : at + 4] for at in range(0, len(text), 4)])
+    assert time.process_time() - began < 5
+    assert len(whole.calls) == 1
+
+
+def test_a_second_call_in_the_same_piece_is_not_looked_at() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}} {"name": "now", "arguments": {"a": tru}}'
+    for pieces in ([call], list(call)):
+        parser = MessageParser(wanted_for(MODELS["hermes"], one_call=True), ANSWER, 0)
+        for piece in pieces:
+            if not parser.ended:
+                parser.push(piece)
+        assert parser.has_whole_calls
