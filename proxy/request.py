@@ -72,6 +72,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Raw = field(default_factory=Raw)
     cache_salt: Raw = field(default_factory=Raw)
     kvferry_timing: bool | None = None
+    kvferry_hints: Raw = field(default_factory=Raw)
     kv_transfer_params: Raw = field(default_factory=Raw)
     resume: Raw = field(default_factory=Raw)
     tools: Raw = field(default_factory=Raw)
@@ -106,8 +107,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices. `prompt_tokens` is known only for prompts of token ids, and is the longest one's.
     `continuous_usage`: whether every event of a stream should carry the token counts so far. `cache_salt`
     keeps the prefixes of those who have another one apart. `include_timing`: whether the answer should report
-    how long its parts took. `undivided`: whether one agent must do it all, since logprobs of the prompt
-    itself are requested, or nothing but the prompt.
+    how long its parts took. `hints`: which fields have no effect where they cannot have any; only kvferry's
+    agents read that, so it is no part of `body`. `undivided`: whether one agent must do it all, since
+    logprobs of the prompt itself are requested, or nothing but the prompt.
     """
 
     endpoint: Endpoint
@@ -128,6 +130,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None = None
     continuous_usage: bool = False
     cache_salt: Raw = field(default_factory=Raw)
+    hints: Raw = field(default_factory=Raw)
 
     @property
     def sequences(self) -> int:
@@ -176,6 +179,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         if bytes(value) not in _NOT_GIVEN:
             raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
         body.pop(name, None)
+    body.pop("kvferry_hints", None)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     n, prompts, longest = fields.n or 1, 1, None
@@ -212,6 +216,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         prompt_tokens=longest,
         continuous_usage=bool(fields.stream_options and fields.stream_options.continuous_usage_stats),
         cache_salt=Raw() if bytes(fields.cache_salt) == b"null" else fields.cache_salt,
+        hints=fields.kvferry_hints,
     )
 
 

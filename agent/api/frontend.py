@@ -476,8 +476,8 @@ class Frontend:
             if body.chat_template is not None:
                 template = template.replaced(body.chat_template)
             variables = dict(body.chat_template_kwargs or {})
-            # A hint, which clients of all models send.
-            if body.reasoning_effort is not None and template.reads("reasoning_effort"):
+            is_hint = "reasoning_effort" in (body.kvferry_hints or ())
+            if body.reasoning_effort is not None and not (is_hint and not template.reads("reasoning_effort")):
                 variables["reasoning_effort"] = body.reasoning_effort
             if tools and not template.reads_tools:
                 raise bad_request("tools: this model's chat template has no tools", "tools", "no_tools")
@@ -491,6 +491,7 @@ class Frontend:
                 continue_final_message=continues,
             )
         except UnreadVariable as error:
-            raise bad_request(str(error), "chat_template_kwargs") from error
+            is_field = error.name == "reasoning_effort" and body.reasoning_effort is not None
+            raise bad_request(str(error), error.name if is_field else "chat_template_kwargs") from error
         except TemplateRefused as error:
             raise bad_request(str(error), "messages") from error

@@ -276,6 +276,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template: Template | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    kvferry_hints: list[Literal["reasoning_effort"]] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

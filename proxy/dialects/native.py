@@ -74,7 +74,7 @@ class Native(Dialect):
 
     def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """The client's own sampling settings and `n`, one token each, the KV to be kept."""
-        body = {name: value for name, value in sub.body.items() if name not in _NOT_FOR_PREFILL}
+        body = {name: value for name, value in _client_body(sub).items() if name not in _NOT_FOR_PREFILL}
         params: dict[str, Any] = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -215,9 +215,14 @@ def _leg(sub: SubRequest, body: dict[str, Any]) -> LegRequest:
     return LegRequest(path=path, headers=headers(sub.ids), body=msgspec.json.encode(body))
 
 
+def _client_body(sub: SubRequest) -> dict[str, Any]:
+    hints = sub.request.hints
+    return {**sub.body, "kvferry_hints": hints} if bytes(hints) else sub.body
+
+
 def _whole_body(sub: SubRequest) -> dict[str, Any]:
     """The body of any decode leg. Its events carry token ids, should the stream break."""
-    body = {**sub.body, "seed": sub.ids.seed}
+    body = {**_client_body(sub), "seed": sub.ids.seed}
     if sub.request.stream:
         body["kvferry_token_lines"] = True
         if sub.choices.start:

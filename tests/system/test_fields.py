@@ -191,6 +191,7 @@ ALONE: dict[str, tuple[dict[str, Any], Any]] = {
     "repetition_penalty": ({}, 2.0),
     "response_format": ({}, {"type": "json_object"}),
     "return_token_ids": ({"return_token_ids": False}, True),
+    "return_tokens_as_token_ids": ({"logprobs": 1}, True),
     "seed": ({}, 6),
     "skip_special_tokens": ({**ENDED, "ignore_eos": True}, False),
     "stop": ({"guided_regex": "xy"}, "y"),
@@ -219,6 +220,7 @@ SHOWN_ELSEWHERE = {
     "add_special_tokens": "the bundled model's tokenizer adds none: tests/unit/agent/api/text",
     "cache_salt": "it changes no answer, but what is shared: tests/system/test_prefix_reuse.py",
     "include_reasoning": "the bundled model does not reason: tests/unit/agent/api/message",
+    "kvferry_hints": "it makes no error of what has no effect: tests/unit/agent/api/test_server.py",
     "parallel_tool_calls": "the bundled model calls no tools: tests/system/test_tools.py",
     "separate_reasoning": "as include_reasoning",
 }

@@ -29,7 +29,11 @@ class TemplateRefused(ValueError):
 
 
 class UnreadVariable(TemplateRefused):
-    """The template does not read a variable."""
+    """The template does not read the variable `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the chat template does not read {name}")
+        self.name = name
 
 
 class ChatTemplate:
@@ -90,7 +94,7 @@ class ChatTemplate:
         """
         given = dict(variables or {})
         if unread := sorted(name for name in given if not self.reads(name)):
-            raise UnreadVariable(f"the chat template does not read {unread[0]}")
+            raise UnreadVariable(unread[0])
         try:
             text = self._template.render(
                 messages=_marked(messages) if continue_final_message else messages,

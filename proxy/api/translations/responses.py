@@ -282,6 +282,8 @@ def chat_request(request: ResponsesRequest) -> bytes:
         **{name: getattr(request, name) for name in _PASSED_ON},
     }
     body |= {name: value for name, value in given.items() if value is not None and value != _NULL}
+    if "reasoning_effort" in body:
+        body["kvferry_hints"] = ["reasoning_effort"]  # clients send an effort to every model
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     return msgspec.json.encode(body | _tools(request))

@@ -322,3 +322,13 @@ def test_what_no_agent_can_answer_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         NATIVE.check(request(**fields))
     assert caught.value.param in fields
+
+
+def test_hints_are_for_native_agents_alone() -> None:
+    """Other engines have no such field, or refuse what they do not know."""
+    asked = request("chat/completions", reasoning_effort="low", kvferry_hints=["reasoning_effort"])
+    assert "kvferry_hints" not in asked.body
+    for leg in (NATIVE.alone_leg(sub_of(asked), None), NATIVE.prefill_leg(sub_of(asked), endpoints(asked))):
+        assert json.loads(leg.body)["kvferry_hints"] == ["reasoning_effort"]
+    plain = NATIVE.alone_leg(sub_of(request("chat/completions")), None)
+    assert "kvferry_hints" not in json.loads(plain.body)

@@ -64,6 +64,7 @@ def test_settings_have_other_names() -> None:
     )  # fmt: skip
     assert asked == chat() | {
         "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "reasoning_effort": "low",
+        "kvferry_hints": ["reasoning_effort"],
         "verbosity": "low", "logprobs": True, "top_logprobs": 2,
         "response_format": {
             "type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}
