@@ -40,7 +40,6 @@ from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews, ScalingCollector
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
@@ -48,6 +47,7 @@ from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.events import PlaneStats
 

@@ -27,12 +27,12 @@ from kvferry.proxy.errors import (
     WrongMethod,
 )
 from kvferry.proxy.exchange.exchange import Exchange
-from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
 from kvferry.proxy.request import ClientRequest, check_encoding, parse_request, salted
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 from kvferry.proxy.telemetry.request_trace import RequestTrace
 from kvferry.proxy.telemetry.timelines import Timelines
 

@@ -14,11 +14,11 @@ from kvferry.common.http.server import Header
 from kvferry.proxy import sse
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.exchange.legs import PausableSource
-from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.request import ClientRequest, ReportedUsage, reported_usage, with_usage
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
+from kvferry.proxy.telemetry.request_log import RequestLog
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""

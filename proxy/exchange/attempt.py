@@ -60,7 +60,6 @@ from kvferry.proxy.exchange.legs import (
     require_stream,
 )
 from kvferry.proxy.exchange.relay import OpeningEvent, RelayedResponse
-from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.rewrite import EventRewriter, RewrittenResponse
 from kvferry.proxy.exchange.sub_requests import (
     KeptResponses,
@@ -76,6 +75,7 @@ from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 MAX_PROMPTS_AT_ONCE = 16

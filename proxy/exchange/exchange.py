@@ -39,7 +39,6 @@ from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
 from kvferry.proxy.exchange.attempt import Attempt, AttemptContext, RequestState
 from kvferry.proxy.exchange.legs import Legs, ResponseSink
 from kvferry.proxy.exchange.poison import PoisonCheck
-from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.exchange.retry import Retries, RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
@@ -47,6 +46,7 @@ from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair
 from kvferry.proxy.fleet.routing_request import routing_request
 from kvferry.proxy.ids import Identity
 from kvferry.proxy.request import ClientRequest, check_context
+from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 from kvferry.proxy.wire.registration import Register
 
 

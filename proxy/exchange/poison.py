@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from kvferry.proxy.clock import now
 from kvferry.proxy.errors import AgentLost, AgentTimeout, SuspectRequest
 from kvferry.proxy.exchange.legs import AgentFailure
-from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.fleet.registry import Place
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.request_log import RequestLog
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvferry.proxy.errors import AgentLost, StreamBroken
-from kvferry.proxy.exchange.request_log import Phase, RequestLog
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 
 RATIO = 0.1
 RESERVE = 64.0

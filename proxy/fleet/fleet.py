@@ -22,7 +22,7 @@ from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Place, Registry
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
+from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 

@@ -35,11 +35,11 @@ from kvferry.proxy.fleet.groups import (
 )
 from kvferry.proxy.fleet.registry import ROLES, NodeState, Snapshot
 from kvferry.proxy.fleet.router import NoPair, can_serve
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ class AgentCollector(Collector):
 
 
 class ScalingCollector(Collector):
-    """This process's part of the signals to scale by (`proxy.scaling`), where they are known."""
+    """This process's part of the signals to scale by (`proxy.fleet.scaling`), where they are known."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

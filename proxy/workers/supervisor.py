@@ -33,7 +33,6 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import Node, NodeState, Registry
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import (
     LARGE_FLEET,
     Activity,
@@ -60,6 +59,7 @@ from kvferry.proxy.telemetry.metrics import (
     exposition,
     sum_families,
 )
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,

@@ -26,7 +26,6 @@ from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import (
     AgentCollector,
     OperatorViews,
@@ -40,6 +39,7 @@ from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,

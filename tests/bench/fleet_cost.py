@@ -24,11 +24,11 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.transfer_totals import TransferTotals
 from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Load, Register
 from tests.bench.proxy_cost import PAIR, missing_rivals, request_cost, router
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry.agent.announce.capacity import CapacityMeter
-from kvferry.proxy.scaling import AgentLoad, ScalingSignals, Signals
+from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.wire.registration import Load, Register, Role
 from tests.unit.proxy.builders import registration
 

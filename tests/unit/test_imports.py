@@ -34,8 +34,10 @@ def _rooms() -> dict[str, set[str]]:
     ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
-    fleet = {*texts, "proxy.dialects", "proxy.scaling", "proxy.fleet"}
-    exchange = {*fleet, "proxy.http", "proxy.exchange"}
+    fleet = {*texts, "proxy.dialects.names", "proxy.fleet"}
+    # Above the fleet, unlike the rest of its room.
+    records = {"proxy.telemetry.request_log"}
+    exchange = {*fleet, *records, "proxy.http", "proxy.dialects", "proxy.exchange"}
     parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
     rooms = {
         "common": set(),
@@ -49,10 +51,11 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.sse": errors,
         "proxy.request": {*errors, "proxy.sse"},
         "proxy.http": {*errors, "proxy.sse"},
-        "proxy.dialects": texts,
-        "proxy.scaling": {"proxy.wire"},
+        "proxy.dialects.names": {"proxy.wire"},
+        "proxy.dialects": {*texts, "proxy.dialects.names"},
         "proxy.fleet": fleet,
-        "proxy.discovery": fleet,
+        "proxy.telemetry.request_log": fleet,
+        "proxy.discovery": {*fleet, "proxy.dialects"},
         "proxy.exchange": exchange,
         "proxy.api": {*exchange, "proxy.api.translations"},
         "proxy.api.translations": texts,

@@ -16,8 +16,8 @@ import uvicorn.server
 
 from kvferry.common.http import server
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.exchange.request_log import Phase
 from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.telemetry.request_log import Phase
 from kvferry.proxy.wire.registration import Role
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample

@@ -677,7 +677,7 @@ async def test_every_request_is_logged_once_without_its_prompt(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     await stage.pair()
-    with caplog.at_level("INFO", logger="kvferry.proxy.exchange.request_log"):
+    with caplog.at_level("INFO", logger="kvferry.proxy.telemetry.request_log"):
         await stage.stream({**BODY, "prompt": "a secret"})
         await stage.ask({**BODY, "max_tokens": -1})
     lines = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
@@ -693,7 +693,7 @@ async def test_prompts_are_logged_when_that_is_asked_for(
     """Issue 4, "Security": `--log-prompts`, and then only so much of each."""
     stage = await start_stage(log_prompts=True)
     await stage.pair()
-    with caplog.at_level("INFO", logger="kvferry.proxy.exchange.request_log"):
+    with caplog.at_level("INFO", logger="kvferry.proxy.telemetry.request_log"):
         await stage.stream({**BODY, "prompt": "no secret " * 1000})
         await stage.ask(
             {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}]}, "chat/completions"

@@ -15,9 +15,9 @@ import pytest
 
 from kvferry.common.http.server import MAX_HEAD_BYTES, MAX_PIPELINED
 from kvferry.proxy.exchange.attempt import Attempt
-from kvferry.proxy.exchange.request_log import RequestLog
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.telemetry.request_log import RequestLog
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 

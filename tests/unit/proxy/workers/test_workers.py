@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.scaling import ARRIVALS_S, LEAST_AGE_S
+from kvferry.proxy.fleet.scaling import ARRIVALS_S, LEAST_AGE_S
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.proxy.workers.messages import HEARTBEAT_INTERVAL_S
 from kvferry.proxy.workers.supervisor import MAX_MISSED, WorkersFailed, reserved_port, running_workers

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.proxy.fleet import transfer_totals
-from kvferry.proxy.fleet.transfer_totals import MAX_PAIRS, MAX_REASONS, OTHER, TransferTotals
+from kvferry.proxy.telemetry import transfer_totals
+from kvferry.proxy.telemetry.transfer_totals import MAX_PAIRS, MAX_REASONS, OTHER, TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, LinkUse, WorkReport
 from tests.unit.proxy.builders import registration
 

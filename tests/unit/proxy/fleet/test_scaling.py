@@ -16,8 +16,7 @@ from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.router import NoPair
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.views import ScalingCollector
-from kvferry.proxy.scaling import (
+from kvferry.proxy.fleet.scaling import (
     GONE_S,
     LEAST_AGE_S,
     MAX_MODELS,
@@ -30,6 +29,7 @@ from kvferry.proxy.scaling import (
     decode_agents_per_sequence,
     signals_of,
 )
+from kvferry.proxy.fleet.views import ScalingCollector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
 from tests.standins.simulated_fleet import Mix, SimulatedFleet, Speed
