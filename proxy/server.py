@@ -28,6 +28,7 @@ from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.completions import ENDPOINTS, Completions
 from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
+from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
@@ -40,10 +41,10 @@ from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
-from kvferry.proxy.fleet.views import AgentCollector, FleetCollector, OperatorViews, ScalingCollector
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
+from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -91,7 +92,7 @@ class Services:
     metrics: Metrics
     failures: FailureLog
     timelines: Timelines
-    views: OperatorViews
+    views: OperatorApi
     dashboard: DashboardFeed
     api_keys: ApiKeys | None
     tracing: Tracing | None
@@ -180,8 +181,8 @@ async def running_proxy(
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
-    views = OperatorViews(fleet, metrics, history, failures, timelines, transfers, discovery.down)
-    metrics.add_collector(FleetCollector(views.view))
+    views = OperatorApi(fleet, metrics, history, failures, timelines, transfers, discovery.down)
+    metrics.add_collector(FleetCollector(lambda: views.view().snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
@@ -211,7 +212,7 @@ async def serving(
     metrics: Metrics,
     failures: FailureLog,
     timelines: Timelines,
-    views: OperatorViews,
+    views: OperatorApi,
     listener: socket.socket,
     stop: StopRequest,
 ) -> AsyncIterator[Services]:

@@ -15,11 +15,12 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import MESSAGES_PREFIX, ApiKeys, request_authorization, require_keys
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
+from kvferry.proxy.api.operator.commands import OperatorApi, PageName
+from kvferry.proxy.api.operator.pages import JSON, Page
 from kvferry.proxy.api.response_writer import send_error
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations import messages
 from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, NotFound, ProxyError, WrongMethod
-from kvferry.proxy.fleet.views import JSON, OperatorViews, Page, PageName
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
 from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.request import check_encoding
@@ -30,7 +31,7 @@ FOLDER = str(Path(__file__).parent)
 
 def create_app(
     *,
-    views: OperatorViews,
+    views: OperatorApi,
     dashboard: DashboardFeed,
     tokenizers: TokenizerRelay,
     api_keys: ApiKeys | None,
@@ -147,7 +148,7 @@ async def serve_health(scope: Scope, receive: Receive, response: ClientResponse)
     send_error(response, request_id, error)
 
 
-async def _page(views: OperatorViews, name: PageName) -> Response:
+async def _page(views: OperatorApi, name: PageName) -> Response:
     try:
         return _page_response(await views.page(name))
     except ProxyError as error:
@@ -158,7 +159,7 @@ class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-async def _model_page(views: OperatorViews, name: str) -> Response:
+async def _model_page(views: OperatorApi, name: str) -> Response:
     try:
         models = msgspec.json.decode((await views.page("models")).body, type=_ModelList).data
     except ProxyError as error:
@@ -202,7 +203,7 @@ async def _admitted_body(keys: ApiKeys | None) -> bytes:
     return await request.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
-async def _drain(views: OperatorViews, incarnation: Incarnation, drained: bool) -> Response:
+async def _drain(views: OperatorApi, incarnation: Incarnation, drained: bool) -> Response:
     try:
         return _page_response(await views.drain(incarnation, drained))
     except ProxyError as error:

@@ -14,8 +14,9 @@ from quart import Quart, Response, redirect
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
+from kvferry.proxy.api.operator.commands import OperatorApi
+from kvferry.proxy.api.operator.pages import JSON
 from kvferry.proxy.errors import ProxyError, TooManyViewers
-from kvferry.proxy.fleet.views import JSON, OperatorViews
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
@@ -54,7 +55,7 @@ class DashboardFeed:
     gets the newest snapshot when it reads again, never a backlog.
     """
 
-    def __init__(self, views: OperatorViews) -> None:
+    def __init__(self, views: OperatorApi) -> None:
         self._views = views
         self._lock = asyncio.Lock()
         self._closed = asyncio.Event()
@@ -95,7 +96,7 @@ class DashboardFeed:
             return self._event
 
 
-def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorViews) -> None:
+def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
     """Add the dashboard's routes. Its files are read once, here."""
     files = {name: (FOLDER / name).read_bytes() for name in CONTENT_TYPES}
 

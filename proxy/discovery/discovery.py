@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import aiohttp
 
@@ -21,12 +22,19 @@ from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.discovery.pinged_servers import PingedServers
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.views import DownServer
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.engine_servers import registration_of
 from kvferry.proxy.wire.registration import Bye, Incarnation
 
 logger = logging.getLogger(__name__)
+
+
+class DownServer(TypedDict):
+    """A server named by flags or a file that is down."""
+
+    address: str
+    role: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

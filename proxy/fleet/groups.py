@@ -16,10 +16,12 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.proxy.dialects.names import SERVING_ALONE, SUPPORTED
-from kvferry.proxy.fleet.registry import Leg, Snapshot
+from kvferry.proxy.fleet.registry import Leg, NodeState, Snapshot
 from kvferry.proxy.wire.registration import NATIVE_DIALECT, Register, Versions, common_version
 
 ONE_HOST_TRANSFERS = frozenset({"cuda_ipc"})
+MAX_PAIRINGS = 1000
+"""Refused pairings that are listed, beside their number."""
 
 
 class Mismatch(enum.StrEnum):
@@ -357,6 +359,39 @@ class Matching:
         if shared is None:
             shared = self._shared[id(partners)] = [each for each in partners if each in self._open]
         return shared
+
+
+class UnpairedReasons:
+    """Why agents of one snapshot have no partner."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._prefills, self._decodes = snapshot.up("prefill"), snapshot.up("decode")
+        self._of_prefills = Matching(groups_of(snapshot), "prefill", self._decodes)
+        self._of_decodes = Matching(groups_of(snapshot), "decode", self._prefills)
+
+    def not_paired(self, position: int) -> str | None:
+        """Return why no request is routed to this agent, or None if one could be."""
+        node = self._snapshot.nodes[position]
+        if node.info.dialect not in SUPPORTED:
+            return Mismatch.DIALECT.value
+        if node.state is not NodeState.READY:
+            return f"its state is {node.state.value}"
+        prefills, decodes = node.serves("prefill"), node.serves("decode")
+        if prefills and self._of_prefills.has_partner(position):
+            return None
+        if decodes and self._of_decodes.has_partner(position):
+            return None
+        if prefills and self._decodes:
+            return self._reason(position, self._decodes[0])
+        if decodes and self._prefills:
+            return self._reason(self._prefills[0], position)
+        return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
+
+    def _reason(self, prefill: int, decode: int) -> str:
+        nodes, why = self._snapshot.nodes, groups_of(self._snapshot).why(prefill, decode)
+        assert why is not None, "they fit"
+        return reason(nodes[prefill].info, nodes[decode].info, why)
 
 
 class IncompatiblePair(NamedTuple):

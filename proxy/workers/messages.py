@@ -15,10 +15,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvferry.proxy.api.operator.commands import PageName
+from kvferry.proxy.api.operator.pages import Page
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.registry import NodeState
-from kvferry.proxy.fleet.views import Page, PageName
 from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
 from kvferry.proxy.telemetry.metrics import MetricFamily, Totals

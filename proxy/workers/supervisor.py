@@ -27,28 +27,25 @@ from typing import Any
 
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.stop import StopRequest
-from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.discovery.discovery import Discovery
-from kvferry.proxy.errors import ProxyError
-from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.fleet import note_model
-from kvferry.proxy.fleet.registry import Node, NodeState, Registry
-from kvferry.proxy.fleet.views import (
-    LARGE_FLEET,
+from kvferry.proxy.api.operator.commands import LARGE_FLEET, PageCache, PageName
+from kvferry.proxy.api.operator.pages import (
     Activity,
-    DownServer,
-    FleetCollector,
     FleetView,
     Page,
-    PageCache,
-    PageName,
     dashboard_page,
     end_page,
     fleet_page,
     node_page,
     timeline_page,
 )
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.discovery.discovery import Discovery, DownServer
+from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.fleet import note_model
+from kvferry.proxy.fleet.registry import Node, NodeState, Registry
 from kvferry.proxy.server import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
 from kvferry.proxy.telemetry.metrics import (
@@ -189,7 +186,7 @@ class Supervisor:
         self._history = History(PULL_BUCKETS)
         self._transfers = TransferTotals(clock)
         self._pages = PageCache(clock)
-        self._fleet_metrics = FleetCollector(self._view)
+        self._fleet_metrics = FleetCollector(lambda: self._view().snapshot, registry.lost, down)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
         registry.subscribe(self._transfers.note)
@@ -388,7 +385,6 @@ class Supervisor:
             snapshot=snapshot.altered(nodes),
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
-            lost=self._registry.lost,
             events=self._events,
             now=now,
         )

@@ -23,18 +23,13 @@ import uvloop
 from kvferry.common.http.server import return_large_buffers, spare_full_collections
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import configure_logging
+from kvferry.proxy.api.operator.commands import OperatorApi, PageName
+from kvferry.proxy.api.operator.pages import Page, timeline_page
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.views import (
-    AgentCollector,
-    OperatorViews,
-    Page,
-    PageName,
-    ScalingCollector,
-    timeline_page,
-)
 from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
+from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -84,7 +79,7 @@ class SupervisorUnavailable(ProxyError):
     code = "supervisor_unavailable"
 
 
-class Worker(OperatorViews):
+class Worker(OperatorApi):
     """Keeps this process's fleet as the supervisor knows it; what concerns all workers is asked of it."""
 
     def __init__(

@@ -20,11 +20,12 @@ from typing import get_args
 import msgspec
 import psutil
 
+from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.views import FleetCollector, OperatorViews, PageName
+from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -136,7 +137,7 @@ class Bench:
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
-        self.views = OperatorViews(
+        self.views = OperatorApi(
             self.fleet,
             metrics,
             History(),
@@ -145,7 +146,9 @@ class Bench:
             TransferTotals(self.clock),
             down=list,
         )
-        metrics.add_collector(FleetCollector(self.views.view))
+        metrics.add_collector(
+            FleetCollector(lambda: self.views.view().snapshot, self.fleet.registry.lost, list)
+        )
         self._pings = [agent(number) for number in range(agents)]
         self._turn = 0
 

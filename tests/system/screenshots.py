@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.views import OperatorViews
 from kvferry.proxy.server import running_proxy
 from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.telemetry.history import SLICE_S, History
@@ -70,7 +70,7 @@ def invented_history(agents: int) -> History:
 async def shoot(page: Page, folder: Path, agents: int) -> None:
     """Take the pictures of a fleet."""
     async with running_proxy(ProxyConfig(port=0, discovery_port=0, breaker_failures=3)) as proxy:
-        views: OperatorViews = proxy.services.views
+        views: OperatorApi = proxy.services.views
         views._history = invented_history(agents)
         discovery = f"127.0.0.1:{proxy.discovery_port}"
         fleet = PingingFleet(discovery, agents, interval_s=0.5, silent={agents - 1}, state={1: "draining"})

@@ -33,7 +33,7 @@ INTERNAL = {
     "proxy/exchange/retry.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",
-    "proxy/fleet/views.py::MAX_LABELLED_AGENTS": "how many agents have labels of their own in metrics",
+    "proxy/telemetry/collectors.py::MAX_LABELLED_AGENTS": "how many agents have labels of their own",
     "proxy/telemetry/metrics.py::MAX_MODELS": "how many models have labels of their own in metrics",
     "proxy/fleet/scaling.py::MAX_MODELS": "how many models it is said of how many agents they want",
     "proxy/fleet/scaling.py::MAX_AGENTS": "of how many agents the last capacity is remembered",

@@ -36,9 +36,9 @@ def _rooms() -> dict[str, set[str]]:
     texts = {*errors, "proxy.sse", "proxy.request"}
     fleet = {*texts, "proxy.dialects.names", "proxy.fleet"}
     # Above the fleet, unlike the rest of its room.
-    records = {"proxy.telemetry.request_log"}
+    records = {"proxy.telemetry.request_log", "proxy.telemetry.collectors"}
     exchange = {*fleet, *records, "proxy.http", "proxy.dialects", "proxy.exchange"}
-    parts = {*exchange, "proxy.api", "proxy.api.translations", "proxy.discovery"}
+    parts = {*exchange, "proxy.api", "proxy.api.operator", "proxy.api.translations", "proxy.discovery"}
     rooms = {
         "common": set(),
         "common.telemetry": {"common"},
@@ -55,9 +55,11 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.dialects": {*texts, "proxy.dialects.names"},
         "proxy.fleet": fleet,
         "proxy.telemetry.request_log": fleet,
+        "proxy.telemetry.collectors": fleet,
         "proxy.discovery": {*fleet, "proxy.dialects"},
         "proxy.exchange": exchange,
-        "proxy.api": {*exchange, "proxy.api.translations"},
+        "proxy.api": {*exchange, "proxy.api.operator", "proxy.api.translations"},
+        "proxy.api.operator": {*fleet, *records},
         "proxy.api.translations": texts,
         "proxy.config": parts,
         "proxy.server": {*parts, "proxy.config"},

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.proxy.api.operator.pages import FleetView, nodes_page
 from kvferry.proxy.fleet import groups
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
@@ -31,7 +32,6 @@ from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Registry, Snapshot, _Kept
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.fleet.views import FleetView, nodes_page
 from kvferry.proxy.telemetry.event_log import EventLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -177,7 +177,7 @@ def test_pages_show_the_reasons_that_comparing_every_two_gives(agents: Snapshot)
     assert list(incompatible_pairs(agents)) == expected
     assert count_incompatible(agents) == Counter(why for _, _, why in expected)
     view = FleetView(
-        snapshot=agents, in_flight=lambda _: 0, down=(), lost={}, events=EventLog, now=0.0
+        snapshot=agents, in_flight=lambda _: 0, down=(), events=EventLog, now=0.0
     )  # fmt: skip
     page = nodes_page(view)
     assert [entry["not_paired"] for entry in page["nodes"]] == [

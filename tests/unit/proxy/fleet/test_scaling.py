@@ -29,7 +29,7 @@ from kvferry.proxy.fleet.scaling import (
     decode_agents_per_sequence,
     signals_of,
 )
-from kvferry.proxy.fleet.views import ScalingCollector
+from kvferry.proxy.telemetry.collectors import ScalingCollector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
 from tests.standins.simulated_fleet import Mix, SimulatedFleet, Speed

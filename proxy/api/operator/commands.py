@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator, or a client that asks about the fleet, may ask of a proxy: its pages and its commands.
+
+The pages of a large fleet are shown again for a second (`PageCache`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from kvferry.proxy.api.operator.pages import (
+    Activity,
+    FleetView,
+    Page,
+    dashboard_page,
+    end_page,
+    fleet_page,
+    node_page,
+    timeline_page,
+)
+from kvferry.proxy.fleet.fleet import Fleet
+from kvferry.proxy.telemetry.history import FailureLog, History
+from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
+from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.transfer_totals import TransferTotals
+from kvferry.proxy.wire.registration import Incarnation
+
+LARGE_FLEET = 64
+"""Agents from which on a page is shown again."""
+PAGE_AGE_S = 1.0
+"""How old such a page may be."""
+
+PageName = Literal["models", "ready", "nodes", "targets", "metrics", "dashboard"]
+
+
+class PageCache:
+    """The last version of each page, shown again while a new one is made and, of a large fleet, soon after.
+
+    Args:
+        clock: The event loop's clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._pages: dict[str, tuple[Page, float]] = {}
+        """With the time at which it was begun."""
+
+    async def get(self, name: str, make: Callable[[], Awaitable[Page]], *, is_large: bool) -> Page:
+        """Return the page that `make` makes, or has made lately. Raises what it raises."""
+        oldest = self._clock() - (PAGE_AGE_S if is_large else 0.0)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            last = self._pages.get(name)
+            if last is not None and last[1] >= oldest:
+                return last[0]
+            begun = self._clock()
+            page = await make()
+            self._pages[name] = (page, begun)
+            return page
+
+    def clear(self) -> None:
+        """Show no page again that shows the fleet as it was."""
+        self._pages.clear()
+
+
+class OperatorApi:
+    """The pages of a proxy of one process, and the operator's commands to it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        history: History,
+        failures: FailureLog,
+        timelines: Timelines,
+        transfers: TransferTotals,
+        down: Callable[[], Sequence[Mapping[str, object]]],
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._history = history
+        self._failures = failures
+        self._timelines = timelines
+        self._transfers = transfers
+        self._down = down
+        self._pages = PageCache(fleet.clock)
+
+    async def page(self, name: PageName) -> Page:
+        """Return one page. Raises `ProxyError` when it cannot be put together."""
+        is_large = self._fleet.registry.num_agents > LARGE_FLEET
+        return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
+
+    async def _make(self, name: PageName) -> Page:
+        view = self.view()
+        if name == "metrics":
+            return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
+        if name == "dashboard":
+            activity = Activity(
+                in_flight=self._metrics.requests_in_flight(),
+                history=self._history,
+                failures=self._failures.latest(),
+                transfers=self._transfers,
+            )
+            return await dashboard_page(view, activity)
+        return await fleet_page(name, view)
+
+    async def timeline(self, request_id: str) -> Page:
+        """Return the way of one of the latest requests, or a 404. Raises `ProxyError`."""
+        return timeline_page(request_id, self.own_timeline(request_id))
+
+    def own_timeline(self, request_id: str) -> dict[str, Any] | None:
+        """Return the way of a request that this process has served lately."""
+        timeline = self._timelines.find(request_id)
+        return None if timeline is None else timeline.page()
+
+    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+        """Take an agent out of rotation, or put it back; the page is its entry in `/nodes`, or a 404.
+
+        Raises `ProxyError` when that cannot be done.
+        """
+        self._fleet.drain(agent, drained)
+        self._pages.clear()
+        return node_page(self.view(), agent)
+
+    async def end(self, agent: Incarnation) -> Page:
+        """Let an agent drain and end.
+
+        The page is its entry in `/nodes`, a 404, or a 409 if it cannot be asked.
+
+        Raises `ProxyError` when that cannot be done.
+        """
+        asked = self._fleet.end(agent)
+        self._pages.clear()
+        return end_page(asked, self.view(), agent)
+
+    def view(self) -> FleetView:
+        """Return the fleet as it is now."""
+        fleet, now = self._fleet, self._fleet.clock()
+        return FleetView(
+            snapshot=fleet.registry.snapshot(now),
+            in_flight=fleet.slots.in_flight,
+            down=self._down(),
+            events=lambda: fleet.registry.events,
+            now=now,
+        )
