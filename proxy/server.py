@@ -182,7 +182,7 @@ async def running_proxy(
     fleet.registry.subscribe(transfers.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
     views = OperatorApi(fleet, metrics, history, failures, timelines, transfers, discovery.down)
-    metrics.add_collector(FleetCollector(lambda: views.view().snapshot, fleet.registry.lost, discovery.down))
+    metrics.add_collector(FleetCollector(fleet.registry.snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
@@ -240,9 +240,11 @@ async def serving(
         try:
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
-                hurrying = tasks.create_task(_hurry(server, stop))
-                watching = tasks.create_task(upstream.hang_detector.run(fleet.find_hung, fleet.clock))
-                monitoring = tasks.create_task(fleet.registry.monitor_pauses(fleet.clock))
+                ending_at_once = tasks.create_task(_force_stop(server, stop))
+                registry = fleet.registry
+                watching = tasks.create_task(
+                    upstream.hang_detector.run(registry.find_hung, registry.check_pause, fleet.clock)
+                )
                 try:
                     yield services
                 finally:
@@ -250,17 +252,16 @@ async def serving(
                     server.config.timeout_graceful_shutdown = math.ceil(stop.limit_s)
                     server.should_exit = True
                     await asyncio.wait([clients])
-                    hurrying.cancel()
+                    ending_at_once.cancel()
                     await server.cancel_requests()
                     watching.cancel()
-                    monitoring.cancel()
         finally:
             await drops.settle()
             if services.tracing is not None:
                 await services.tracing.close(FLUSH_TIMEOUT_S, stop.at_once)
 
 
-async def _hurry(server: HttpServer, stop: StopRequest) -> None:
+async def _force_stop(server: HttpServer, stop: StopRequest) -> None:
     """Cut what is still running, once `stop` is to be obeyed at once."""
     await stop.at_once.wait()
     server.force_exit = True

@@ -28,15 +28,11 @@ from kvferry.deploy.doctor import command as doctor
 from kvferry.deploy.ray import down
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.api.openapi import document
-from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
-from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.telemetry.timelines import Timelines
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.events import PlaneStats
 
@@ -157,10 +153,8 @@ def _proxy_metrics() -> Iterator[Metric]:
     for reason in RejectReason:
         metrics.rejected_pings.labels(reason.name.lower())
     fleet = Fleet(FleetSettings(), metrics, lambda: 0.0)
-    transfers = TransferTotals(fleet.clock)
-    views = OperatorApi(fleet, metrics, History(), FailureLog(), Timelines(), transfers, list)
     yield from metrics.registry.collect()
-    yield from FleetCollector(lambda: views.view().snapshot, fleet.registry.lost, list).collect()
+    yield from FleetCollector(fleet.registry.snapshot, fleet.registry.lost, list).collect()
     yield from AgentCollector(fleet).collect()
     yield from ScalingCollector(fleet).collect()
 

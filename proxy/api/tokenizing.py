@@ -57,7 +57,7 @@ class TokenizerRelay:
 
         Without a model all of them must serve the same one.
         """
-        nodes = self._fleet.registry.snapshot(self._fleet.clock()).nodes
+        nodes = self._fleet.registry.snapshot().nodes
         served = {node.info.model for node in nodes}
         if model is None and len(served) > 1:
             raise InvalidRequest("several models are served: say which", param="model")

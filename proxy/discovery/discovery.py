@@ -58,7 +58,7 @@ class Discovery:
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
-        self._monitors = [HealthMonitor(server, _Updates(registry, clock)) for server in settings.servers]
+        self._monitors = [HealthMonitor(server, _Updates(registry)) for server in settings.servers]
 
     def down(self) -> list[DownServer]:
         """Return the named servers that are down."""
@@ -82,7 +82,6 @@ class Discovery:
                 self._registry,
                 self._metrics,
                 proxy_id=secrets.token_hex(8),
-                clock=self._clock,
                 in_flight=in_flight,
                 key=self._settings.cluster_key,
                 complete=pinged_servers.complete,
@@ -105,9 +104,8 @@ class Discovery:
 class _Updates:
     """Applies what one monitor reports to the registry, as the listener applies pings."""
 
-    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._clock = clock
         self._rejected: RejectReason | None = None
 
     def __call__(self, found: ServerUp | ServerDown) -> None:
@@ -115,7 +113,7 @@ class _Updates:
         if isinstance(message, Bye):
             self._registry.bye(message.incarnation)
             return
-        rejected = self._registry.register(message, self._clock())
+        rejected = self._registry.register(message)
         if rejected is not None and rejected != self._rejected:
             logger.warning("configured server %s is rejected: %s", message.address, rejected.value)
         self._rejected = rejected

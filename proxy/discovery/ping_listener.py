@@ -37,7 +37,6 @@ class PingListener:
         registry: Registry,
         metrics: Metrics,
         proxy_id: str,
-        clock: Callable[[], float],
         key: ClusterKey | None = None,
         complete: Callable[[wire.Register], wire.Register] = lambda info: info,
         in_flight: Callable[[wire.Incarnation], int] = lambda _: 0,
@@ -47,7 +46,6 @@ class PingListener:
         for reason in RejectReason:  # so that a first one is seen as an increase
             metrics.rejected_pings.labels(reason.name.lower())
         self._proxy_id = proxy_id
-        self._clock = clock
         self._in_flight = in_flight
         self._complete = complete
         self._context = zmq.asyncio.Context()
@@ -124,7 +122,7 @@ class PingListener:
         if isinstance(message, wire.Bye):
             self._registry.bye(message.incarnation)
             return None
-        rejected = self._registry.register(message, self._clock())
+        rejected = self._registry.register(message)
         if rejected is not None:
             self._metrics.rejected_pings.labels(rejected.name.lower()).inc()
         if foreign is not None:
@@ -142,7 +140,7 @@ class PingListener:
 
     def _reject_version(self, info: wire.OtherRegister) -> bytes:
         reason = RejectReason.VERSION
-        self._registry.reject_version(info, self._clock())
+        self._registry.reject_version(info)
         self._metrics.rejected_pings.labels(reason.name.lower()).inc()
         return wire.encode(wire.Rejected(reason=reason.value, versions=wire.VERSIONS))
 

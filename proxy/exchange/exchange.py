@@ -86,7 +86,7 @@ class Exchange:
             log, context.retry_budget, attempts.metrics, settings.retries, settings.migrations
         )
         self._deadline = now() + settings.total_timeout_s
-        self._poison = PoisonCheck(context.fleet, log, attempts.metrics)
+        self._poison = PoisonCheck(context.fleet.registry, log, attempts.metrics)
         legs = Legs(
             attempts.upstream,
             self._poison,
@@ -117,7 +117,7 @@ class Exchange:
                 except AgentLost as error:
                     lost = error
                     if lost.connection_refused:
-                        self._context.fleet.connection_refused(lost.agent)
+                        self._context.fleet.registry.connection_refused(lost.agent)
                 finally:
                     attempt.end()
                 await self._plan_retry(attempt.pair, lost)

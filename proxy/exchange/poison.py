@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from kvferry.proxy.clock import now
 from kvferry.proxy.errors import AgentLost, AgentTimeout, SuspectRequest
 from kvferry.proxy.exchange.legs import AgentFailure
-from kvferry.proxy.fleet.registry import Place
+from kvferry.proxy.fleet.registry import Place, Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import RequestLog
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
@@ -26,19 +26,6 @@ OUTAGE_S = 2.0
 """Agents that end with their place are lost within this time of the first. Ray's workers, for one, look every
 second whether their node lives.
 """
-
-
-class AgentStates(Protocol):
-    """What is known of agents, and their circuit breakers (`Fleet`)."""
-
-    def leg_succeeded(self, agent: Incarnation, /) -> None: ...
-    def leg_failed(self, agent: Incarnation, /) -> None: ...
-    def is_busy(self, agent: Incarnation, /) -> bool: ...
-    def is_leaving(self, agent: Incarnation, /) -> bool: ...
-    def has_served_since(self, agent: Incarnation, at: float, /) -> bool | None: ...
-    def place(self, agent: Incarnation, /) -> Place: ...
-    def agents_at(self, place: Place, joined_by: float, /) -> frozenset[Incarnation]: ...
-    async def wait_for_word(self, agents: Collection[Incarnation], by: float, /) -> None: ...
 
 
 class Loss(NamedTuple):
@@ -82,7 +69,7 @@ class PoisonCheck:
     deadline that passed at an agent with too much to do counts at none.
     """
 
-    def __init__(self, agents: AgentStates, log: RequestLog, metrics: Metrics) -> None:
+    def __init__(self, agents: Registry, log: RequestLog, metrics: Metrics) -> None:
         self._agents = agents
         self._log = log
         self._metrics = metrics
@@ -154,7 +141,7 @@ class PoisonCheck:
                     "it is given to no other"
                 )
             awaited = frozenset(self._lost).union(*map(self._others_at, possible))
-            await self._agents.wait_for_word(awaited, until)
+            await self._agents.wait_for_ping(awaited, until)
 
     def _loss(self, agent: Incarnation) -> Loss:
         return Loss(now(), self._agents.place(agent))

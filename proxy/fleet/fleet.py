@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.groups import alike
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.fleet.registry import Place, Registry
+from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
@@ -82,7 +82,7 @@ class Fleet:
         self._announced = asyncio.Event()
         self.slots = Slots()
         self.admission = Admission(self.slots, metrics, settings.queue_limit)
-        self.registry = Registry(self.slots.in_flight, settings.breakers, settings.rules)
+        self.registry = Registry(clock, self.slots.in_flight, settings.breakers, settings.rules)
         self.registry.subscribe(partial(note_model, metrics))
         self.registry.subscribe(lambda _: self._pump_if_changed())
         self.registry.subscribe(lambda _: self._announced.set())
@@ -104,60 +104,8 @@ class Fleet:
 
     def max_model_len(self, model: str) -> int | None:
         """Return the longest context of an agent that serves the model; None if none has said."""
-        nodes = self.registry.snapshot(self.clock()).nodes
+        nodes = self.registry.snapshot().nodes
         return max((node.info.max_model_len for node in nodes if node.info.model == model), default=0) or None
-
-    def connection_refused(self, agent: Incarnation) -> None:
-        """Take the agent out of rotation until it pings again."""
-        self.registry.connection_refused(agent, self.clock())
-
-    def leg_succeeded(self, agent: Incarnation) -> None:
-        """Report a leg that ended as it should to the agent's circuit breaker."""
-        self.registry.leg_succeeded(agent)
-
-    def leg_failed(self, agent: Incarnation) -> None:
-        """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
-        self.registry.leg_failed(agent, self.clock())
-
-    def is_busy(self, agent: Incarnation) -> bool:
-        """Return whether the agent works, but has more to do than it can."""
-        return self.registry.is_busy(agent, self.clock())
-
-    def is_leaving(self, agent: Incarnation) -> bool:
-        """Return whether the agent's end was announced before."""
-        return self.registry.is_leaving(agent, self.clock())
-
-    def has_served_since(self, agent: Incarnation, at: float) -> bool | None:
-        """Return whether the agent went on working after `at`; None while that is not known."""
-        return self.registry.has_served_since(agent, at, self.clock())
-
-    def place(self, agent: Incarnation) -> Place:
-        """Return where the agent runs or ran."""
-        return self.registry.place(agent)
-
-    def agents_at(self, place: Place, joined_by: float) -> frozenset[Incarnation]:
-        """Return the registered agents of a place that had joined by then."""
-        return self.registry.agents_at(place, joined_by, self.clock())
-
-    async def wait_for_word(self, agents: Collection[Incarnation], by: float) -> None:
-        """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""
-        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def note() -> None:
-            if not changed.done():
-                changed.set_result(None)
-
-        with self.registry.watching(agents, note):
-            await asyncio.wait((changed,), timeout=max(0.0, by - self.clock()))
-
-    def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
-        """Return those that do not work any more, where others in rotation can do what they did."""
-        registry, now = self.registry, self.clock()
-        return frozenset(
-            info.incarnation
-            for info in agents
-            if not registry.is_alive(info.incarnation, now) and registry.has_substitute(info, now)
-        )
 
     def drain(self, agent: Incarnation, drained: bool) -> None:
         """Take an agent out of rotation, or put it back; one that is not known is ignored."""
@@ -179,7 +127,7 @@ class Fleet:
                 ours_at_ping=node.ours_at_ping,
                 decodes=node.serves("decode"),
             )
-            for node in self.registry.snapshot(self.clock()).nodes
+            for node in self.registry.snapshot().nodes
         ]
         return self._scaling.of_models(agents, self._waiting)
 
@@ -208,14 +156,13 @@ class Fleet:
         """Admit waiting requests after a ping, unless it and time have changed nothing since the last one."""
         if not self.admission.waiting:
             return
-        revision = self.registry.revision(self.clock())
+        revision = self.registry.revision()
         if revision != self._pumped_at:
             self._pumped_at = revision
             self.admission.pump()
 
     def _route(self, request: AcquireRequest) -> Pair | NoPair:
-        now = self.clock()
-        snapshot = self.registry.snapshot(now)
+        snapshot = self.registry.snapshot()
         if request.must_match is not None:
             snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
@@ -223,7 +170,7 @@ class Fleet:
             snapshot, request.routing_request, request.exclude, apart=request.must_match is not None
         )
         if isinstance(pair, Pair):
-            self.registry.sent([node.incarnation for node in pair.nodes], now)
+            self.registry.attempt_started(node.incarnation for node in pair.nodes)
         return pair
 
 

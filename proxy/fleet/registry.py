@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents of the fleet: their latest registrations, states and expiry.
 
-Synchronous and without a clock of its own, but for `monitor_pauses`: every method changes the registry at
-once and takes the time (monotonic seconds), so that a test can walk through hours in a loop.
+Synchronous, but for `wait_for_ping`: every method changes the registry at once. The clock is an argument, so
+that a test can walk through hours in a loop.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ PROOF_S = 0.5
 MODEL_MEMORY_S = 600.0
 SWEEP_INTERVAL_S = 0.05
 PAUSE_CHECK_INTERVAL_S = 0.5
+"""How often `check_pause` is to be called."""
 LONG_PAUSE_S = 2 * PAUSE_CHECK_INTERVAL_S
 """After such a pause of this process or its host, pings wait to be read: agents are not lost for that."""
 ROUNDING_S = 1e-3
@@ -192,7 +193,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class DepartedAgent:
     """What is remembered of an agent that is gone. `served_at`: as in `_Record`."""
 
     served_at: float
@@ -200,7 +201,7 @@ class _Gone:
 
 
 @dataclass(slots=True)
-class _Kept:
+class SnapshotCache:
     """What is kept from one snapshot to the next.
 
     `order`: positions by incarnation; None when agents came, went or moved. `stale`: whose nodes are to be
@@ -211,7 +212,6 @@ class _Kept:
     nodes: list[Node] = field(default_factory=list)
     stale: set[Incarnation] = field(default_factory=set)
     changes_at: float = float("inf")
-    refreshed_at: float = float("-inf")
     memo: Memo = field(default_factory=Memo)
     snapshot: Snapshot | None = None
     revision: int = 0
@@ -228,17 +228,20 @@ class Registry:
     """The agents that announced themselves, by incarnation; at most one incarnation per address.
 
     Args:
+        clock: Monotonic seconds: the event loop's clock.
         in_flight: How many sequences this proxy has in flight at an agent.
         rules: Which addresses agents may have.
     """
 
     def __init__(
         self,
+        clock: Callable[[], float],
         in_flight: Callable[[Incarnation], int] = lambda _: 0,
         breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
         rules: AddressRules | None = None,
     ) -> None:
         self.events = EventLog()
+        self._clock = clock
         self._subscribers: list[Callable[[Register | Bye], None]] = []
         self._watchers: dict[Incarnation, list[Callable[[], None]]] = {}
         self._in_flight = in_flight
@@ -248,16 +251,14 @@ class Registry:
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
-        self._gone: OrderedDict[Incarnation, _Gone] = OrderedDict()
+        self._departed: OrderedDict[Incarnation, DepartedAgent] = OrderedDict()
         """Agents that are gone, the latest last."""
         self._models: dict[str, float] = {}
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
         self._running_at: float | None = None
         """When `check_pause` was called last."""
-        self._now = 0.0
-        """The latest time that any call has brought, for events whose call brings none."""
-        self._kept = _Kept()
+        self._cache = SnapshotCache()
 
     @property
     def num_agents(self) -> int:
@@ -290,13 +291,15 @@ class Registry:
                 if not self._watchers[agent]:
                     del self._watchers[agent]
 
-    def register(self, info: Register, now: float) -> RejectReason | None:
-        """Apply one ping. Returns None when it was accepted, else why it changed nothing.
+    def register(self, info: Register, heard_at: float | None = None) -> RejectReason | None:
+        """Apply one ping, heard now unless it is said when. Returns None when it was accepted, else why it
+        changed nothing.
 
         A new incarnation at a known address replaces the old one, whose own late pings are rejected from then
         on: what was known about it must not come back (X23).
         """
-        self.sweep(now)
+        now = self._clock() if heard_at is None else heard_at
+        self.sweep()
         rejected = self.reject_reason(info)
         if rejected is not None:
             self._rejected.note(info, rejected, now)
@@ -311,17 +314,17 @@ class Registry:
             breaker = Breaker(incarnation, self._breakers)
             self._records[incarnation] = record = _Record(info, now, now, breaker, now, now)
             self._note(EventKind.JOINED, info, info.state)
-            self._kept.order_changed()
+            self._cache.order_changed()
         else:
             if info.address != record.info.address:
                 self._by_address.pop(record.info.address, None)
                 self._replace_at(info.address)
-                self._kept.order_changed()
+                self._cache.order_changed()
             elif pairing_terms(info) != pairing_terms(record.info):
-                self._kept.terms_changed()
+                self._cache.terms_changed()
             self._update(record, info, now)
         record.ours_at_ping = self._in_flight(incarnation)
-        self._kept.stale.add(incarnation)
+        self._cache.stale.add(incarnation)
         self._by_address[info.address] = incarnation
         if info.model:
             self._note_model(info.model, now)
@@ -345,9 +348,9 @@ class Registry:
             return RejectReason.FULL
         return None
 
-    def reject_version(self, info: OtherRegister, now: float) -> None:
+    def reject_version(self, info: OtherRegister) -> None:
         """Note an agent whose pings are of a version that is not spoken here."""
-        self._rejected.note(info, RejectReason.VERSION, now)
+        self._rejected.note(info, RejectReason.VERSION, self._clock())
 
     def bye(self, incarnation: Incarnation) -> None:
         """Remove an agent. Idempotent; a ping of it that is still on its way is rejected."""
@@ -356,18 +359,17 @@ class Registry:
             self._retire(incarnation)
             self._publish(Bye(incarnation=incarnation))
 
-    def connection_refused(self, incarnation: Incarnation, now: float) -> None:
+    def connection_refused(self, incarnation: Incarnation) -> None:
         """Take the agent out of rotation until it pings again: a connection to it was refused.
 
         A ping within one interval may have been sent before the refusal, and does not count.
         """
         record = self._records.get(incarnation)
-        self._now = now
         if record is not None:
             logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
-            record.connection_refused_at = now
+            record.connection_refused_at = self._clock()
             self._note(EventKind.CONNECTION_REFUSED, record.info)
-            self._kept.stale.add(incarnation)
+            self._cache.stale.add(incarnation)
 
     def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
         """Take the agent out of rotation, or put it back; what runs there goes on. False: no such agent."""
@@ -378,7 +380,7 @@ class Registry:
             self._note(EventKind.DRAINED if drained else EventKind.UNDRAINED, record.info)
             logger.info("agent %s was %s", incarnation, "drained" if drained else "undrained")
         record.drained = drained
-        self._kept.stale.add(incarnation)
+        self._cache.stale.add(incarnation)
         return True
 
     def end(self, incarnation: Incarnation) -> bool | None:
@@ -395,7 +397,7 @@ class Registry:
             self._note(EventKind.ENDING, record.info)
             logger.info("agent %s is asked to drain and end", incarnation)
         record.is_ending = True
-        self._kept.stale.add(incarnation)
+        self._cache.stale.add(incarnation)
         return True
 
     def is_ending(self, incarnation: Incarnation) -> bool:
@@ -403,13 +405,13 @@ class Registry:
         record = self._records.get(incarnation)
         return record is not None and record.is_ending
 
-    def sent(self, agents: Iterable[Incarnation], now: float) -> None:
+    def attempt_started(self, agents: Iterable[Incarnation]) -> None:
         """Report an attempt to the circuit breakers of its agents."""
         for incarnation in agents:
             record = self._records.get(incarnation)
             if record is not None and record.breaker.state is not BreakerState.CLOSED:
-                record.breaker.sent(now)
-                self._kept.stale.add(incarnation)
+                record.breaker.sent(self._clock())
+                self._cache.stale.add(incarnation)
 
     def leg_succeeded(self, incarnation: Incarnation) -> None:
         """Report a leg that ended as it should to the agent's circuit breaker."""
@@ -419,26 +421,25 @@ class Registry:
             record.breaker.succeeded()
             if record.breaker.state is not before:
                 self._note(EventKind.BREAKER_CLOSED, record.info)
-                self._kept.stale.add(incarnation)
+                self._cache.stale.add(incarnation)
 
-    def leg_failed(self, incarnation: Incarnation, now: float) -> None:
+    def leg_failed(self, incarnation: Incarnation) -> None:
         """Report to the agent's circuit breaker that it was lost, timed out, or sent an invalid response."""
-        self._now = now
         if (record := self._records.get(incarnation)) is not None:
             record.legs.failed += 1
             before = record.breaker.state
-            record.breaker.failed(now)
+            record.breaker.failed(self._clock())
             if record.breaker.state is not before:
                 self._note(EventKind.BREAKER_OPENED, record.info)
-            self._kept.stale.add(incarnation)
+            self._cache.stale.add(incarnation)
 
-    def sweep(self, now: float) -> None:
+    def sweep(self) -> None:
         """Remove the agents whose pings have stopped, and the models that have long not been served.
 
         Looks at everything, so it does nothing if called again within `SWEEP_INTERVAL_S`; nor when this
         process has just paused, until `check_pause` is called.
         """
-        self._now = now
+        now = self._clock()
         if now - self._swept_at < SWEEP_INTERVAL_S:
             return
         if self._running_at is not None and now - self._running_at > LONG_PAUSE_S:
@@ -454,69 +455,68 @@ class Registry:
         for model in [name for name, seen in self._models.items() if now - seen >= MODEL_MEMORY_S]:
             del self._models[model]
 
-    async def monitor_pauses(self, clock: Callable[[], float]) -> None:
-        """Call `check_pause` regularly until cancelled. `clock`: the event loop's."""
-        while True:
-            self.check_pause(clock())
-            await asyncio.sleep(PAUSE_CHECK_INTERVAL_S)
-
-    def check_pause(self, now: float) -> None:
-        """Note that this process runs. A pause before counts for no agent's expiry."""
+    def check_pause(self) -> bool:
+        """Note that this process runs. A pause before counts for no agent's expiry. Returns whether there was
+        one: then pings, and responses, may wait to be read.
+        """
+        now = self._clock()
         paused_s = 0.0 if self._running_at is None else now - self._running_at
-        if paused_s > LONG_PAUSE_S:
+        was_paused = paused_s > LONG_PAUSE_S
+        if was_paused:
             logger.warning("this process or its host paused for %.1f s", paused_s)
             for record in self._records.values():
                 record.heard_at = min(now, record.heard_at + paused_s)
                 record.progress_at = min(now, record.progress_at + paused_s)
-            self._kept.stale.update(self._records)
+            self._cache.stale.update(self._records)
         self._running_at = now
+        return was_paused
 
-    def snapshot(self, now: float) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return all agents as they are now; the same object while nothing changes."""
-        self.sweep(now)
-        kept = self._kept
+        self.sweep()
+        now, cache = self._clock(), self._cache
         self._refresh(now)
         rejected = self._rejected.lately(now)
-        last = kept.snapshot
+        last = cache.snapshot
         if last is None or rejected != last.rejected or self._models.keys() != last.models:
             names = last.models if last and self._models.keys() == last.models else frozenset(self._models)
-            kept.snapshot = last = Snapshot(tuple(kept.nodes), names, rejected, kept.memo)
+            cache.snapshot = last = Snapshot(tuple(cache.nodes), names, rejected, cache.memo)
         return last
 
-    def revision(self, now: float) -> int:
+    def revision(self) -> int:
         """Return a number that grows whenever the agents differ in anything that routing goes by."""
-        self.sweep(now)
-        self._refresh(now)
-        return self._kept.revision
+        self.sweep()
+        self._refresh(self._clock())
+        return self._cache.revision
 
-    def is_alive(self, incarnation: Incarnation, now: float) -> bool:
+    def is_alive(self, incarnation: Incarnation) -> bool:
         """Return whether the agent pings and makes progress; it may be out of rotation."""
-        self.sweep(now)
+        self.sweep()
         record = self._records.get(incarnation)
-        return record is not None and not _stalled(record, now)
+        return record is not None and not _stalled(record, self._clock())
 
-    def is_busy(self, incarnation: Incarnation, now: float) -> bool:
+    def is_busy(self, incarnation: Incarnation) -> bool:
         """Return whether the agent works, but has more to do than it can: a slow response is no failure."""
-        if not self.is_alive(incarnation, now):
+        if not self.is_alive(incarnation):
             return False
         info = self._records[incarnation].info
         return info.load.waiting > 0 or info.loop_lag_s >= BUSY_LAG_S
 
-    def is_leaving(self, incarnation: Incarnation, now: float) -> bool:
+    def is_leaving(self, incarnation: Incarnation) -> bool:
         """Return whether the agent's end was announced before, by itself or by an operator."""
         record = self._records.get(incarnation)
         if record is None:
             return False
         # What dies says so too, in the moment of its death.
-        long_since = now - record.served_at > PING_INTERVAL_S + PROOF_S
+        long_since = self._clock() - record.served_at > PING_INTERVAL_S + PROOF_S
         is_asked = record.drained or record.is_ending
         return is_asked or (record.info.state == "draining" and long_since)
 
-    def has_served_since(self, incarnation: Incarnation, at: float, now: float) -> bool | None:
+    def has_served_since(self, incarnation: Incarnation, at: float) -> bool | None:
         """Return whether the agent went on working after `at`; None while its next ping is to be awaited."""
-        self.sweep(now)
+        self.sweep()
         record = self._records.get(incarnation)
-        last = self._gone.get(incarnation) if record is None else record
+        last = self._departed.get(incarnation) if record is None else record
         if last is not None and last.served_at >= at + PROOF_S:
             return True
         return None if record is not None else False
@@ -526,12 +526,12 @@ class Registry:
         record = self._records.get(incarnation)
         if record is not None:
             return _place(record.info)
-        gone = self._gone.get(incarnation)
+        gone = self._departed.get(incarnation)
         return Place("") if gone is None else gone.place
 
-    def agents_at(self, place: Place, joined_by: float, now: float) -> frozenset[Incarnation]:
+    def agents_at(self, place: Place, joined_by: float) -> frozenset[Incarnation]:
         """Return the registered agents of a place that had joined by then."""
-        self.sweep(now)
+        self.sweep()
         return frozenset(
             key
             for key, each in self._records.items()
@@ -540,16 +540,35 @@ class Registry:
             and place.holds(_place(each.info))
         )
 
-    def has_substitute(self, info: Register, now: float) -> bool:
+    def has_substitute(self, info: Register) -> bool:
         """Return whether other agents in rotation serve the legs that this one serves, or served."""
         others = [
             node
-            for node in self.snapshot(now).nodes
+            for node in self.snapshot().nodes
             if (node.info.model, node.info.dialect) == (info.model, info.dialect)
             and node.incarnation != info.incarnation
         ]
         legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
         return all(any(node.serves(leg) for node in others) for leg in legs)
+
+    def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
+        """Return those that do not work any more, where others in rotation can do what they did."""
+        return frozenset(
+            info.incarnation
+            for info in agents
+            if not self.is_alive(info.incarnation) and self.has_substitute(info)
+        )
+
+    async def wait_for_ping(self, agents: Collection[Incarnation], by: float) -> None:
+        """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def note() -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        with self.watching(agents, note):
+            await asyncio.wait((changed,), timeout=max(0.0, by - self._clock()))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the two indices disagree or a bound is passed."""
@@ -557,38 +576,37 @@ class Registry:
         assert addresses == self._by_address, "one incarnation per address, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES
-        assert len(self._retired) <= MAX_RETIRED and len(self._gone) <= MAX_RETIRED
+        assert len(self._retired) <= MAX_RETIRED and len(self._departed) <= MAX_RETIRED
 
     def _refresh(self, now: float) -> None:
         """Bring the kept nodes up to date: the stale ones, or all where time may have changed them."""
-        kept = self._kept
-        if kept.order is None:
+        cache = self._cache
+        if cache.order is None:
             by_address = sorted(self._records, key=lambda key: (self._records[key].info.address, key))
-            kept.order = {incarnation: position for position, incarnation in enumerate(by_address)}
-            kept.nodes = [_node(self._records[incarnation], now) for incarnation in by_address]
-            kept.stale.clear()
-            kept.terms_changed()
-            kept.revision += 1
-            kept.changes_at = min(
+            cache.order = {incarnation: position for position, incarnation in enumerate(by_address)}
+            cache.nodes = [_node(self._records[incarnation], now) for incarnation in by_address]
+            cache.stale.clear()
+            cache.terms_changed()
+            cache.revision += 1
+            cache.changes_at = min(
                 (_changes_at(each, now) for each in self._records.values()), default=float("inf")
             )
-        elif now >= kept.changes_at or now < kept.refreshed_at:
-            kept.stale.update(kept.order)
-            kept.changes_at = float("inf")
-        kept.refreshed_at = now
-        for incarnation in kept.stale:
-            position = kept.order.get(incarnation)
+        elif now >= cache.changes_at:
+            cache.stale.update(cache.order)
+            cache.changes_at = float("inf")
+        for incarnation in cache.stale:
+            position = cache.order.get(incarnation)
             if position is None:
                 continue
             record = self._records[incarnation]
-            node, before = _node(record, now), kept.nodes[position]
-            kept.changes_at = min(kept.changes_at, _changes_at(record, now))
+            node, before = _node(record, now), cache.nodes[position]
+            cache.changes_at = min(cache.changes_at, _changes_at(record, now))
             if node != before:
-                kept.nodes[position] = node
-                kept.memo.changed.add(position)
-                kept.snapshot = None
-                kept.revision += _routed_by(node) != _routed_by(before)
-        kept.stale.clear()
+                cache.nodes[position] = node
+                cache.memo.changed.add(position)
+                cache.snapshot = None
+                cache.revision += _routed_by(node) != _routed_by(before)
+        cache.stale.clear()
 
     def _publish(self, update: Register | Bye) -> None:
         for subscriber in self._subscribers:
@@ -632,7 +650,7 @@ class Registry:
     def _note(self, kind: EventKind, info: Register, detail: str = "") -> None:
         self.events.add(
             kind,
-            self._now,
+            self._clock(),
             agent=info.incarnation,
             name=info.name,
             address=info.address,
@@ -654,11 +672,11 @@ class Registry:
         record = self._records.pop(incarnation)
         self._note(kind, record.info)
         del self._by_address[record.info.address]
-        self._gone.pop(incarnation, None)
-        self._gone[incarnation] = _Gone(record.served_at, _place(record.info))
-        if len(self._gone) > MAX_RETIRED:
-            self._gone.popitem(last=False)
-        self._kept.order_changed()
+        self._departed.pop(incarnation, None)
+        self._departed[incarnation] = DepartedAgent(record.served_at, _place(record.info))
+        if len(self._departed) > MAX_RETIRED:
+            self._departed.popitem(last=False)
+        self._cache.order_changed()
         logger.info("agent %s at %s %s", incarnation, record.info.address, why)
         self._call_watchers(incarnation)
 

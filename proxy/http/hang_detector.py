@@ -46,16 +46,20 @@ class HangDetector:
         self.pending: set[PendingRequest] = set()
         """Those that are in flight."""
 
-    async def run(self, find_hung: LivenessQuery, clock: Callable[[], float]) -> None:
-        """Check periodically until cancelled. `clock`: the event loop's."""
-        checked_at = clock()
+    async def run(
+        self, find_hung: LivenessQuery, was_paused: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
+        """Check periodically until cancelled.
+
+        Args:
+            was_paused: Returns whether this process has paused since the last call: then pings and responses
+                may be waiting to be read, and nothing is aborted. Called at every check.
+            clock: The event loop's.
+        """
         while True:
+            if not was_paused():
+                self.check(find_hung, clock())
             await asyncio.sleep(CHECK_INTERVAL_S)
-            now = clock()
-            # After a pause of this process itself, pings and responses may be waiting to be read.
-            if now - checked_at < 2 * CHECK_INTERVAL_S:
-                self.check(find_hung, now)
-            checked_at = clock()
 
     def check(self, find_hung: LivenessQuery, now: float) -> None:
         """Abort every request that has waited too long for an agent that hangs."""

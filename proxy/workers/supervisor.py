@@ -43,7 +43,7 @@ from kvferry.proxy.discovery.discovery import Discovery, DownServer
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
-from kvferry.proxy.fleet.registry import Node, NodeState, Registry
+from kvferry.proxy.fleet.registry import PAUSE_CHECK_INTERVAL_S, Node, NodeState, Registry
 from kvferry.proxy.server import Keys, base_url, discovery_settings, fleet_settings, listening_socket
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
@@ -97,7 +97,7 @@ WATCH_INTERVAL_S = SLICE_S
 MAX_MISSED = 8
 """Heartbeats in a row; then a worker counts as hung, is killed and replaced."""
 
-# What an operator must see first, last. A worker adds to pings only what it found when it used the agent.
+# Worst state last. A worker adds to pings only what it found when it used the agent.
 _STATES = (NodeState.READY, NodeState.TRIPPED, NodeState.REFUSING)
 _BREAKERS = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
@@ -132,7 +132,7 @@ async def running_workers(
     """
     stop = stop or StopRequest(config.drain_s)
     keys, metrics, clock = Keys.read(config), Metrics(), asyncio.get_running_loop().time
-    registry = Registry(rules=fleet_settings(config).rules)
+    registry = Registry(clock, rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
         supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock, clock() + settle_s)
@@ -142,8 +142,8 @@ async def running_workers(
         ):
             watching = tasks.create_task(supervisor.watch())
             killing = tasks.create_task(supervisor.kill_hung())
-            monitoring = tasks.create_task(registry.monitor_pauses(clock))
-            hurrying = tasks.create_task(supervisor.hurry(stop))
+            monitoring = tasks.create_task(_monitor_pauses(registry))
+            ending_at_once = tasks.create_task(supervisor.force_stop(stop))
             kept = [tasks.create_task(supervisor.keep_worker()) for _ in range(config.workers)]
             try:
                 await supervisor.started()
@@ -151,7 +151,7 @@ async def running_workers(
             finally:
                 supervisor.stop(stop.limit_s)
                 await asyncio.wait(kept, timeout=stop.limit_s + 2 * END_TIMEOUT_S)
-                for task in (hurrying, watching, killing, monitoring, *kept):
+                for task in (ending_at_once, watching, killing, monitoring, *kept):
                     task.cancel()
 
 
@@ -206,7 +206,7 @@ class Supervisor:
         for worker in self._workers:
             worker.channel.send(Stop(limit_s))
 
-    async def hurry(self, stop: StopRequest) -> None:
+    async def force_stop(self, stop: StopRequest) -> None:
         """Stop the workers once more when `stop` is to be obeyed at once."""
         await stop.at_once.wait()
         self.stop(0.0)
@@ -334,7 +334,7 @@ class Supervisor:
         return child.returncode
 
     def _start_message(self) -> Start:
-        nodes = self._registry.snapshot(self._clock()).nodes
+        nodes = self._registry.snapshot().nodes
         return Start(
             config=self._config,
             port=self._port,
@@ -373,7 +373,7 @@ class Supervisor:
     def _view(self) -> FleetView:
         """Return the fleet as all workers together see it."""
         now = self._clock()
-        snapshot = self._registry.snapshot(now)
+        snapshot = self._registry.snapshot()
         reports = list(self._reports())
         in_flight = Counter[Incarnation]()
         nodes = []
@@ -525,6 +525,13 @@ class WorkerSession:
             error = ProxyError("internal error; see the proxy's log")
             page = Page(status=error.status, body=error.body())
         self.channel.send(PageResponse(seq=seq, page=page))
+
+
+async def _monitor_pauses(registry: Registry) -> None:
+    """Have the registry know of this process's own pauses, until cancelled."""
+    while True:
+        registry.check_pause()
+        await asyncio.sleep(PAUSE_CHECK_INTERVAL_S)
 
 
 def _in_flight(worker: WorkerSession, agent: Incarnation) -> int:

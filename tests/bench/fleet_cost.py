@@ -146,9 +146,7 @@ class Bench:
             TransferTotals(self.clock),
             down=list,
         )
-        metrics.add_collector(
-            FleetCollector(lambda: self.views.view().snapshot, self.fleet.registry.lost, list)
-        )
+        metrics.add_collector(FleetCollector(self.fleet.registry.snapshot, self.fleet.registry.lost, list))
         self._pings = [agent(number) for number in range(agents)]
         self._turn = 0
 
@@ -157,7 +155,7 @@ class Bench:
         self._turn += 1
         self._pings = [msgspec.structs.replace(ping, index=self._turn, **fields) for ping in self._pings]
         for ping in self._pings:
-            self.fleet.registry.register(ping, self.clock())
+            self.fleet.registry.register(ping)
 
     def misfit(self) -> None:
         """Have every agent ping with a layout that fits no other's."""
@@ -168,7 +166,7 @@ class Bench:
         """Have the next agent ping."""
         self._turn += 1
         ping = self._pings[self._turn % len(self._pings)]
-        self.fleet.registry.register(msgspec.structs.replace(ping, index=self._turn), self.clock())
+        self.fleet.registry.register(msgspec.structs.replace(ping, index=self._turn))
 
     def acquire(self) -> AcquireRequest:
         routing = RoutingRequest(model="m", prompt="a prompt " * 100, session=f"{self._turn % 100}")

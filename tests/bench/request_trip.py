@@ -138,8 +138,8 @@ async def warm_pair() -> AsyncIterator[tuple[RunningProxy, aiohttp.ClientSession
     ):
         with Agents(f"127.0.0.1:{proxy.discovery_port}", ping_interval_s=0.5):
             async with asyncio.timeout(DEADLINE_S):
-                while proxy.fleet.registry.snapshot(proxy.fleet.clock()).models != {BODY["model"]} or (
-                    len(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes) < 2
+                while proxy.fleet.registry.snapshot().models != {BODY["model"]} or (
+                    len(proxy.fleet.registry.snapshot().nodes) < 2
                 ):
                     await asyncio.sleep(0.01)
                 for stream in (True, False) * WARM_UP:

@@ -69,7 +69,7 @@ async def fuzz(frames: int, seed: int) -> Report:
                 await agent.until(lambda agent=agent, heard=agent.acks: agent.acks > heard + 1)
             registry = proxy.fleet.registry
             registry.check_integrity()
-            known = registry.snapshot(asyncio.get_running_loop().time()).nodes
+            known = registry.snapshot().nodes
             ready = {node.incarnation for node in known if node.state is NodeState.READY}
             lost = [agent.role for agent in agents if agent.incarnation not in ready]
             assert not lost, f"agents were lost in round {number}: {lost}"

@@ -139,7 +139,7 @@ class OperatorApi:
         """Return the fleet as it is now."""
         fleet, now = self._fleet, self._fleet.clock()
         return FleetView(
-            snapshot=fleet.registry.snapshot(now),
+            snapshot=fleet.registry.snapshot(),
             in_flight=fleet.slots.in_flight,
             down=self._down(),
             events=lambda: fleet.registry.events,

@@ -39,9 +39,9 @@ def new_key() -> ClusterKey:
 @asynccontextmanager
 async def discovery(key: ClusterKey | None) -> AsyncIterator[tuple[Registry, str]]:
     """A listening discovery socket; yields its registry and address."""
-    registry, clock = Registry(), asyncio.get_running_loop().time
+    registry = Registry(asyncio.get_running_loop().time)
     metrics = Metrics()
-    listener = PingListener(registry, metrics, "proxy-1", clock, key)
+    listener = PingListener(registry, metrics, "proxy-1", key)
     try:
         address = f"tcp://127.0.0.1:{listener.bind('127.0.0.1', 0)}"
         running = asyncio.create_task(listener.run())
@@ -84,7 +84,7 @@ async def test_holders_of_the_key_are_admitted() -> None:
     key = new_key()
     async with discovery(key) as (registry, address):
         assert await answered(address, key.secure_client, 5)
-        assert len(registry.snapshot(asyncio.get_running_loop().time()).nodes) == 1
+        assert len(registry.snapshot().nodes) == 1
 
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster", "knows the public key"])
@@ -98,14 +98,14 @@ async def test_peers_without_the_key_are_not_admitted(peer: str) -> None:
     }[peer]
     async with discovery(key) as (registry, address):
         assert not await answered(address, secure, REFUSAL_S)
-        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+        assert not registry.snapshot().nodes
         assert await answered(address, key.secure_client, 5), "and the gate still stands"
 
 
 async def test_an_agent_does_not_speak_to_a_proxy_without_the_key() -> None:
     async with discovery(None) as (registry, address):
         assert not await answered(address, new_key().secure_client, REFUSAL_S)
-        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+        assert not registry.snapshot().nodes
 
 
 class Agent:
@@ -134,7 +134,7 @@ class Agent:
 
 async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
     """Issue 4, "Security": an agent's life, sent again byte by byte, is not processed."""
-    key, clock = new_key(), asyncio.get_running_loop().time
+    key = new_key()
     async with discovery(key) as (registry, address):
         port = int(address.rpartition(":")[2])
         async with Wiretap(port) as tap:
@@ -144,12 +144,12 @@ async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
                 await first.ping(registration("decode", 1, index=1, state="draining"))
                 await first.send(wire.Bye(incarnation=registration("decode", 1).incarnation))
                 await second.ping(registration("decode", 2))
-                while len(registry.snapshot(clock()).nodes) != 1:
+                while len(registry.snapshot().nodes) != 1:
                     await asyncio.sleep(0.01)
-                before = registry.snapshot(clock())
+                before = registry.snapshot()
                 assert PING not in tap.heard and b"10.0.0.1" not in tap.heard, "it is encrypted"
                 await tap.replay()
-                assert registry.snapshot(clock()) == before
+                assert registry.snapshot() == before
                 assert isinstance(await second.ping(registration("decode", 2)), wire.Ack)
             finally:
                 first.close()
@@ -159,7 +159,7 @@ async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
 @pytest.mark.parametrize("byte", [0, 1, 10, 40, -17, -1])
 async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
     """Issue 4, "Security": one bit of its frame's length, name, number, seal or contents is enough."""
-    key, clock = new_key(), asyncio.get_running_loop().time
+    key = new_key()
 
     def flip(data: bytes) -> bytes:
         altered = bytearray(data)
@@ -172,14 +172,14 @@ async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
             victim, other = Agent(key, tap.port), Agent(key, port)
             try:
                 await victim.ping(registration("decode", 1, index=0))
-                before = registry.snapshot(clock()).nodes
+                before = registry.snapshot().nodes
                 tap.alter = flip
                 # Its last byte is `max_running`: without the seal, 8 would arrive as 9.
                 await victim.send(registration("decode", 1, index=1, load=load(max_running=8)))
                 async with asyncio.timeout(20):
                     await tap.altered.wait()
                 await asyncio.sleep(REFUSAL_S / 2)
-                assert registry.snapshot(clock()).nodes == before
+                assert registry.snapshot().nodes == before
                 assert isinstance(await other.ping(registration("decode", 2)), wire.Ack), "it listens on"
             finally:
                 victim.close()
@@ -188,7 +188,7 @@ async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
 
 async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
     """Issue 4, "Security": an old index, and an incarnation that another one has replaced."""
-    key, clock = new_key(), asyncio.get_running_loop().time
+    key = new_key()
     async with discovery(key) as (registry, address):
         agent = Agent(key, int(address.rpartition(":")[2]))
         try:
@@ -200,7 +200,7 @@ async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
             await agent.ping(new)
             late = await agent.ping(registration("decode", 1, index=6))
             assert late == wire.Rejected(reason=RejectReason.RETIRED.value, versions=wire.VERSIONS)
-            assert [node.info for node in registry.snapshot(clock()).nodes] == [new]
+            assert [node.info for node in registry.snapshot().nodes] == [new]
         finally:
             agent.close()
 
@@ -212,8 +212,8 @@ async def test_no_socket_is_bound_before_its_authenticator_runs(monkeypatch: pyt
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
     monkeypatch.setattr(AsyncioAuthenticator, "start", fail)
-    registry = Registry()
-    listener = PingListener(registry, Metrics(), "p", lambda: 0.0, new_key())
+    registry = Registry(lambda: 0.0)
+    listener = PingListener(registry, Metrics(), "p", new_key())
     bound: list[str] = []
     monkeypatch.setattr(zmq.asyncio.Socket, "bind", lambda self, where: bound.append(where))
     with pytest.raises(zmq.ZMQError):
@@ -229,7 +229,7 @@ async def test_without_a_running_authenticator_no_peer_is_admitted(monkeypatch: 
     key = new_key()
     async with discovery(key) as (registry, address):
         assert not await answered(address, key.secure_client, REFUSAL_S)
-        assert not registry.snapshot(asyncio.get_running_loop().time()).nodes
+        assert not registry.snapshot().nodes
 
 
 def test_a_key_file_is_read_or_rejected_by_name(tmp_path: Path) -> None:

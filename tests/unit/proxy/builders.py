@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.proxy.fleet.registry import Node, NodeState, Snapshot
+from kvferry.proxy.fleet.registry import Node, NodeState, Registry, Snapshot
 from kvferry.proxy.wire.registration import Load, Register, Role
 
 
@@ -44,3 +44,25 @@ def registration(role: Role, port: int, **fields: Any) -> Register:
 def snapshot(*infos: Register, state: NodeState = NodeState.READY) -> Snapshot:
     nodes = tuple(Node(info, state, 0.0) for info in infos)
     return Snapshot(nodes, frozenset(info.model for info in infos))
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedRegistry(Registry):
+    """A registry whose time tests set: `registry.at(1.0).register(…)`."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.time = Clock()
+        super().__init__(self.time, **fields)
+
+    def at(self, now: float) -> TimedRegistry:
+        self.time.now = now
+        return self

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.fleet.registry import MAX_NODES, Registry
+from kvferry.proxy.fleet.registry import MAX_NODES
 from tests.fuzz import api, discovery
-from tests.unit.proxy.builders import registration
+from tests.unit.proxy.builders import TimedRegistry, registration
 
 
 async def test_no_request_breaks_the_proxys_own_description_of_itself() -> None:
@@ -36,7 +36,7 @@ async def test_100000_frames_do_not_either() -> None:
 
 def test_names_of_models_are_remembered_within_bounds() -> None:
     """Otherwise pings could fill the memory with names, which outlive the nodes."""
-    registry = Registry()
+    registry = TimedRegistry()
     for number in range(2 * MAX_NODES):
-        registry.register(registration("decode", 1, model=f"m{number}"), number / 1000)
-    assert len(registry.snapshot(2 * MAX_NODES / 1000).models) <= MAX_NODES
+        registry.at(number / 1000).register(registration("decode", 1, model=f"m{number}"))
+    assert len(registry.at(2 * MAX_NODES / 1000).snapshot().models) <= MAX_NODES

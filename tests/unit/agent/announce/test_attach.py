@@ -47,12 +47,12 @@ async def sidecar(
 
 
 def nodes(proxy: RunningProxy) -> list[Node]:
-    return list(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes)
+    return list(proxy.fleet.registry.snapshot().nodes)
 
 
 def said_bye(proxy: RunningProxy, node: Node) -> bool:
     """Whether it left with a goodbye, not by falling silent: then its pings are not believed any more."""
-    return proxy.fleet.registry.register(node.info, proxy.fleet.clock()) is RejectReason.RETIRED
+    return proxy.fleet.registry.register(node.info) is RejectReason.RETIRED
 
 
 async def until(claim: Callable[[], Any]) -> None:

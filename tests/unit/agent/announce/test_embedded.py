@@ -49,7 +49,7 @@ class Work:
 
 
 def nodes(proxy: RunningProxy) -> list[Node]:
-    return list(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes)
+    return list(proxy.fleet.registry.snapshot().nodes)
 
 
 async def until(claim: Callable[[], Any]) -> None:

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.fleet.address_rules import RejectReason
-from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import registration as wire
-from tests.unit.proxy.builders import registration
+from tests.unit.proxy.builders import TimedRegistry, registration
 
 PING = wire.encode(registration("decode", 1))
 ATOM_PING = {
@@ -34,18 +33,16 @@ MORIIO_PING = {
 
 
 class Setting:
-    """A discovery socket with its registry and counters; `now` is its clock."""
+    """A discovery socket with its registry and counters."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.registry = Registry()
+        self.registry = TimedRegistry()
         self.metrics = Metrics()
         self.in_flight: dict[str, int] = {}
         self.discovery = PingListener(
             self.registry,
             self.metrics,
             "proxy-1",
-            lambda: self.now,
             in_flight=lambda agent: self.in_flight.get(agent, 0),
         )
 
@@ -54,7 +51,7 @@ class Setting:
 
     @property
     def addresses(self) -> list[str]:
-        return [node.info.address for node in self.registry.snapshot(self.now).nodes]
+        return [node.info.address for node in self.registry.snapshot().nodes]
 
     @property
     def bad(self) -> float:
@@ -85,7 +82,7 @@ async def test_an_agent_of_another_version_is_rejected_by_name_and_shown(setting
     assert wire.decode_proxy_message(answer) == wire.Rejected(
         reason=RejectReason.VERSION.value, versions=wire.VERSIONS
     )
-    [rejected] = setting.registry.snapshot(0.0).rejected
+    [rejected] = setting.registry.snapshot().rejected
     assert (rejected.address, rejected.reason) == (body["address"], RejectReason.VERSION)
     assert not setting.addresses and not setting.bad
 
@@ -156,7 +153,7 @@ async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None
 async def test_an_atom_engine_that_restarts_may_count_from_the_start(setting: Setting) -> None:
     for index in ("7", "0"):
         setting.handle(msgpack.packb(ATOM_PING | {"index": index}))
-    assert not setting.registry.snapshot(0.0).rejected
+    assert not setting.registry.snapshot().rejected
 
 
 @pytest.mark.parametrize("address", ["http://host.example:8000", "http://[2001:db8::1]:8000", "https://h:1/"])
@@ -177,10 +174,10 @@ async def test_other_engines_pings_are_listed(
     setting: Setting, ping: dict[str, Any], address: str, dialect: str, role: str, expiry: float
 ) -> None:
     assert setting.handle(msgpack.packb(ping)) is None, "they read no answers"
-    [node] = setting.registry.snapshot(0.0).nodes
+    [node] = setting.registry.snapshot().nodes
     assert (node.info.address, node.info.dialect, node.info.role) == (address, dialect, role)
     assert setting.bad == 0
-    setting.now = expiry
+    setting.registry.time.now = expiry
     assert not setting.addresses
 
 
@@ -280,10 +277,10 @@ async def test_the_listener_outlives_a_defect_in_reading_a_frame(
     taking = setting.registry.register
     frames = iter((ZeroDivisionError, None))
 
-    def failing_once(info: wire.Register, now: float) -> RejectReason | None:
+    def failing_once(info: wire.Register) -> RejectReason | None:
         if (error := next(frames)) is not None:
             raise error
-        return taking(info, now)
+        return taking(info)
 
     monkeypatch.setattr(setting.registry, "register", failing_once)
     async with serving(setting) as peer:

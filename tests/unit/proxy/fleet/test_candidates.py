@@ -19,7 +19,7 @@ from kvferry.proxy.fleet.registry import Leg, Node, Registry
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.wire.registration import Incarnation, Register
-from tests.unit.proxy.builders import load, registration
+from tests.unit.proxy.builders import TimedRegistry, load, registration
 from tests.unit.proxy.fleet.test_groups import AGENTS, INCARNATIONS
 
 STEPS = st.lists(
@@ -56,7 +56,10 @@ def assert_same(kept: Candidates, found: Candidates) -> None:
 def test_what_is_kept_is_what_a_search_finds(steps: list[Any], sizes: list[int]) -> None:
     """After any history, for any number of choices."""
     slots, taken = Slots(), list[Incarnation]()
-    loads, registry = Loads(slots, {"prefill": None, "decode": None}), Registry(slots.in_flight)
+    loads, registry = (
+        Loads(slots, {"prefill": None, "decode": None}),
+        TimedRegistry(in_flight=slots.in_flight),
+    )
     openings, known = Openings(loads), dict[int, Register]()
     for index, ((what, at, fields, number), n) in enumerate(zip(steps, sizes, strict=False)):
         agent = Incarnation(INCARNATIONS[at])
@@ -64,22 +67,22 @@ def test_what_is_kept_is_what_a_search_finds(steps: list[Any], sizes: list[int])
         match what:
             case "ping":
                 known[at] = registration(port=100 + at, **fields, index=index, load=running)
-                registry.register(known[at], 0.0)
+                registry.register(known[at])
             case "load" if at in known:
-                registry.register(msgspec.structs.replace(known[at], index=index, load=running), 0.0)
+                registry.register(msgspec.structs.replace(known[at], index=index, load=running))
             case "bye":
                 registry.bye(agent)
             case "drain":
                 registry.drain(agent, bool(number % 2))
             case "failed":
                 for _ in range(5):
-                    registry.leg_failed(agent, 0.0)
+                    registry.leg_failed(agent)
             case "acquire":
                 slots.acquire(agent, 1)
                 taken.append(agent)
             case "release" if taken:
                 slots.release(taken.pop(number % len(taken)), 1)
-        snapshot = registry.snapshot(0.0)
+        snapshot = registry.snapshot()
         openings.follow(snapshot)
         search = Search(snapshot, loads)
         for model in ("m", "o"):
@@ -94,10 +97,13 @@ def test_what_is_kept_is_what_a_search_finds(steps: list[Any], sizes: list[int])
 
 def fleet(agents: int, policy: PolicyName) -> tuple[Registry, Router, Slots]:
     slots = Slots()
-    registry, loads = Registry(slots.in_flight), Loads(slots, {"prefill": None, "decode": None})
+    registry, loads = (
+        TimedRegistry(in_flight=slots.in_flight),
+        Loads(slots, {"prefill": None, "decode": None}),
+    )
     router = Router(make_policy(policy, Random(1)), make_policy(policy, Random(2)), loads)
     for at in range(agents):
-        registry.register(agent(at), 0.0)
+        registry.register(agent(at))
     return registry, router, slots
 
 
@@ -130,7 +136,7 @@ def test_every_policy_chooses_alike_among_openings_and_by_a_search(policy: Polic
             at, drained = rng.randrange(20), rng.random() < 0.5
             for registry, _, _ in sides:
                 registry.drain(Incarnation(f"{100 + at:016x}"), drained)
-        snapshots = [registry.snapshot(0.0) for registry, _, _ in sides]
+        snapshots = [registry.snapshot() for registry, _, _ in sides]
         snapshots[1] = snapshots[1].altered(snapshots[1].nodes)
         chosen = [
             router.choose(snapshot, request(number))
@@ -179,12 +185,12 @@ def test_a_request_looks_at_no_more_agents_in_a_large_fleet(
             for at in range(agents):
                 slots.acquire(Incarnation(f"{100 + at:016x}"), 4)
         asked = [RoutingRequest(model="m", prompt="x" * 400, session="s") for _ in range(50)]
-        router.choose(registry.snapshot(0.0), asked[0])
+        router.choose(registry.snapshot(), asked[0])
         looks = Looks(monkeypatch)
         for number, each in enumerate(asked):
             full = msgspec.structs.replace(agent(number % 20), index=number + 2)
-            registry.register(full, 0.0)
-            pair = router.choose(registry.snapshot(0.0), each)
+            registry.register(full)
+            pair = router.choose(registry.snapshot(), each)
             assert isinstance(pair, Pair) != is_full
             if isinstance(pair, Pair):
                 for node in pair.nodes:
@@ -198,7 +204,7 @@ def test_a_request_looks_at_no_more_agents_in_a_large_fleet(
 def test_openings_are_kept_for_few_numbers_of_choices() -> None:
     registry, _, slots = fleet(20, "round_robin")
     openings = Openings(Loads(slots, {"prefill": None, "decode": None}))
-    openings.follow(registry.snapshot(0.0))
+    openings.follow(registry.snapshot())
     for n in range(1, 20):
         assert openings.prefills("m", n) is not None
         openings.lone("m", "decode", n)

@@ -29,13 +29,13 @@ from kvferry.proxy.fleet.groups import (
     reason,
 )
 from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Registry, Snapshot, _Kept
+from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Snapshot, SnapshotCache
 from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
 from kvferry.proxy.fleet.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.event_log import EventLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation, Register
-from tests.unit.proxy.builders import load, registration, snapshot
+from tests.unit.proxy.builders import TimedRegistry, load, registration, snapshot
 
 INCARNATIONS = [f"{port:016x}" for port in range(100, 108)]
 AGENTS = st.fixed_dictionaries(
@@ -210,22 +210,22 @@ def test_a_request_compares_no_agents_while_nothing_has_changed(
     agents: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D4: the work was P x D comparisons for every request and ping."""
-    registry, work = Registry(), Work(monkeypatch)
+    registry, work = TimedRegistry(), Work(monkeypatch)
     rng = Random(0)
     loads = Loads(Slots(), {"prefill": None, "decode": None})
     router = Router(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
     infos = [registration("decode" if at % 2 else "prefill", 100 + at) for at in range(agents)]
     for info in infos:
-        registry.register(info, 0.0)
-    registry.snapshot(0.0)
+        registry.register(info)
+    registry.snapshot()
     for index in range(2, 12):
-        registry.register(msgspec.structs.replace(infos[0], index=index, load=load(index)), 0.0)
-        assert isinstance(router.choose(registry.snapshot(0.0), RoutingRequest(model="m")), Pair)
-        assert registry.snapshot(0.0) is registry.snapshot(0.0)
-        assert not count_incompatible(registry.snapshot(0.0))
+        registry.register(msgspec.structs.replace(infos[0], index=index, load=load(index)))
+        assert isinstance(router.choose(registry.snapshot(), RoutingRequest(model="m")), Pair)
+        assert registry.snapshot() is registry.snapshot()
+        assert not count_incompatible(registry.snapshot())
     assert (work.comparisons, work.regroupings) == (0, 1)
-    registry.register(msgspec.structs.replace(infos[0], index=12, layout="other"), 0.0)
-    misfits = count_incompatible(registry.snapshot(0.0))
+    registry.register(msgspec.structs.replace(infos[0], index=12, layout="other"))
+    misfits = count_incompatible(registry.snapshot())
     assert misfits == {Mismatch.LAYOUT: agents // 2}
     assert (work.comparisons, work.regroupings) == (0, 2)
 
@@ -235,12 +235,12 @@ async def test_a_ping_that_repeats_what_was_known_routes_nobody(monkeypatch: pyt
     full = load(4, max_running=4)
     infos = [registration(role, port, load=full) for role, port in (("prefill", 1), ("decode", 2))]  # type: ignore[arg-type]
     for info in infos:
-        fleet.registry.register(info, 0.0)
+        fleet.registry.register(info)
     by = asyncio.get_running_loop().time() + 30
     request = AcquireRequest(routing_request=RoutingRequest(model="m"), by=by)
     waiter = asyncio.create_task(fleet.acquire(request))
     await asyncio.sleep(0)
-    fleet.registry.register(msgspec.structs.replace(infos[0], index=2), 0.0)
+    fleet.registry.register(msgspec.structs.replace(infos[0], index=2))
     calls: list[NoPair | Pair] = []
     choose = fleet.router.choose
 
@@ -250,10 +250,10 @@ async def test_a_ping_that_repeats_what_was_known_routes_nobody(monkeypatch: pyt
 
     monkeypatch.setattr(fleet.router, "choose", counted)
     for index in range(3, 20):
-        fleet.registry.register(msgspec.structs.replace(infos[0], index=index, steps=index), 0.0)
+        fleet.registry.register(msgspec.structs.replace(infos[0], index=index, steps=index))
     assert not calls
     for info in infos:
-        fleet.registry.register(msgspec.structs.replace(info, index=20, load=load(0, max_running=4)), 0.0)
+        fleet.registry.register(msgspec.structs.replace(info, index=20, load=load(0, max_running=4)))
     assert calls[0] is NoPair.FULL and len(calls) == 2
     hold = await waiter
     assert not isinstance(hold, NoPair)
@@ -278,31 +278,31 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_what_is_kept_between_changes_is_what_a_new_registry_would_make(steps: list[Any]) -> None:
     """The kept snapshot and groups equal those made anew, after any history, also while time passes."""
-    registry, now = Registry(), 0.0
+    registry, now = TimedRegistry(), 0.0
     for index, (what, at, fields, running, seconds) in enumerate(steps):
         agent = Incarnation(INCARNATIONS[at])
         match what:
             case "ping":
                 info = registration(port=100 + at, **fields, index=index, load=load(running))
-                registry.register(info, now)
+                registry.at(now).register(info)
             case "bye":
                 registry.bye(agent)
             case "drain":
                 registry.drain(agent, bool(running))
             case "refused":
-                registry.connection_refused(agent, now)
+                registry.at(now).connection_refused(agent)
             case "sent":
-                registry.sent([agent], now)
+                registry.at(now).attempt_started([agent])
             case "failed":
                 for _ in range(5):
-                    registry.leg_failed(agent, now)
+                    registry.at(now).leg_failed(agent)
             case "succeeded":
                 registry.leg_succeeded(agent)
             case "wait":
                 now += seconds
-        kept, kept_state = registry.snapshot(now), registry._kept
-        registry._kept = _Kept()
-        fresh = registry.snapshot(now)
+        kept, kept_state = registry.at(now).snapshot(), registry._cache
+        registry._cache = SnapshotCache()
+        fresh = registry.at(now).snapshot()
         assert kept == fresh
         assert list(incompatible_pairs(kept)) == list(incompatible_pairs(fresh))
-        registry._kept = kept_state
+        registry._cache = kept_state

@@ -114,9 +114,9 @@ class Office:
 @pytest.fixture
 async def office() -> AsyncIterator[Office]:
     clock = asyncio.get_running_loop().time
-    registry, metrics = Registry(), Metrics()
+    registry, metrics = Registry(clock), Metrics()
     for agent in (PREFILL, DECODE):
-        registry.register(agent, clock())
+        registry.register(agent)
     supervisor = Supervisor(ProxyConfig(), 1, registry, metrics, list, clock)
     async with AsyncExitStack() as stack:
         yield Office(supervisor, registry, metrics, stack)
@@ -136,14 +136,14 @@ async def nodes(process: Process) -> dict[str, Any]:
 async def test_what_is_in_flight_counts_once_every_worker_knows_that_the_agent_leaves(
     office: Office,
 ) -> None:
-    first, second = await office.process(), await office.process()
+    _, second = await office.process(), await office.process()
     agent, collect = Incarnation(PREFILL.incarnation), office.supervisor._collect
     assert office.supervisor.in_flight(agent) == 2, "no worker has reported"
     second.fleet.slots.acquire(agent, 3)
     await collect()
     assert office.supervisor.in_flight(agent) == 1 + 1 + 3, "both may still route to it"
     leaving = msgspec.structs.replace(PREFILL, index=PREFILL.index + 1, state="draining")
-    office.registry.register(leaving, first.fleet.clock())
+    office.registry.register(leaving)
     assert office.supervisor.in_flight(agent) == 1 + 1 + 3, "neither has said that it knows"
     await collect()
     assert office.supervisor.in_flight(agent) == 3
@@ -154,15 +154,14 @@ async def test_what_is_in_flight_counts_once_every_worker_knows_that_the_agent_l
 async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office: Office) -> None:
     office.registry.drain(Incarnation(PREFILL.incarnation))
     process = await office.process()
-    now = process.fleet.clock()
-    first, second = process.fleet.registry.snapshot(now).nodes
+    first, second = process.fleet.registry.snapshot().nodes
     assert (first.info, first.drained, second.info, second.drained) == (PREFILL, True, DECODE, False)
-    assert first.heard_at <= now, "as old as the supervisor's"
+    assert first.heard_at <= process.fleet.clock(), "as old as the supervisor's"
     another = registration("decode", 3)
-    office.registry.register(another, now)
-    await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 3)
+    office.registry.register(another)
+    await until(lambda: len(process.fleet.registry.snapshot().nodes) == 3)
     office.registry.bye(Incarnation(another.incarnation))
-    await until(lambda: len(process.fleet.registry.snapshot(now).nodes) == 2)
+    await until(lambda: len(process.fleet.registry.snapshot().nodes) == 2)
 
 
 async def test_where_a_request_went_is_found_whichever_worker_has_served_it(office: Office) -> None:
@@ -179,7 +178,7 @@ async def test_where_a_request_went_is_found_whichever_worker_has_served_it(offi
 
 async def test_what_one_worker_finds_out_of_an_agent_outlives_the_worker(office: Office) -> None:
     process = await office.process()
-    process.fleet.connection_refused(DECODE_ID)
+    process.fleet.registry.connection_refused(DECODE_ID)
     for _ in range(2):
         page = msgspec.json.decode((await process.worker.page("dashboard")).body)
         kinds = [(event["kind"], event["agent"]) for event in page["events"]]
@@ -193,9 +192,9 @@ async def test_what_one_worker_finds_out_of_an_agent_outlives_the_worker(office:
 async def test_a_registration_that_is_refused_reaches_no_worker(office: Office) -> None:
     process = await office.process()
     stale = msgspec.structs.replace(DECODE, index=0, model="other")
-    assert office.registry.register(stale, process.fleet.clock()) is not None
+    assert office.registry.register(stale) is not None
     assert set(await nodes(process)) == {PREFILL.incarnation, DECODE.incarnation}
-    assert not [node for node in process.fleet.registry.snapshot(0.0).nodes if node.info.model == "other"]
+    assert not [node for node in process.fleet.registry.snapshot().nodes if node.info.model == "other"]
 
 
 async def test_limits_are_each_workers_own_and_sequences_in_flight_add_up(office: Office) -> None:
@@ -215,8 +214,8 @@ async def test_limits_are_each_workers_own_and_sequences_in_flight_add_up(office
 async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office) -> None:
     one, other = await office.process(), await office.process()
     for _ in range(5):
-        one.fleet.leg_failed(DECODE_ID)
-    other.fleet.connection_refused(Incarnation(PREFILL.incarnation))
+        one.fleet.registry.leg_failed(DECODE_ID)
+    other.fleet.registry.connection_refused(Incarnation(PREFILL.incarnation))
     for process in (one, other):
         shown = await nodes(process)
         assert (shown[DECODE_ID]["breaker"], shown[DECODE_ID]["state"]) == ("open", "tripped")
@@ -231,7 +230,7 @@ async def test_an_agent_that_is_to_end_gets_nothing_new_from_any_worker(office: 
     assert (await one.worker.end(DECODE_ID)).status == 409, "pings of version 2 are not told"
     assert (await one.worker.end(Incarnation("nobody"))).status == 404
     newer = msgspec.structs.replace(DECODE, v=3, index=DECODE.index + 1)
-    office.registry.register(newer, asyncio.get_running_loop().time())
+    office.registry.register(newer)
     page = await one.worker.end(DECODE_ID)
     assert (page.status, msgspec.json.decode(page.body)["ending"]) == (202, True)
     assert office.registry.is_ending(DECODE_ID)
